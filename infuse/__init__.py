@@ -1,0 +1,16 @@
+"""infuse makes a PyTorch or Hugging Face model that you already hold run near the limit of the hardware.
+
+    engine = infuse.init_inference(model, dtype=torch.bfloat16)
+    engine(**inputs); engine.generate(**inputs)
+"""
+
+from infuse.config import InferenceConfig
+from infuse.engine import InferenceEngine, init_inference, plan
+from infuse.errors import ConfigError, ContextLimitError, InfuseError, NotAvailable, ProofError, SpecMismatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError", "NotAvailable", "ProofError", "SpecMismatch",
+    "init_inference", "plan",
+]  # fmt: skip

@@ -1,0 +1,190 @@
+"""Apply: one loop over the steps of a plan: build on meta → fill → prove → swap → drop the old.
+
+Peak memory is the model plus what one layer's merged matrices take. A step that is not proven is not swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from infuse import ops, verify
+from infuse.config import InferenceConfig
+from infuse.errors import ProofError
+from infuse.layers.block import Block
+from infuse.layers.linear import make_linear
+from infuse.plan import BLOCK, Left, Plan, Step, parameter_bytes
+from infuse.spec.layer import LayerShape
+from infuse.spec.unknown import LinearShape
+from infuse.weights.fill import fill_module
+from infuse.weights.reader import LiveReader
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what
+
+
+def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None) -> Plan:
+    """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
+
+    Raises ProofError under verify="strict" where a step fails its proof; nothing has been swapped then.
+    """
+    run = _Run(plan, model, config.verify)
+    with torch.no_grad():
+        run.prove(progress)
+        for done, step in enumerate(run.accepted()):
+            run.swap(step)
+            if progress:
+                progress(done + 1, len(plan.steps), "replacing")
+        cast_rest(model, plan.dtype)
+    return plan.with_left(run.left, run.swapped, parameter_bytes(model))
+
+
+@dataclass
+class _Run:
+    plan: Plan
+    model: nn.Module
+    verify: str
+    refused: dict[tuple, str] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+    swapped: list[Step] = field(default_factory=list)
+    classes: dict[tuple[type, type], type] = field(default_factory=dict)
+
+    def key(self, step: Step) -> tuple:
+        return (step.path,) if self.verify == "all" else step.kind
+
+    def prove(self, progress: Progress | None) -> None:
+        """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
+        if self.verify == "off":
+            return
+        samples: dict[tuple, Step] = {}
+        for step in self.plan.steps:
+            samples.setdefault(self.key(step), step)
+        steps = list(samples.values())
+        cases = self.cases(steps)
+        for done, step in enumerate(steps):
+            fault = cases[step.path] if isinstance(cases[step.path], str) else self.fault(step, cases[step.path])
+            if fault is not None:
+                if self.verify == "strict":
+                    raise ProofError(f"{step.path}: {fault}")
+                self.refused[self.key(step)] = fault
+            if progress:
+                progress(done + 1, len(steps), "proving")
+
+    def cases(self, steps: Iterable[Step]) -> dict[str, list[verify.Case] | str]:
+        """The cases of each step by its path, or why there are none."""
+        found: dict[str, list[verify.Case] | str] = {}
+        by_owner: dict[tuple[str, bool], list[Step]] = {}
+        for step in steps:
+            if step.depth == BLOCK:
+                by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
+            else:
+                assert isinstance(step.shape, LinearShape)
+                found[step.path] = verify.linear_cases(self.model.get_submodule(step.path), step.shape.inputs)
+        for (owner, decodes), members in by_owner.items():
+            layers = {step.path: self.model.get_submodule(step.path) for step in members}
+            try:
+                recorded = verify.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+            except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
+                recorded = {}
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            else:
+                reason = "the model did not call it"
+            for path in layers:
+                found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
+        return found
+
+    def owner(self, path: str) -> str:
+        """The path of the nearest model around a layer: what has embeddings and a config."""
+        while path:
+            path = path.rpartition(".")[0]
+            module = self.model.get_submodule(path)
+            if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+                return path
+        return ""
+
+    def fault(self, step: Step, cases: list[verify.Case]) -> str | None:
+        """Why the step's new module is not the original, None if it is."""
+        old = self.model.get_submodule(step.path)
+        try:
+            wanted = verify.expected(old, cases, self.plan.dtype)
+            plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
+            structure = verify.structure_fault(old, self.built(plain, None), cases, wanted)
+            return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+        except Exception as error:  # a body or an op that raises is a fault like any other
+            return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+
+    def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
+        """The new module, filled; dtype None keeps the source's."""
+        source = self.model.get_submodule(step.path)
+        module = build(step)
+        fill_module(module, step.fills, LiveReader(source), dtype or next(source.parameters()).dtype)
+        module.train(False)
+        adopt(module, source, step.attn, self.classes)
+        return module
+
+    def accepted(self) -> list[Step]:
+        """The steps that are not refused; those that are become `left`, with the reason."""
+        accepted = []
+        for step in self.plan.steps:
+            reason = self.refused.get(self.key(step))
+            if reason is None:
+                accepted.append(step)
+            else:
+                self.left.append(Left(step.path, f"refused: {reason}"))
+        return accepted
+
+    def swap(self, step: Step) -> None:
+        new = self.built(step, self.plan.dtype)
+        parent, _, name = step.path.rpartition(".")
+        self.model.get_submodule(parent)._modules[name] = new
+        self.swapped.append(step)
+
+
+def build(step: Step) -> nn.Module:
+    """The empty module of a step, on meta."""
+    bodies = dict(step.bodies)
+    with torch.device("meta"):
+        if isinstance(step.shape, LayerShape):
+            return Block(step.shape, step.index, step.formats, bodies)
+        return make_linear(step.shape.inputs, step.shape.outputs, step.shape.bias, step.formats.get("weight"), bodies)
+
+
+def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, type], type]) -> None:
+    """Make `new` stand where `old` stood: its attributes, its hooks and, for a block, its class.
+
+    transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
+    instance of the class that it replaces; models read attributes such as `attention_type` from their layers.
+    """
+    _take_over(new, old)
+    if isinstance(new, Block):
+        _mix_in(new, type(old), classes)
+        new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
+        _take_over(new_attn, old_attn)
+        _mix_in(new_attn, type(old_attn), classes)
+
+
+def _take_over(new: nn.Module, old: nn.Module) -> None:
+    for name, value in vars(old).items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            getattr(new, name).update(value)
+        elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
+            object.__setattr__(new, name, value)
+
+
+def _mix_in(new: nn.Module, theirs: type, classes: dict[tuple[type, type], type]) -> None:
+    ours = type(new)
+    if (ours, theirs) not in classes:
+        mixed = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__})
+        mixed.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
+        classes[ours, theirs] = mixed
+    new.__class__ = classes[ours, theirs]
+
+
+def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters outside of blocks. Buffers stay: rotary frequencies must not be rounded."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,325 @@
+"""InferenceConfig: every key that DeepSpeed-Inference takes, and infuse's own; validated before any weight is touched.
+
+Names and sources are read in config_keys.py, single values in config_values.py. Nothing here looks at a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError, field_serializer, model_validator
+
+from infuse import config_keys
+from infuse import config_values as values
+from infuse.config_keys import Section
+from infuse.config_values import parse_dtype, parse_format
+from infuse.device import Device
+from infuse.errors import ConfigError
+
+__all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`: enabled=False turns it off; `mpu` or `tp_group` bring the ranks, else `tp_size` makes them."""
+
+    enabled: bool = True
+    tp_size: values.Count = 1
+    tp_grain_size: values.Count = 64
+    mpu: values.Mpu = None
+    tp_group: Any = None
+
+
+class Moe(Section):
+    """`moe`: how experts are spread over ranks; a bool stands for {"enabled": bool}. Experts are found in the model."""
+
+    aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
+    forms = "a bool or a dict"
+    enabled: bool = True
+    ep_size: values.Count = 1
+    moe_experts: values.Counts = (1,)
+    type: Literal["standard", "residual"] = "standard"
+    ep_mp_group: Any = None
+    ep_group: Any = None
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else super().expand(value)
+
+
+class WeightQuant(Section):
+    """`quant.weight`: None stands for DeepSpeed's default: 8 bits, symmetric. Any key given asks for quantization."""
+
+    enabled: bool | None = None
+    num_bits: Literal[4, 6, 8] | None = None
+    q_type: values.Symmetry | None = None
+    q_groups: values.Count | None = None
+    quantized_initialization: dict[str, Any] = {}
+    post_init_quant: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_a_format(self) -> WeightQuant:
+        if self.num_bits == 6 and self.q_type == "asymmetric":
+            raise ValueError("possible: 6 bits with q_type symmetric; only 8 and 4 bits have an asymmetric form")
+        return self
+
+    @property
+    def format(self) -> str | None:
+        """The canonical text, or None where nothing asks for it. `q_groups` counts the groups of a row, see parse_format."""
+        if self.enabled is False or not (self.enabled or self.num_bits or self.q_type or self.q_groups):
+            return None
+        grouping = f":groups={self.q_groups}" if self.q_groups else ""
+        return parse_format(f"{values.FORMAT_OF_BITS[self.num_bits or 8]}{grouping}:{self.q_type or 'symmetric'}")
+
+
+class ActivationQuant(Section):
+    """`quant.activation`: accepted without effect; activations keep the compute dtype."""
+
+    enabled: bool = True
+    num_bits: Literal[4, 6, 8] = 8
+    q_type: values.Symmetry = "symmetric"
+    q_groups: values.Count = 1
+
+
+class QkvQuant(Section):
+    """`quant.qkv`: accepted without effect; q, k and v are quantized as the other matrices are."""
+
+    enabled: bool = True
+
+
+class Quant(Section):
+    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as they ask."""
+
+    forms = 'a dict, or a format such as "int8", "int4:128", "fp8", "fp6"'
+    enabled: bool | None = None
+    format: values.Format = None
+    weight: WeightQuant = WeightQuant()
+    activation: ActivationQuant = ActivationQuant()
+    qkv: QkvQuant = QkvQuant()
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        if value is None:
+            return {}
+        return {"format": value} if isinstance(value, str) else super().expand(value)
+
+
+class Checkpoint(Section):
+    """`checkpoint_config`: where weights are read from and written to."""
+
+    checkpoint_dir: str | None = None
+    save_mp_checkpoint_path: str | None = None
+    base_dir: str | None = None
+
+
+class InferenceConfig(Section):
+    """How a model is to be run. Four ways to make one: nothing, a dict or a JSON path, keywords, or both merged.
+
+    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are DeepSpeed-Inference's,
+    except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is proven before it is put
+    in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps).
+    dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises ConfigError with all problems.
+    infuse's own keys: verify (which steps are proven before the swap), device (None: where the model is) and progress
+    (None: bars on a terminal only).
+    """
+
+    aliases = MappingProxyType({
+        "kernel_inject": "replace_with_kernel_inject", "tp": "tensor_parallel", "tm": "triangular_masking", "args": "config",
+        "ckpt_config": "checkpoint_config", "injection_dict": "injection_policy", "max_tokens": "max_out_tokens",
+        "min_tokens": "min_out_tokens",
+    })
+    moved = MappingProxyType({
+        "mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "tp_grain_size": "tensor_parallel.tp_grain_size",
+        "ep_size": "moe.ep_size", "ep_group": "moe.ep_group", "expert_group": "moe.ep_group", "ep_mp_group": "moe.ep_mp_group",
+        "expert_mp_group": "moe.ep_mp_group", "moe_experts": "moe.moe_experts", "moe_type": "moe.type",
+    })
+
+    replace_with_kernel_inject: bool = True
+    dtype: values.Dtype = None
+    tensor_parallel: TensorParallel = TensorParallel()
+    enable_cuda_graph: bool = False
+    use_triton: bool = False
+    triton_autotune: bool = False
+    zero: dict[str, Any] = {}
+    triangular_masking: bool = True
+    moe: Moe = Moe()
+    keep_module_on_host: bool = False
+    quant: Quant = Quant()
+    checkpoint: values.CheckpointSource = None
+    base_dir: str = ""
+    set_empty_params: bool = False
+    save_mp_checkpoint_path: str | None = None
+    checkpoint_config: Checkpoint = Checkpoint()
+    return_tuple: bool = True
+    training_mp_size: values.Count = 1
+    replace_method: str = "auto"
+    injection_policy: values.Policy = None
+    injection_policy_tuple: tuple[str, ...] | None = None
+    config: Any = None
+    max_out_tokens: values.Count | None = None
+    min_out_tokens: values.Count = 1
+    transposed_mode: bool = False
+    verify: Literal["sample", "all", "strict", "off"] = "sample"
+    device: values.DeviceName = None
+    progress: bool | None = None
+
+    def __init__(self, config: Any = None, /, **kwargs: Any):
+        leaves, problems = config_keys.read(type(self), config, kwargs)
+        try:
+            super().__init__(**config_keys.nested(leaves))
+            problems += self._contradictions()
+        except ValidationError as error:
+            problems += config_keys.explain(error, leaves)
+        if problems:
+            raise config_keys.failure(problems) from None
+
+    @classmethod
+    def make(cls, config: Any = None, **kwargs: Any) -> InferenceConfig:
+        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords; ConfigError as above."""
+        return config if isinstance(config, cls) and not kwargs else cls(config, **kwargs)
+
+    @property
+    def tp_size(self) -> int:
+        """The ranks that share each matrix: 1 where tensor_parallel.enabled is False."""
+        return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
+
+    @property
+    def ep_size(self) -> int:
+        """The ranks that the experts are spread over: 1 where moe.enabled is False."""
+        return self.moe.ep_size if self.moe.enabled else 1
+
+    @property
+    def weight_format(self) -> str | None:
+        """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute dtype."""
+        return self._asked_format or ("int8" if self.dtype == torch.int8 else None)
+
+    @property
+    def _asked_format(self) -> str | None:
+        if self.quant.enabled is False:
+            return None
+        return self.quant.format or self.quant.weight.format or ("int8" if self.quant.enabled else None)
+
+    def resolved_dtype(self, device: Device) -> torch.dtype:
+        """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
+        if self.dtype is None or self.dtype == torch.int8:
+            return device.default_dtype
+        if self.dtype not in device.dtypes:
+            possible = ", ".join(str(dtype) for dtype in device.dtypes)
+            raise ConfigError(f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best of them")
+        return self.dtype
+
+    def notes(self, device: Device | None = None) -> list[str]:
+        """One line for each key that the user set and that has no effect, here or, where a device is known, on that device.
+
+        A complete dict, such as default_inference_config() gives, sets every key: of it only what differs from the
+        defaults counts as set.
+        """
+        kind = device.kind if device is not None else (self.device.type if self.device is not None else "")
+        complete = self.model_fields_set == set(type(self).model_fields)
+        asked = {key for key, differs in self._given() if differs or not complete}
+        lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if _within(key, asked)]
+        return lines + [f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)]
+
+    def not_available(self) -> list[str]:
+        """One line for each valid setting that this version cannot serve; the engine raises NotAvailable with them."""
+        return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
+
+    def __str__(self) -> str:
+        return f"InferenceConfig({', '.join(f'{key}={config_keys.shown(self._value(key))}' for key, differs in self._given() if differs)})"
+
+    def _given(self) -> Iterator[tuple[str, bool]]:
+        """Each key that was set, dotted, and whether its value differs from the default."""
+        yield from _given_keys(self, "")
+
+    def _value(self, key: str) -> Any:
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    def _contradictions(self) -> Iterator[str]:
+        """The keys that are right each and wrong together."""
+        weight = self.quant.weight.format
+        if self.quant.format and weight and self.quant.format != weight:
+            yield f"quant.format: found {self.quant.format!r} beside quant.weight, which says {weight!r}; give one of them"
+        if self.dtype == torch.int8 and self.quant.enabled is False:
+            yield "dtype: found torch.int8 beside quant.enabled=False; possible: a 16-bit or 32-bit dtype, or quant enabled"
+        elif self.dtype == torch.int8 and not (self.weight_format or "").startswith("int8"):
+            yield f'dtype: found torch.int8 beside quant={self.weight_format!r}; possible: quant="int8[:group_size]", or another dtype'
+        if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
+            yield f"min_out_tokens: found {self.min_out_tokens}; possible: at most max_out_tokens={self.max_out_tokens}"
+        for key in ("base_dir", "save_mp_checkpoint_path"):
+            outer, inner = getattr(self, key), getattr(self.checkpoint_config, key)
+            if outer and inner and outer != inner:
+                yield f"{key}: found {outer!r} beside checkpoint_config.{key}={inner!r}; give one of them"
+
+    @field_serializer("dtype", "device", when_used="json-unless-none")
+    def _as_text(self, value: torch.dtype | torch.device) -> str:
+        return str(value)
+
+
+def _given_keys(section: Section, at: str) -> Iterator[tuple[str, bool]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and name in section.model_fields_set:
+            yield from _given_keys(value, f"{at}{name}.")
+        elif name in section.model_fields_set:
+            yield at + name, value is not field.default and value != field.default
+
+
+def _within(key: str, asked: set[str]) -> bool:
+    return any(other == key or other.startswith(key + ".") for other in asked)
+
+
+# Key, or section, that is accepted for the sake of scripts that set it → why it changes nothing.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
+    "zero": "weights are held for inference only; nothing is partitioned as for training",
+    "triangular_masking": "the mask is the model's own",
+    "moe.moe_experts": "experts are counted in the model",
+    "moe.type": "standard or residual is read from the model",
+    "keep_module_on_host": "peak memory is the result and one layer in any case",
+    "quant.activation": "activations keep the compute dtype",
+    "quant.qkv": "q, k and v are quantized as the other matrices are",
+    "set_empty_params": "parameters on meta are recognised as such",
+    "return_tuple": "a layer returns what the layer that it replaces returns",
+    "training_mp_size": "a checkpoint says itself how it is sharded",
+    "replace_method": "there is one method",
+    "injection_policy_tuple": "DeepSpeed derives it from injection_policy",
+    "config": "arguments of a training script say nothing about inference",
+    "transposed_mode": "the layout of each matrix is known from the model",
+})
+
+# Keys with an effect, but not always: key; where it has none (config, kind of device, "" where not known); why.
+_IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
+    ("enable_cuda_graph", lambda config, kind: config.enable_cuda_graph and kind == "cpu", "a CPU has no CUDA graphs"),
+    ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
+    ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
+    ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
+    ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
+)
+
+# What is valid and not served yet: key; whether it is asked for; what is missing. A part that arrives deletes its rows.
+_NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
+    ("tensor_parallel.tp_size", lambda config: config.tp_size > 1, "tensor parallelism"),
+    ("tensor_parallel.mpu", lambda config: config.tensor_parallel.enabled and config.tensor_parallel.mpu is not None, "tensor parallelism"),
+    ("tensor_parallel.tp_group", lambda config: config.tensor_parallel.enabled and config.tensor_parallel.tp_group is not None,
+     "tensor parallelism"),
+    ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
+    ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
+    ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
+    ("weight_format", lambda config: (config.weight_format or "").startswith(("fp8", "fp6")), "this weight format"),
+    ("quant.weight.quantized_initialization", lambda config: config.quant.weight.quantized_initialization,
+     'quantization while a model is built; quant="int4:64" quantizes a model that is there'),
+    ("quant.weight.post_init_quant", lambda config: config.quant.weight.post_init_quant,
+     'quantization of modules chosen by name; quant="int4:64" quantizes all linears'),
+    ("checkpoint", lambda config: config.checkpoint, "reading a checkpoint"),
+    ("checkpoint_config.checkpoint_dir", lambda config: config.checkpoint_config.checkpoint_dir, "reading a checkpoint"),
+    ("base_dir", lambda config: config.base_dir, "reading a checkpoint"),
+    ("checkpoint_config.base_dir", lambda config: config.checkpoint_config.base_dir, "reading a checkpoint"),
+    ("save_mp_checkpoint_path", lambda config: config.save_mp_checkpoint_path, "saving a sharded checkpoint"),
+    ("checkpoint_config.save_mp_checkpoint_path", lambda config: config.checkpoint_config.save_mp_checkpoint_path,
+     "saving a sharded checkpoint"),
+    ("injection_policy", lambda config: config.injection_policy, "injection by a policy of the caller"),
+)

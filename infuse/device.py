@@ -1,0 +1,79 @@
+"""What a device can do: kind, capability, instruction sets, memory, dtypes. Found when asked, never at import.
+
+Knows nothing of models; decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# The flags of /proc/cpuinfo that a kernel may ask for, in the words of the plan.
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+_COMPUTE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as the plan sees it. `memory_bytes` is its total; `features` are CPU flags or ("sm_90",)."""
+
+    kind: str
+    index: int | None
+    name: str
+    features: tuple[str, ...]
+    memory_bytes: int
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Device:
+        """The description of `device`; a meta device is described as the CPU, since plans need no weights."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            return cls._cuda(device)
+        if device.type in ("cpu", "meta"):
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+            return cls("cpu", None, platform.processor() or platform.machine(), cpu_features(), memory_bytes, _COMPUTE)
+        return cls(device.type, device.index, device.type, (), 0, (torch.float32, torch.float16, torch.bfloat16))
+
+    @classmethod
+    def _cuda(cls, device: torch.device) -> Device:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = torch.cuda.get_device_properties(index)
+        dtypes = (torch.float32, torch.float16, torch.float64)
+        if properties.major >= 8:  # bfloat16 arithmetic came with Ampere
+            dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        features = (f"sm_{properties.major}{properties.minor}",)
+        return cls("cuda", index, properties.name, features, properties.total_memory, dtypes)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind) if self.index is None else torch.device(self.kind, self.index)
+
+    @property
+    def bfloat16_in_hardware(self) -> bool:
+        """Whether bfloat16 products run in hardware: AVX512-BF16 or AMX on CPUs, Ampere and later on GPUs."""
+        if self.kind == "cpu":
+            return bool({"avx512_bf16", "amx_bf16"} & set(self.features))
+        return torch.bfloat16 in self.dtypes
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """The dtype when none is asked for: float16 on GPUs as DeepSpeed has it; on CPUs what the hardware computes in."""
+        if self.kind != "cpu":
+            return torch.float16
+        return torch.bfloat16 if self.bfloat16_in_hardware else torch.float32
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets of this CPU that kernels ask for; empty where the system does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    flags = set(line.split())
+    return tuple(flag for flag in _CPU_FLAGS if flag in flags)

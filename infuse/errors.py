@@ -1,0 +1,41 @@
+"""Every error that infuse raises on purpose. What PyTorch or transformers raise themselves passes through unchanged.
+
+    InfuseError
+    ├── ConfigError (ValueError)        a configuration key or value; raised before any weight is touched
+    ├── SpecMismatch                    a layer is not what its spec says: all differences at once
+    ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
+    ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
+    └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
+"""
+
+
+class InfuseError(Exception):
+    """The root: `except infuse.InfuseError` catches all of them."""
+
+
+class ConfigError(InfuseError, ValueError):
+    """A key or value of the configuration is wrong; the text says what is possible."""
+
+
+class SpecMismatch(InfuseError):
+    """A layer's parameters or config differ from its spec; `differences` lists all of them."""
+
+    def __init__(self, spec: str, differences: list[str]):
+        self.spec = spec
+        self.differences = tuple(differences)
+        super().__init__(f"{spec}: " + "; ".join(differences))
+
+    def __reduce__(self):
+        return type(self), (self.spec, list(self.differences))
+
+
+class ProofError(InfuseError):
+    """A step's new module disagrees with the module that it would replace."""
+
+
+class ContextLimitError(InfuseError, ValueError):
+    """The call needs more tokens than `max_out_tokens` allows."""
+
+
+class NotAvailable(InfuseError, NotImplementedError):
+    """The input is valid, but the part that would serve it is not in this version."""

@@ -1,0 +1,124 @@
+"""Self-attention over any cache: one merged product for q, k, v, rotary fused with the append, then the op.
+
+Suffixes: B batch, T new tokens, L keys, N all heads (H query + 2 K key/value), D head width, C hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.layers.cache import KVCache
+from infuse.layers.linear import make_linear
+from infuse.layers.norm import Norm
+from infuse.layers.position import make_positions
+from infuse.spec.layer import AttentionShape, NormShape
+
+
+def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
+    names = ["rotary", "rotary_append", "attention"]
+    for norm in (shape.q_norm, shape.k_norm):
+        if norm is not None:
+            names.append("rms_norm" if norm.kind == "rms" else "layer_norm")
+    return tuple(dict.fromkeys(names))
+
+
+class Inputs(NamedTuple):
+    """What the model passed to the layer for this call, as it is."""
+
+    mask: Tensor | None
+    cache: Any
+    position_embeddings: tuple[Tensor, Tensor] | None
+    position_ids: Tensor | None
+    bias: Tensor | None
+    causal: bool | None
+    want_weights: bool
+    heads: int
+
+
+class Attention(nn.Module):
+    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None)."""
+
+    def __init__(self, shape: AttentionShape, index: int | None, formats: Mapping[str, str], bodies: Mapping[str, str]):
+        super().__init__()
+        self.shape, self._index = shape, index
+        heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_width
+        qkv_format, out_format = (formats.get(f"{shape.name}.{part}.weight") for part in ("qkv", "out"))
+        self.qkv = make_linear(shape.hidden, (heads + 2 * kv_heads) * width, shape.qkv_bias, qkv_format, bodies)
+        self.out = make_linear(heads * width, shape.hidden, shape.out_bias, out_format, bodies)
+        self.q_norm = Norm(shape.q_norm, bodies) if shape.q_norm else None
+        self.k_norm = Norm(shape.k_norm, bodies) if shape.k_norm else None
+        self.positions = make_positions(shape.position)
+        self._rotary = ops.rotary.body(bodies.get("rotary", ops.REFERENCE))
+        self._append = ops.rotary_append.body(bodies.get("rotary_append", ops.REFERENCE))
+        self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
+
+    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        shape, (batch, tokens, _) = self.shape, x_BTC.shape
+        qkv = self.qkv(x_BTC)
+        if shape.clip:
+            qkv = qkv.clamp(-shape.clip, shape.clip)
+        if self.q_norm is not None or self.k_norm is not None:
+            qkv = self._normalised(qkv)
+        qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
+        q, k, v = self._rotated(qkv_BTND, inputs)
+        mask, bias = inputs.mask, self.positions.bias(inputs, batch, k.shape[2])
+        if mask is not None:
+            mask = self._allowed(mask, k.shape[2])
+        # A mask that was passed carries the causal order already; a window beyond it comes on top.
+        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or shape.window > 0
+        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+        weights = None
+        if inputs.want_weights:
+            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+            weights = scored.to(x_BTC.dtype)
+        return self.out(out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
+
+    def _rotated(self, qkv_BTND: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""
+        shape, cache, turns = self.shape, inputs.cache, self.positions.turns(inputs)
+        cos, sin = turns if turns is not None else (None, None)
+        interleaved = self.positions.interleaved
+        if isinstance(cache, KVCache) and self._index is not None:
+            slot = cache.slot(self._index)
+            start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
+            q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
+            slot.advance(qkv_BTND.shape[1])
+            return q, slot.keys, slot.values
+        qk = qkv_BTND[:, :, : shape.heads + shape.kv_heads]
+        if cos is not None and sin is not None:
+            qk = self._rotary(qk, cos, sin, interleaved)
+        q, k = qk.transpose(1, 2).split((shape.heads, shape.kv_heads), dim=1)
+        v = qkv_BTND[:, :, shape.heads + shape.kv_heads :].transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self._index)
+        return q, k, v
+
+    def _normalised(self, qkv: Tensor) -> Tensor:
+        """q and k normalised, over each head or over all heads at once, as the norm's weight tells."""
+        shape = self.shape
+        q_rows, k_rows = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
+        return torch.cat((_normed(q, self.q_norm, shape.heads), _normed(k, self.k_norm, shape.kv_heads), v), dim=-1)
+
+    def _allowed(self, mask: Tensor, length: int) -> Tensor:
+        """The mask cut to the keys there are (a static mask may be longer), True meaning: may look."""
+        if mask.shape[-1] > length:
+            mask = mask[..., :length]
+        return ~mask if self.shape.inverted_mask and mask.dtype == torch.bool else mask
+
+
+def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
+    if norm is None:
+        return x_BTM
+    if _over_all_heads(norm.shape, x_BTM.shape[-1]):
+        return norm(x_BTM)
+    return norm(x_BTM.unflatten(-1, (heads, -1))).flatten(-2)
+
+
+def _over_all_heads(shape: NormShape, rows: int) -> bool:
+    return shape.weight is not None and shape.weight == (rows,)

@@ -1,0 +1,116 @@
+"""A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the model's.
+
+      PRE                POST               PARALLEL             SANDWICH
+      x ----+            x ----+            x --+------+----+    x ----+
+      norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
+      attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
+        + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
+      x ----+            x ----+                                   + --+
+      norm2 |            mlp   |                                 x ----+
+      mlp   |              + --+                                 norm2, mlp, post2 likewise
+        + --+            norm2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from infuse.layers.attention import Attention, Inputs, attention_ops
+from infuse.layers.cache import self_attention_cache
+from infuse.layers.mlp import MLP, mlp_ops
+from infuse.layers.norm import Norm, norm_ops
+from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
+
+
+def block_ops(shape: LayerShape) -> tuple[str, ...]:
+    """The names of the ops that a block of this shape calls, its linears aside."""
+    fused = shape.residual in (PRE, POST) and shape.residual_scale == 1.0
+    norms = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) for name in norm_ops(norm, fused)]
+    return tuple(dict.fromkeys((*norms, *attention_ops(shape.attn), *mlp_ops(shape.mlp))))
+
+
+class Block(nn.Module):
+    """Built on meta from a LayerShape; weights are filled in by `weights.fill`."""
+
+    def __init__(self, shape: LayerShape, index: int | None, formats: Mapping[str, str], bodies: Mapping[str, str]):
+        super().__init__()
+        self.shape = shape
+        self.norm1, self.norm2, self.post1, self.post2 = (
+            None if norm is None else Norm(norm, bodies) for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2)
+        )
+        self._attention_name = shape.attn.name
+        self.add_module(shape.attn.name, Attention(shape.attn, index, formats, bodies))
+        self.mlp = MLP(shape.mlp, formats, bodies)
+        self._run = _RESIDUALS[shape.residual]
+        self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own signature and result; `hidden_states` [B, T, C]."""
+        if args:
+            kwargs.update(zip(self.shape.arguments, args, strict=False))
+        attention = self._modules[self._attention_name]
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            cache = kwargs.get("layer_past")
+        inputs = Inputs(
+            mask=kwargs.get("attention_mask"),
+            cache=self_attention_cache(cache),
+            position_embeddings=kwargs.get("position_embeddings"),
+            position_ids=kwargs.get("position_ids"),
+            bias=kwargs.get(self._bias_argument) if self._bias_argument else None,
+            causal=kwargs.get("is_causal"),
+            want_weights=bool(kwargs.get("output_attentions")) or self._weights_by_config(attention),
+            heads=self.shape.attn.heads,
+        )
+        out, weights = self._run(self, attention, hidden_states, inputs)
+        return (out, weights) if self.shape.returns == TUPLE else out
+
+    def _weights_by_config(self, attention: Any) -> bool:
+        """Whether the config asks for attention weights; only looked up where a hook could take them."""
+        return bool(attention._forward_hooks) and bool(getattr(getattr(self, "config", None), "output_attentions", False))
+
+
+_Result = tuple[Tensor, Tensor | None]
+
+
+def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    branch, weights = attention(x if block.norm1 is None else block.norm1(x), inputs)
+    scale = block.shape.residual_scale
+    if scale != 1.0 or block.norm2 is None:
+        x = x + branch * scale
+        branch = block.mlp(x if block.norm2 is None else block.norm2(x))
+        return x + branch * scale, weights
+    x, normed = block.norm2.add(branch, x)
+    return x + block.mlp(normed), weights
+
+
+def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    assert block.norm1 is not None and block.norm2 is not None
+    branch, weights = attention(x, inputs)
+    _, x = block.norm1.add(branch, x)
+    _, x = block.norm2.add(block.mlp(x), x)
+    return x, weights
+
+
+def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    normed = x if block.norm1 is None else block.norm1(x)
+    branch, weights = attention(normed, inputs)
+    other = block.mlp(normed if block.norm2 is None else block.norm2(x))
+    return branch + other + x, weights
+
+
+def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    assert block.post1 is not None and block.post2 is not None
+    branch, weights = attention(x if block.norm1 is None else block.norm1(x), inputs)
+    x = x + block.post1(branch)
+    branch = block.mlp(x if block.norm2 is None else block.norm2(x))
+    return x + block.post2(branch), weights
+
+
+_RESIDUALS: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
+    {PRE: _pre, POST: _post, PARALLEL: _parallel, SANDWICH: _sandwich}
+)

@@ -1,0 +1,156 @@
+"""KVCache: keys and values in preallocated storage that grows, behind transformers' Cache protocol.
+
+Storage is [B, K, S, D] for each layer; `keys` and `values` are views of the first `length` of S. All tokens are kept:
+sliding windows are in the model's mask, so that cropping back is always possible.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+from infuse.errors import ContextLimitError
+
+_ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
+
+
+class KVSlot(CacheLayerMixin):
+    """One layer's keys and values. `reserve` makes room, the caller writes to the storage, `advance` counts."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
+        self.length = 0
+        self.key_storage: Tensor | None = None
+        self.value_storage: Tensor | None = None
+        self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys so far, [B, K, length, D]."""
+        return None if self.key_storage is None else self.key_storage[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.value_storage is None else self.value_storage[:, :, : self.length]
+
+    def reserve(self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor) -> int:
+        """Make room for `tokens` more in the dtype and on the device of `like`; returns where they start."""
+        needed = self.length + tokens
+        if self.limit_tokens is not None and needed > self.limit_tokens:
+            raise ContextLimitError(f"the cache holds {self.length} tokens, {tokens} more were given, and max_out_tokens is {self.limit_tokens}")
+        storage = self.key_storage
+        if storage is None or storage.shape[2] < needed or (self.length == 0 and storage.shape[0] != batch):
+            self._grow(batch, needed, kv_heads, width, like)
+        return self.length
+
+    def _grow(self, batch: int, needed: int, kv_heads: int, width: int, like: Tensor) -> None:
+        held = 0 if self.key_storage is None else self.key_storage.shape[2]
+        capacity = max(needed, 2 * held, self.capacity_tokens)
+        capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
+        if self.limit_tokens is not None:
+            capacity = min(capacity, self.limit_tokens)
+        keys, values = (like.new_empty(batch, kv_heads, capacity, width) for _ in range(2))
+        if self.length:
+            assert self.keys is not None and self.values is not None
+            keys[:, :, : self.length] = self.keys
+            values[:, :, : self.length] = self.values
+        self.key_storage, self.value_storage = keys, values
+        self.is_initialized = True
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    # -- transformers' protocol for one layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        batch, kv_heads, _, width = key_states.shape
+        self.reserve(batch, 0, kv_heads, width, key_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        batch, kv_heads, tokens, width = key_states.shape
+        start = self.reserve(batch, tokens, kv_heads, width, key_states)
+        assert self.key_storage is not None and self.value_storage is not None
+        self.key_storage[:, :, start : start + tokens] = key_states
+        self.value_storage[:, :, start : start + tokens] = value_states
+        self.advance(tokens)
+        return self.key_storage[:, :, : self.length], self.value_storage[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.limit_tokens is None else self.limit_tokens
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.2x."""
+        return self.get_max_length()
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
+        self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.key_storage is not None and self.value_storage is not None:
+            rows = rows.to(self.key_storage.device)
+            self.key_storage = self.key_storage.index_select(0, rows)
+            self.value_storage = self.value_storage.index_select(0, rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.key_storage is not None:
+            self._select(torch.arange(self.key_storage.shape[0]).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Nothing: storage stays on the device that computes on it."""
+
+    def prefetch(self) -> None:
+        """Nothing: storage stays on the device that computes on it."""
+
+
+class KVCache(Cache):
+    """A cache of KVSlots, made as layers ask for them.
+
+    `capacity_tokens` preallocates for that many tokens, `limit_tokens` caps (ContextLimitError beyond it); without them
+    the storage starts at the first call's need and doubles.
+    """
+
+    layers: list[KVSlot]
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
+        super().__init__(layer_class_to_replicate=partial(KVSlot, capacity_tokens, limit_tokens))
+
+    def slot(self, index: int) -> KVSlot:
+        """The storage of layer `index`."""
+        layers = self.layers
+        while len(layers) <= index:
+            layers.append(self.layer_class_to_replicate())
+        return layers[index]
+
+    def nbytes(self) -> int:
+        """Bytes of all storage held."""
+        held = (t for slot in self.layers for t in (slot.key_storage, slot.value_storage) if t is not None)
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+def self_attention_cache(cache: Any) -> Any:
+    """The cache for self-attention: of an encoder-decoder pair its first half."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -1,0 +1,71 @@
+"""The linear layer that is put in, over a plain weight or a quantized one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.quant.format import QuantizedWeight, quant_format
+
+
+def linear_op(format: str | None) -> str:
+    """The name of the op behind a weight of `format` (None: plain)."""
+    return "quantized_linear" if format else "linear"
+
+
+def make_linear(inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str]) -> Linear | QuantizedLinear:
+    """A linear layer to be filled; `format` names a quantization format, None keeps the compute dtype."""
+    if format is None:
+        return Linear(inputs, outputs, bias, bodies)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies)
+
+
+class Linear(nn.Linear):
+    """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str]):
+        super().__init__(inputs, outputs, bias, device="meta")
+        self.requires_grad_(False)
+        self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._body(x, self.weight, self.bias)
+
+
+class QuantizedLinear(nn.Module):
+    """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, format: str, bodies: Mapping[str, str]):
+        super().__init__()
+        self.in_features, self.out_features, self.format = inputs, outputs, format
+        for name in ("data", "scale", "zero"):
+            self.register_buffer(name, None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
+        self._body = ops.quantized_linear.body(bodies.get("quantized_linear", ops.REFERENCE))
+
+    def hold(self, weight: QuantizedWeight) -> None:
+        """Take the buffers of a quantized weight [out_features, in_features]."""
+        assert weight.shape == (self.out_features, self.in_features), (weight.shape, self)
+        self.data, self.scale, self.zero = weight.data, weight.scale, weight.zero
+
+    def held(self) -> QuantizedWeight:
+        shape = (self.out_features, self.in_features)
+        return QuantizedWeight(self.data, self.scale, self.zero, shape, quant_format(self.format))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._body(x, self.data, self.scale, self.zero, self.bias, self.out_features, self.in_features, self.format)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self.format}"

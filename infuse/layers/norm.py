@@ -1,0 +1,54 @@
+"""The norm that is put in: RMSNorm or LayerNorm, alone or fused with the residual addition before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.spec.layer import RMS, NormShape
+
+
+def norm_ops(shape: NormShape | None, fused: bool) -> tuple[str, ...]:
+    """The names of the ops that a norm of this shape calls."""
+    if shape is None:
+        return ()
+    name = "rms_norm" if shape.kind == RMS else "layer_norm"
+    return (name, f"add_{name}") if fused else (name,)
+
+
+class Norm(nn.Module):
+    """`forward(x)` normalises; `add(x, residual)` returns (x + residual, its norm)."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, shape: NormShape, bodies: Mapping[str, str]):
+        super().__init__()
+        self.shape = shape
+        rms = shape.kind == RMS
+        alone, fused = (ops.rms_norm, ops.add_rms_norm) if rms else (ops.layer_norm, ops.add_layer_norm)
+        self._alone = alone.body(bodies.get(alone.name, ops.REFERENCE))
+        self._fused = fused.body(bodies.get(fused.name, ops.REFERENCE))
+        self.register_parameter("weight", _empty(shape.weight))
+        self.register_parameter("bias", _empty(shape.weight if shape.bias else None))
+        self._rms, self._eps, self._offset = rms, shape.eps, shape.offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._rms:
+            return self._alone(x, self.weight, self._eps, self._offset)
+        return self._alone(x, self.weight, self.bias, self._eps, self._offset)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if self._rms:
+            return self._fused(x, residual, self.weight, self._eps, self._offset)
+        return self._fused(x, residual, self.weight, self.bias, self._eps, self._offset)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape.kind}, {self.shape.width}, eps={self.shape.eps}"
+
+
+def _empty(shape: tuple[int, ...] | None) -> nn.Parameter | None:
+    return None if shape is None else nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,0 +1,79 @@
+"""Where positions come from: each class answers for one way in which models tell a layer about them.
+
+`turns(inputs, tokens)` gives (cos, sin) or None; `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
+config: RoPE variants and ALiBi slopes are the model's own.
+
+Suffixes: B batch, T new tokens, L keys, E rotated width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from infuse.spec.layer import Alibi, Position, Rotary, RotaryTable
+
+if TYPE_CHECKING:
+    from infuse.layers.attention import Inputs
+
+
+class Positions(nn.Module):
+    """No positions here: they are in the embeddings, or nowhere."""
+
+    interleaved = False
+
+    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
+        return None
+
+
+class PassedTurns(Positions):
+    """The model passes (cos, sin), [B or 1, T, E] each."""
+
+    def __init__(self, interleaved: bool):
+        super().__init__()
+        self.interleaved = interleaved
+
+    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        return inputs.position_embeddings
+
+
+class TableTurns(Positions):
+    """Rows of a table [positions, sin | cos], looked up by position ids; pairs are interleaved (GPT-J)."""
+
+    interleaved = True
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+        assert inputs.position_ids is not None, "this layer looks its positions up, and none were passed"
+        sin_BTE, cos_BTE = self.table[inputs.position_ids].chunk(2, dim=-1)
+        return cos_BTE.repeat_interleave(2, dim=-1), sin_BTE.repeat_interleave(2, dim=-1)
+
+
+class PassedBias(Positions):
+    """The model passes an ALiBi bias: [B H, 1, L] for each row, or [H, 1, S] of which the last L columns count."""
+
+    def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
+        passed = inputs.bias
+        if passed is None:
+            return None
+        if passed.shape[-1] > length:
+            passed = passed[..., -length:]
+        return passed.view(-1, inputs.heads, *passed.shape[1:])
+
+
+def make_positions(position: Position) -> Positions:
+    """The module for a declared position."""
+    if isinstance(position, Rotary):
+        return PassedTurns(position.interleaved)
+    if isinstance(position, RotaryTable):
+        return TableTurns()
+    return PassedBias() if isinstance(position, Alibi) else Positions()

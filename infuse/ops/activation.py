@@ -1,0 +1,76 @@
+"""Activations by one name each, plain and gated (GLU): act(gate) * up over one merged matrix product.
+
+Suffixes: R rows, I the inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016, the sigmoid form
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()  # So et al. 2021 (Primer)
+
+
+_FUNCTIONS = MappingProxyType(
+    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "relu": F.relu, "relu2": _relu2, "tanh": torch.tanh}
+)
+# The names of transformers' ACT2FN for the functions above. Those that only differ in rounding share one.
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in _FUNCTIONS},
+        **{name: "gelu_tanh" for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")},
+        "gelu_python": "gelu",
+        "swish": "silu",
+    }
+)
+
+
+@op("activation(Tensor x, str name) -> Tensor")
+def activation(x_RI: Tensor, name: str) -> Tensor:
+    """The activation `name` (a value of ACTIVATIONS), elementwise, in x.dtype."""
+    return _FUNCTIONS[name](x_RI)
+
+
+@op("gated_activation(Tensor gate_up, str name) -> Tensor")
+def gated_activation(gate_up_R2I: Tensor, name: str) -> Tensor:
+    """act(gate) * up where [..., :I] is the gate and [..., I:] is up (Shazeer 2020)."""
+    gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+    return _FUNCTIONS[name](gate_RI) * up_RI
+
+
+@activation.fake
+def _like_x(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@gated_activation.fake
+def _half_of_x(x: Tensor, name: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@activation.cases
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for name in _FUNCTIONS:
+        for shape in ((2, 3, 34), (1, 8), (0, 8)):
+            yield Case(f"{name} {shape}", (torch.randn(shape, dtype=dtype, device=device) * 4, name))
+
+
+@gated_activation.cases
+def _gated_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    yield from _cases(dtype, device)

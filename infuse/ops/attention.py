@@ -1,0 +1,136 @@
+"""Attention of new queries over keys and values, which may be longer than the queries (a cache).
+
+Suffixes: B batch, H query heads, K key/value heads (H a multiple of K), T queries, L keys, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+
+
+def attention_weights(
+    q_BHTD: Tensor, k_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+) -> Tensor:
+    """softmax(scale * q k^T, capped, biased, masked) [B, H, T, L] in float32; a row with nothing allowed is all zeros.
+
+    `mask` is bool (True: may look) or additive, broadcastable to [B, H, T, L]; `bias` is additive (ALiBi). `causal`
+    lines the last query up with the last key. `window` > 0 hides keys `window` or more before the query.
+    `softcap` > 0 squashes scores to (-softcap, softcap) by tanh.
+    """
+    groups = q_BHTD.shape[1] // k_BKLD.shape[1]
+    keys = k_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else k_BKLD
+    scores = (q_BHTD.float() @ keys.float().transpose(-1, -2)) * scale
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.float()
+    allowed = _allowed(q_BHTD.shape[2], k_BKLD.shape[2], causal, window, scores.device)
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = mask if allowed is None else allowed & mask
+    elif mask is not None:
+        scores = scores + mask.float()
+    if allowed is None:
+        return torch.softmax(scores, dim=-1)
+    weights = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
+    return weights.masked_fill(~allowed, 0.0)  # a row of -inf alone is NaN after softmax
+
+
+def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
+    """The [T, L] mask of the causal order and the window, or None where neither hides anything."""
+    if not window and (not causal or tokens == 1):
+        return None
+    query = torch.arange(length - tokens, length, device=device)[:, None]
+    key = torch.arange(length, device=device)
+    allowed = key <= query if causal else torch.ones(tokens, length, dtype=torch.bool, device=device)
+    return allowed & (key > query - window) if window else allowed
+
+
+@op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap)"
+    " -> Tensor"
+)
+def attention(
+    q_BHTD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLD: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; float32 inside."""
+    weights = attention_weights(q_BHTD, k_BKLD, mask, bias, scale, causal, window, softcap)
+    groups = q_BHTD.shape[1] // v_BKLD.shape[1]
+    values = v_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else v_BKLD
+    return (weights @ values.float()).transpose(1, 2).to(q_BHTD.dtype).contiguous()
+
+
+@attention.implement("torch")
+def _attention_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention; what it cannot do (soft caps) goes to the reference."""
+    if softcap > 0:
+        return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap)
+    batch, heads, tokens, width = q.shape
+    kv_heads, length = k.shape[1], k.shape[2]
+    # SDPA's own causal order lines up the first query with the first key, and excludes a mask.
+    if window or (causal and tokens > 1 and (length > tokens or mask is not None or bias is not None)):
+        mask = _additive(mask, _allowed(tokens, length, causal, window, q.device), q.dtype)
+        causal = False
+    if bias is not None:
+        mask = _additive(bias.to(q.dtype), mask, q.dtype)
+    if mask is not None and mask.dtype != torch.bool and mask.dtype != q.dtype:
+        mask = mask.to(q.dtype)
+    if heads != kv_heads and tokens == 1 and (mask is None or mask.shape[1] == 1):
+        # One query: the heads that share a key head become the query axis; nothing is repeated.
+        grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
+        return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).view(batch, 1, heads, width)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and tokens > 1, scale=scale, enable_gqa=heads != kv_heads)
+    return out.transpose(1, 2)
+
+
+def _additive(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Both masks in one: bool if both are, else additive in `dtype` with the lowest finite value where bool says no."""
+    if first is None or second is None:
+        return second if first is None else first
+    if first.dtype == torch.bool and second.dtype == torch.bool:
+        return first & second
+    lowest = torch.finfo(dtype).min
+    first, second = (m.to(dtype) if m.dtype != torch.bool else torch.zeros_like(m, dtype=dtype).masked_fill(~m, lowest) for m in (first, second))
+    return (first + second).clamp(min=lowest)
+
+
+@attention.fake
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+@attention.cases
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for batch, heads, kv_heads, tokens, length, width in ((1, 4, 4, 1, 9, 16), (2, 6, 2, 5, 5, 8), (2, 4, 1, 3, 8, 24), (1, 2, 2, 7, 7, 64)):
+        q = torch.randn(batch, heads, tokens, width, dtype=dtype, device=device)
+        k, v = (torch.randn(batch, kv_heads, length, width, dtype=dtype, device=device) for _ in range(2))
+        padded = torch.ones(batch, 1, tokens, length, dtype=torch.bool, device=device).tril(length - tokens)
+        padded[0, :, :, :2] = False
+        additive = torch.zeros(padded.shape, dtype=dtype, device=device).masked_fill(~padded, torch.finfo(dtype).min)
+        bias = torch.randn(batch, heads, 1, length, dtype=dtype, device=device)
+        label, scale = f"{batch}x{heads}/{kv_heads}x{tokens}/{length}x{width}", width**-0.5
+        yield Case(f"{label} causal", (q, k, v, None, None, scale, True, 0, 0.0))
+        yield Case(f"{label} bidirectional", (q, k, v, None, None, scale, False, 0, 0.0))
+        yield Case(f"{label} padded", (q, k, v, padded, None, scale, False, 0, 0.0))
+        yield Case(f"{label} additive", (q, k, v, additive[:, :, :, :], None, scale, False, 0, 0.0))
+        yield Case(f"{label} bias", (q, k, v, padded, bias, scale, False, 0, 0.0))
+        yield Case(f"{label} causal bias", (q, k, v, None, bias, 1.0, True, 0, 0.0))
+        yield Case(f"{label} window", (q, k, v, None, None, scale, True, 3, 0.0))
+        yield Case(f"{label} capped", (q, k, v, padded, None, scale, False, 0, 5.0))

@@ -1,0 +1,135 @@
+"""RMSNorm and LayerNorm, alone and fused with the residual addition before them.
+
+Suffixes: R any number of rows, H heads, C the normalised width. A weight of shape [H, C] gives each head its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+
+
+@op("rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor")
+def rms_norm(x_RC: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """x / rms(x) * (offset + weight) over the last axis; float32 inside, x.dtype outside (Zhang and Sennrich 2019)."""
+    wide = x_RC.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.float() + offset)
+    return y.to(x_RC.dtype)
+
+
+@op("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> Tensor")
+def layer_norm(x_RC: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+    """(x - mean) / std * (offset + weight) + bias over the last axis; float32 inside (Ba et al. 2016)."""
+    wide = x_RC.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.float() + offset)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x_RC.dtype)
+
+
+@op("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> (Tensor, Tensor)")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, rms_norm(x + residual)): the sum is rounded to x.dtype before it is normalised."""
+    total = x + residual
+    return total, rms_norm.reference(total, weight, eps, offset)
+
+
+@op("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor)")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, layer_norm(x + residual)): the sum is rounded to x.dtype before it is normalised."""
+    total = x + residual
+    return total, layer_norm.reference(total, weight, bias, eps, offset)
+
+
+@rms_norm.implement("torch")
+def _rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    if weight is None or (weight.dim() == 1 and not offset and weight.dtype == x.dtype):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return rms_norm.reference(x, weight, eps, offset)
+
+
+@layer_norm.implement("torch")
+def _layer_norm_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
+    if weight is not None and weight.dim() > 1:
+        return layer_norm.reference(x, weight, bias, eps, offset)
+    if weight is not None and offset:
+        weight = weight + offset
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@add_rms_norm.implement("torch")
+def _add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, _rms_norm_torch(total, weight, eps, offset)
+
+
+@add_layer_norm.implement("torch")
+def _add_layer_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, _layer_norm_torch(total, weight, bias, eps, offset)
+
+
+@rms_norm.fake
+@layer_norm.fake
+def _like_x(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@add_rms_norm.fake
+@add_layer_norm.fake
+def _like_x_twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+_SHAPES = ((1, 64), (3, 7, 96), (2, 1, 33), (0, 64), (2, 5, 4, 16))
+
+
+def _inputs(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor, Tensor | None, float]]:
+    for shape in _SHAPES:
+        x = torch.randn(shape, dtype=dtype, device=device) * 3
+        weight = torch.randn(shape[-1:], dtype=dtype, device=device)
+        yield f"{shape}", x, weight, 0.0
+        yield f"{shape} offset", x, weight, 1.0
+        yield f"{shape} bare", x, None, 0.0
+    heads = torch.randn(2, 3, 4, 16, dtype=dtype, device=device)
+    yield "a weight for each head", heads, torch.randn(4, 16, dtype=dtype, device=device), 0.0
+
+
+@rms_norm.cases
+def _rms_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for label, x, weight, offset in _inputs(dtype, device):
+        yield Case(label, (x, weight, 1e-6, offset))
+
+
+@add_rms_norm.cases
+def _add_rms_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for label, x, weight, offset in _inputs(dtype, device):
+        yield Case(label, (x, torch.randn_like(x), weight, 1e-6, offset))
+
+
+@layer_norm.cases
+def _layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for label, x, weight, offset in _inputs(dtype, device):
+        bias = None if weight is None else torch.randn_like(weight)
+        yield Case(label, (x, weight, bias, 1e-5, offset))
+
+
+@add_layer_norm.cases
+def _add_layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for label, x, weight, offset in _inputs(dtype, device):
+        bias = None if weight is None else torch.randn_like(weight)
+        yield Case(label, (x, torch.randn_like(x), weight, bias, 1e-5, offset))

@@ -1,0 +1,124 @@
+"""An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
+
+Bodies are chosen when a plan is made and called directly; the registered `torch.ops.infuse.*` form serves tracing and
+`opcheck`. No op calls another registered op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infuse.device import Device
+
+REFERENCE = "reference"
+# The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.
+PREFERENCE = ("triton", "cpu", "torch", REFERENCE)
+
+_LIBRARY = torch.library.Library("infuse", "DEF")
+_OPS: dict[str, Op] = {}
+
+Needs = Callable[[Device, torch.dtype], str | None]
+
+
+@dataclass(frozen=True)
+class Body:
+    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines."""
+
+    name: str
+    function: Callable
+    needs: Needs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The body taken for an op, and who declined before it, with reasons."""
+
+    op: str
+    body: str
+    declined: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row for tests, benchmarks and the support table: a label and the arguments of the op."""
+
+    label: str
+    args: tuple
+
+
+CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
+
+
+class Op:
+    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives the function of a body."""
+
+    def __init__(self, schema: str, reference: Callable):
+        self.schema = schema
+        self.name = schema.partition("(")[0]
+        self.reference = reference
+        self.bodies: dict[str, Body] = {REFERENCE: Body(REFERENCE, reference, lambda device, dtype: None)}
+        self.fake_function: Callable | None = None
+        self.case_maker: CaseMaker | None = None
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.reference(*args)
+
+    def body(self, name: str) -> Callable:
+        return self.bodies[name].function
+
+    def fake(self, function: Callable) -> Callable:
+        """Declare the shapes and dtypes of the result, for tracing."""
+        self.fake_function = function
+        torch.library.register_fake(f"infuse::{self.name}", function, lib=_LIBRARY)
+        return function
+
+    def cases(self, maker: CaseMaker) -> CaseMaker:
+        """Declare the cases: a generator over (dtype, device)."""
+        self.case_maker = maker
+        return maker
+
+    def implement(self, name: str, needs: Needs | None = None) -> Callable[[Callable], Callable]:
+        """Declare a body. `needs(device, dtype)` returns why it declines, or None."""
+        assert name in PREFERENCE, f"{name} is not in the order of preference {PREFERENCE}"
+
+        def declare(function: Callable) -> Callable:
+            self.bodies[name] = Body(name, function, needs or (lambda device, dtype: None))
+            return function
+
+        return declare
+
+    def choose(self, device: Device, dtype: torch.dtype) -> Choice:
+        """The body to run on `device` for activations of `dtype`, and who declined, with reasons."""
+        declined = []
+        for name in PREFERENCE:
+            if name not in self.bodies:
+                continue
+            reason = self.bodies[name].needs(device, dtype)
+            if reason is None:
+                return Choice(self.name, name, tuple(declined))
+            declined.append((name, reason))
+        raise AssertionError("the reference never declines")
+
+
+def op(schema: str) -> Callable[[Callable], Op]:
+    """Declare an op by its torch.library schema; the decorated function is its reference."""
+
+    def declare(reference: Callable) -> Op:
+        made = Op(schema, reference)
+        assert made.name not in _OPS, f"{made.name} is declared twice"
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(made.name, reference, "CompositeExplicitAutograd")
+        _OPS[made.name] = made
+        return made
+
+    return declare
+
+
+def registered() -> dict[str, Op]:
+    """All ops by name (the rooms of `infuse.ops` must have been imported)."""
+    return dict(_OPS)

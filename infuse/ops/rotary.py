@@ -1,0 +1,106 @@
+"""Rotary position embedding, alone and fused with the append to a cache.
+
+Suffixes: B batch, T new tokens, N heads of all kinds in one matrix (H query + K key + K value), D head width,
+S capacity of the cache, E the rotated width (the first E of D; cos and sin have E columns each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+
+
+@op("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
+def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first E of D in pairs: (i, i + E/2), or (2i, 2i + 1) where interleaved (Su et al. 2021, RoFormer).
+
+    `cos` and `sin` hold E columns in the pairing's own order and broadcast over the batch where B is 1 there.
+    """
+    width = cos_BTE.shape[-1]
+    cos, sin = cos_BTE.unsqueeze(-2), sin_BTE.unsqueeze(-2)
+    turned = x_BTND if width == x_BTND.shape[-1] else x_BTND[..., :width]
+    if interleaved:
+        half = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        half = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
+    out = turned * cos + half * sin
+    out = out.to(x_BTND.dtype)
+    return out if turned is x_BTND else torch.cat((out, x_BTND[..., width:]), dim=-1)
+
+
+@op(
+    "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads, bool interleaved)"
+    " -> Tensor"
+)
+def rotary_append(
+    qkv_BTND: Tensor, cos: Tensor | None, sin: Tensor | None, keys_BKSD: Tensor, values_BKSD: Tensor, start: int, heads: int, interleaved: bool
+) -> Tensor:
+    """Rotate queries and keys, write keys and values to the cache at [start, start + T), return the queries [B, H, T, D].
+
+    Without cos and sin nothing is rotated. The cache must have room: start + T <= S.
+    """
+    kv_heads, end = keys_BKSD.shape[1], start + qkv_BTND.shape[1]
+    qk, v_BTKD = qkv_BTND.split((heads + kv_heads, kv_heads), dim=2)
+    if cos is not None and sin is not None:
+        qk = rotary.reference(qk, cos, sin, interleaved)
+    q_BTHD, k_BTKD = qk.split((heads, kv_heads), dim=2)
+    keys_BKSD[:, :, start:end].copy_(k_BTKD.transpose(1, 2))
+    values_BKSD[:, :, start:end].copy_(v_BTKD.transpose(1, 2))
+    # A registered op must not return a view of its input.
+    return q_BTHD.transpose(1, 2).contiguous()
+
+
+@rotary_append.implement("torch")
+def _rotary_append_torch(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int, heads: int, interleaved: bool
+) -> Tensor:
+    """The reference less its last copy: a body called directly may return a view."""
+    kv_heads, tokens = keys.shape[1], qkv.shape[1]
+    qk = qkv[:, :, : heads + kv_heads]
+    if cos is not None and sin is not None:
+        qk = rotary.reference(qk, cos, sin, interleaved)
+    qk = qk.transpose(1, 2)
+    keys.narrow(2, start, tokens).copy_(qk[:, heads:])
+    values.narrow(2, start, tokens).copy_(qkv[:, :, heads + kv_heads :].transpose(1, 2))
+    return qk[:, :heads]
+
+
+@rotary.fake
+def _rotary_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@rotary_append.fake
+def _append_fake(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int, heads: int, interleaved: bool
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], heads, qkv.shape[1], qkv.shape[3])
+
+
+def _turns(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(batch, tokens, width, device=device) * 6.28
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@rotary.cases
+def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for batch, tokens, heads, width, turned in ((1, 1, 4, 16, 16), (2, 5, 3, 24, 8), (3, 0, 2, 8, 8), (1, 7, 1, 64, 64)):
+        x = torch.randn(batch, tokens, heads, width, dtype=dtype, device=device)
+        for interleaved in (False, True):
+            cos, sin = _turns(1 if batch == 2 else batch, tokens, turned, dtype, device)
+            yield Case(f"{tuple(x.shape)} of {turned} {interleaved=}", (x, cos, sin, interleaved))
+
+
+@rotary_append.cases
+def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for batch, tokens, heads, kv_heads, width, start in ((1, 1, 4, 2, 16, 3), (2, 5, 3, 3, 24, 0), (2, 2, 4, 1, 8, 9)):
+        qkv = torch.randn(batch, tokens, heads + 2 * kv_heads, width, dtype=dtype, device=device)
+        keys, values = (torch.randn(batch, kv_heads, 16, width, dtype=dtype, device=device) for _ in range(2))
+        cos, sin = _turns(batch, tokens, width, dtype, device)
+        for interleaved in (False, True):
+            yield Case(f"{tuple(qkv.shape)} at {start} {interleaved=}", (qkv, cos, sin, keys.clone(), values.clone(), start, heads, interleaved))
+        yield Case(f"{tuple(qkv.shape)} at {start} plain", (qkv, None, None, keys.clone(), values.clone(), start, heads, False))

@@ -1,0 +1,320 @@
+"""Plan: what will be replaced by what, from which weights, by which kernels, and why; and what is left, and why.
+
+`make_plan` is pure: no tensors, no change to the model, live or meta. `str(plan)` is the table that users read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infuse import ops
+from infuse.config import InferenceConfig
+from infuse.device import Device
+from infuse.errors import SpecMismatch
+from infuse.layers.block import Block, block_ops
+from infuse.layers.linear import linear_op
+from infuse.parallel.mesh import ONE, Mesh
+from infuse.quant.format import QuantFormat, quant_format
+from infuse.spec import Bound, bind_any, specs_for
+from infuse.spec.layer import LayerShape
+from infuse.spec.packing import Fill
+from infuse.spec.unknown import LinearShape, linear_shape, linears
+
+BLOCK, LINEAR, ATTENTION = "block", "linear", "attention"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One replacement. `path` names the module, `depth` is "block", "linear" or "attention"; `bodies` op → body.
+
+    `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache.
+    """
+
+    path: str
+    depth: str
+    layer: str
+    shape: LayerShape | LinearShape
+    fills: tuple[Fill, ...]
+    bodies: tuple[tuple[str, str], ...]
+    why: str
+    index: int | None = None
+    attn: str = ""
+
+    @property
+    def kind(self) -> tuple:
+        """Steps of one kind differ in their weights and place only: one proof speaks for all."""
+        return (self.depth, self.layer, self.shape, self.fills, self.bodies)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Target weight → quantization format."""
+        return {fill.target: fill.format for fill in self.fills if fill.format}
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that stays as it is, and why."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one model on one device. `before_bytes` and `after_bytes` are the parameters' bytes."""
+
+    model: str
+    device: str
+    dtype: torch.dtype
+    dtype_why: str
+    steps: tuple[Step, ...]
+    left: tuple[Left, ...]
+    declined: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...]
+    before_bytes: int
+    after_bytes: int
+
+    def digest(self) -> str:
+        """A fingerprint of the decision: equal on every rank that decided alike."""
+        return hashlib.sha256(repr((self.steps, self.left, str(self.dtype))).encode()).hexdigest()[:16]
+
+    def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int) -> Plan:
+        return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
+    """Decide for every module of `model`; pure. Raises ConfigError for a dtype that the device cannot compute in."""
+    dtype = config.resolved_dtype(device)
+    asked = config.weight_format
+    decision = _Decision(model, config, device, dtype, quant_format(asked) if asked else None)
+    decision.visit(model, "", None)
+    why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
+    before = parameter_bytes(model)
+    steps = tuple(decision.steps)
+    return Plan(
+        model=type(model).__name__,
+        device=f"{device.kind} {device.name}".strip(),
+        dtype=dtype,
+        dtype_why=why,
+        steps=steps,
+        left=tuple(decision.left),
+        declined=decision.declines(),
+        notes=tuple(config.notes(device)),
+        before_bytes=before,
+        after_bytes=bytes_after(model, steps, dtype),
+    )
+
+
+class _Decision:
+    """One walk over a model: blocks where a spec fits, else linears where a kernel or a format gains something."""
+
+    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, format: QuantFormat | None):
+        self.config, self.device, self.dtype, self.format = config, device, dtype, format
+        self.steps: list[Step] = []
+        self.left: list[Left] = []
+        self.choices: dict[str, ops.Choice] = {}
+        self.shared = _shared_weights(model)
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self.head = next((name for name, module in model.named_modules() if module is head), None)
+
+    def visit(self, module: nn.Module, path: str, config: Any) -> None:
+        """Decide for `module` and what is below; `config` is that of the nearest model around it."""
+        specs = specs_for(module)
+        if isinstance(module, Block):
+            self.left.append(Left(path, "already replaced"))
+        elif specs and not self.config.replace_with_kernel_inject:
+            self.left.append(Left(path, "not as a whole block: replace_with_kernel_inject is False"))
+            self.linears(module, path)
+        elif specs:
+            try:
+                self.steps.append(self.block(module, path, bind_any(specs, module, config)))
+            except SpecMismatch as mismatch:
+                self.left.append(Left(path, f"not as a whole block: {mismatch}"))
+                self.linears(module, path)
+        elif linear_shape(module) is not None:
+            self.linears(module, path)
+        elif next(module.children(), None) is None:
+            if module._parameters:
+                self.left.append(Left(path, f"{type(module).__name__} is not part of a layer"))
+        else:
+            config = getattr(module, "config", config)
+            for name, child in module.named_children():
+                self.visit(child, f"{path}.{name}" if path else name, config)
+
+    def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
+        fills = tuple(self.with_format(fill, bound.shape, path) for fill in bound.fills)
+        bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
+        name = type(module).__name__
+        return Step(path, BLOCK, name, bound.shape, fills, bodies, f"spec of {name}", bound.index, bound.attn)
+
+    def linears(self, module: nn.Module, path: str) -> None:
+        """Steps for the plain linears in `module`, where they gain something."""
+        for name, shape in linears(module, path):
+            if self.format is not None and name in self.shared:
+                self.left.append(Left(name, f"shares its weight with {self.shared[name]}, which is not quantized"))
+                continue
+            fills = tuple(self.with_format(fill, shape, name) for fill in shape.fills)
+            bodies = self.bodies(linear_ops(fills))
+            if any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
+                self.steps.append(Step(name, LINEAR, "Linear", shape, fills, bodies, "a linear outside of blocks"))
+            elif all(left.path != name for left in self.left):
+                self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
+
+    def with_format(self, fill: Fill, shape: LayerShape | LinearShape, path: str) -> Fill:
+        """The fill with the quantization format, where it is a matrix that the format fits."""
+        inputs = _inputs_of(fill, shape)
+        if self.format is None or inputs is None:
+            return fill
+        format = quant_format("int8") if path == self.head and self.format.bits < 8 else self.format
+        if reason := format.fits(inputs):
+            self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
+            return fill
+        return replace(fill, format=str(format))
+
+    def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        for name in names:
+            if name not in self.choices:
+                self.choices[name] = ops.registered()[name].choose(self.device, self.dtype)
+        return tuple((name, self.choices[name].body) for name in names)
+
+    def declines(self) -> tuple[tuple[str, str, str], ...]:
+        return tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
+
+
+def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
+    """The ops of the matrices among `fills`."""
+    return tuple(dict.fromkeys(linear_op(fill.format) for fill in fills if _is_matrix(fill)))
+
+
+def _is_matrix(fill: Fill) -> bool:
+    return fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+
+
+def _inputs_of(fill: Fill, shape: LayerShape | LinearShape) -> int | None:
+    """The inputs of the matrix that `fill` makes; None for norms, biases and tables."""
+    if not _is_matrix(fill):
+        return None
+    if isinstance(shape, LinearShape):
+        return shape.inputs
+    kind = fill.target.split(".")[-2]
+    attn = shape.attn
+    return {"qkv": attn.hidden, "out": attn.heads * attn.head_width, "up": shape.mlp.hidden, "down": shape.mlp.inner}[kind]
+
+
+def _shared_weights(model: nn.Module) -> dict[str, str]:
+    """Module path → another module that holds the same weight (tied embeddings)."""
+    by_weight: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "weight":
+            by_weight.setdefault(id(parameter), []).append(owner)
+    return {path: next(other for other in paths if other != path) for paths in by_weight.values() if len(paths) > 1 for path in paths}
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
+    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
+    total, seen = 0, set()
+    for step in steps:
+        module = model.get_submodule(step.path)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for fill in step.fills:
+            sources = [_tensor(module, name) for name in fill.sources]
+            seen.update(id(source) for source in sources)
+            numel = sum(source.numel() for source in sources)
+            inputs = _inputs_of(fill, step.shape)
+            if fill.format and inputs:
+                total += quant_format(fill.format).nbytes(numel // inputs, inputs)
+            else:
+                total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
+        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if id(tensor) not in seen:
+            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
+    return total
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    dtype = str(plan.dtype).removeprefix("torch.")
+    yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
+    rows = [(step.depth, step.path, *_step_text(step)) for step in plan.steps]
+    grouped = _grouped(rows)
+    if grouped:
+        widths = [max(len(row[column]) for row in grouped) for column in range(2)]
+        for depth, path, formats, bodies, why in grouped:
+            yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {formats}{why}"
+            yield f"  {'':<{widths[0]}}  {bodies}"
+    else:
+        yield "  nothing is replaced"
+    for path, why in _grouped([(left.path, left.why) for left in plan.left], path_column=0):
+        yield f"  left  {path}: {why}"
+    for name, body, reason in plan.declined:
+        yield f"  declined  {name}: {body}: {reason}"
+    for note in plan.notes:
+        yield f"  note  {note}"
+    yield f"  memory  {plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+
+
+def _step_text(step: Step) -> tuple[str, str, str]:
+    formats = ", ".join(sorted(set(step.formats.values())))
+    by_body: dict[str, list[str]] = {}
+    for name, body in step.bodies:
+        by_body.setdefault(body, []).append(name)
+    bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
+    return (f"{formats}, " if formats else "", bodies, step.why)
+
+
+def _grouped(rows: list[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
+    """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
+    groups: dict[tuple, list[str]] = {}
+    for row in rows:
+        template = re.sub(r"(?<=\.)\d+(?=\.|:|$)", "#", row[path_column], count=1)
+        numbers = groups.setdefault((*row[:path_column], template, *row[path_column + 1 :]), [])
+        numbers += re.findall(r"(?<=\.)\d+(?=\.|:|$)", row[path_column])[:1]
+    out = []
+    for row, numbers in groups.items():
+        path = row[path_column].replace("#", _ranges([int(n) for n in numbers]), 1)
+        out.append((*row[:path_column], path, *row[path_column + 1 :]))
+    return out
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as {0-2,5}; a single number as itself."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans) + "}"

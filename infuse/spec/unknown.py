@@ -1,0 +1,51 @@
+"""What can be said of layers without a spec: which of their modules are plain linears.
+
+A linear needs no spec: its meaning is its own. Subclasses are left alone, since they may do something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from infuse.spec.packing import Fill
+
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Numbers of one linear; `transposed` weights are stored [inputs, outputs]."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+    transposed: bool = False
+
+    @property
+    def fills(self) -> tuple[Fill, ...]:
+        weight = Fill("weight", ("weight",), self.transposed)
+        return (weight, Fill("bias", ("bias",))) if self.bias else (weight,)
+
+
+def linear_shape(module: nn.Module) -> LinearShape | None:
+    """The shape of a plain linear (nn.Linear or transformers' Conv1D), None for any other module."""
+    cls = type(module)
+    transposed = f"{cls.__module__}.{cls.__qualname__}" == _CONV1D
+    if cls is not nn.Linear and not transposed:
+        return None
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    if weight is None or weight.dim() != 2:
+        return None
+    outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+    return LinearShape(inputs, outputs, bias is not None, transposed)
+
+
+def linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, LinearShape]]:
+    """All plain linears in `module`, by their paths from the root of which `path` is the module's own."""
+    for name, child in module.named_modules():
+        shape = linear_shape(child)
+        if shape is not None:
+            yield ".".join(part for part in (path, name) if part), shape

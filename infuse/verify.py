@@ -1,0 +1,272 @@
+"""The proof: a new module against the one that it would replace, on inputs that the model itself makes.
+
+The model runs up to the layer on random tokens (alone, padded, then one decode step on a cache) and what it passes to
+the layer is recorded. Two comparisons follow. Structure: old and new in float32, same weights, which must agree closely.
+Result: the new module as it will run, in the target dtype and format, whose distance from the original in float32 may
+be at most twice that of the original itself run in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from infuse.layers.cache import KVCache
+from infuse.plan import BLOCK, Step
+from infuse.quant.format import quant_format
+
+TOKENS, PADDING, SEED = 9, 3, 20_26
+# Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
+STRUCTURE_TOLERANCE = 5e-5
+_FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the model passed to a layer once: hidden states, arguments, and which positions are real (None: all)."""
+
+    hidden: Tensor
+    args: tuple
+    kwargs: dict[str, Any]
+    real: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls in order on one cache: a prefill, then a decode step where there is a cache. `cache` makes a fresh one."""
+
+    label: str
+    calls: tuple[Call, ...]
+    cache: Callable[[], Cache] | None
+
+
+class _Reached(Exception):
+    """Raised by a hook once the last layer of interest has run."""
+
+
+# --- recording ----------------------------------------------------------------------------------------------------
+
+
+def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: bool) -> dict[str, list[Case]]:
+    """For each path in `layers` (layers of the model `owner`): the cases that `owner` makes of random inputs."""
+    cases: dict[str, list[Case]] = {path: [] for path in layers}
+    config = getattr(owner, "config", None)
+    makers: dict[str, Callable[[], Cache] | None] = {"alone": None, "padded": None}
+    if decodes:
+        makers = {"alone, dynamic cache": lambda: DynamicCache(config=config), "padded, our cache": KVCache}
+    for label, make_cache in makers.items():
+        cache = make_cache() if make_cache else None
+        padded = label.startswith("padded")
+        seen: dict[str, list[Call]] = {path: [] for path in layers}
+        for inputs, real in _model_inputs(owner, cache, padded):
+            _run_and_record(owner, layers, inputs, real, seen)
+        for path, calls in seen.items():
+            if calls:
+                cases[path].append(Case(label, tuple(calls), make_cache))
+    return cases
+
+
+def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+    """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
+    generator = torch.Generator().manual_seed(SEED)
+    device, config = next(owner.parameters()).device, getattr(owner, "config", None)
+    batch = 2
+    if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+        pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
+        yield {"pixel_values": pixels.to(device, next(owner.parameters()).dtype)}, None
+        return
+    tokens = min(TOKENS, (getattr(config, "max_position_embeddings", None) or TOKENS + 1) - 1)
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    if padded and cache is not None:
+        mask[0, :PADDING] = 0  # on the left, as generation pads
+    elif padded:
+        mask[0, -PADDING:] = 0
+    caching: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(device)} | caching, mask.bool()
+    if cache is not None:
+        longer = torch.cat((mask, torch.ones(batch, 1, dtype=torch.long)), dim=1)
+        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(device)} | caching, None
+
+
+def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """Random token ids where the embeddings are a table, else random embeddings."""
+    embedding = owner.get_input_embeddings()  # type: ignore[operator]
+    like = next(owner.parameters())
+    if isinstance(embedding, nn.Embedding):
+        ids = torch.randint(3, max(embedding.num_embeddings, 4), shape, generator=generator)
+        padding = getattr(getattr(owner, "config", None), "pad_token_id", None)
+        ids[ids == padding] = 3 if padding != 3 else 4  # some models count positions by what is not padding
+        return {"input_ids": ids.to(like.device)}
+    width = getattr(embedding, "embedding_dim", None) or owner.config.hidden_size  # type: ignore[union-attr]
+    return {"inputs_embeds": torch.randn(*shape, width, generator=generator).to(like.device, like.dtype)}
+
+
+def _run_and_record(
+    owner: nn.Module, layers: Mapping[str, nn.Module], inputs: dict[str, Any], real: Tensor | None, seen: dict[str, list[Call]]
+) -> None:
+    remaining = set(layers)
+    handles = []
+
+    def record(path: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if path in remaining:  # a shared layer runs several times: its first call speaks for it
+                kwargs = dict(kwargs)
+                hidden = args[0] if args else kwargs.pop("hidden_states")
+                seen[path].append(Call(hidden.clone(), args[1:], kwargs, real))
+
+        return hook
+
+    def reached(path: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            remaining.discard(path)
+            if not remaining:
+                raise _Reached
+
+        return hook
+
+    for path, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(record(path), with_kwargs=True))
+        handles.append(layer.register_forward_hook(reached(path)))
+    try:
+        owner(**inputs)
+    except _Reached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Run `module` in `dtype` for a while; matrices are cast one at a time as they are used, so memory grows by one."""
+    kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
+    handles = []
+
+    def cast(owner: nn.Module, args: Any) -> None:
+        for p in owner.parameters(recurse=False):
+            if p in kept:
+                p.data = kept[p].to(dtype)
+
+    def restore(owner: nn.Module, args: Any, output: Any) -> None:
+        for p in owner.parameters(recurse=False):
+            if p in kept:
+                p.data = kept[p]
+
+    for child in module.modules():
+        large = [p for p in child.parameters(recurse=False) if p in kept and p.dim() > 1]
+        if large:
+            handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
+    try:
+        for p, data in kept.items():
+            if p.dim() < 2:
+                p.data = data.to(dtype)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p, data in kept.items():
+            p.data = data
+
+
+def _cast(value: Any, dtype: torch.dtype, cache: Cache | None) -> Any:
+    """An argument of the recorded call for a run in `dtype`, on a cache of its own."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.clamp(min=torch.finfo(dtype).min).to(dtype)  # a mask's lowest value must not become -inf
+    if isinstance(value, Cache):
+        return cache
+    return type(value)(_cast(v, dtype, cache) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+def outputs(layer: nn.Module, case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """What the layer makes of the case's calls, in order; hidden states only, real positions only [N, C]."""
+    cache = case.cache() if case.cache else None
+    results = []
+    for call in case.calls:
+        args = [_cast(arg, dtype, cache) for arg in call.args]
+        kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
+        out = layer(call.hidden.to(dtype), *args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        results.append(out.flatten(0, 1) if call.real is None else out[call.real.to(out.device)])
+    return results
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The original's outputs for each case: in float32, and how far it is from them in the target dtype."""
+
+    exact: list[list[Tensor]]
+    own_error: list[list[float]]
+
+
+def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expected:
+    with in_dtype(layer, torch.float32):
+        exact = [outputs(layer, case, torch.float32) for case in cases]
+    if dtype == torch.float32:
+        return Expected(exact, [[0.0] * len(row) for row in exact])
+    with in_dtype(layer, dtype):
+        rounded = [outputs(layer, case, dtype) for case in cases]
+    errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
+    return Expected(exact, errors)
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """The root mean square of the difference over that of `exact`; infinite where shapes differ or a value is not finite."""
+    if found.shape != exact.shape:
+        return float("inf")
+    if exact.numel() == 0:
+        return 0.0
+    error = (found.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp(min=1e-30)
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
+
+
+# --- judging ------------------------------------------------------------------------------------------------------
+
+
+def structure_fault(old: nn.Module, new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
+    """Why `new` (reference bodies, weights not quantized) is not the same function as the original; None if it is."""
+    with in_dtype(new, torch.float32):
+        for case, exact in zip(cases, wanted.exact, strict=True):
+            found = outputs(new, case, torch.float32)
+            for i, (a, b) in enumerate(zip(found, exact, strict=True)):
+                if (error := distance(a, b)) > STRUCTURE_TOLERANCE:
+                    return f"differs from the original by {error:.1e} of its size in float32 ({_place(case, i)}; {STRUCTURE_TOLERANCE:.0e} is allowed)"
+    return None
+
+
+def result_fault(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
+    """Why `new`, as it will run, is too far from the original in float32; None if it is near enough."""
+    quantized = max((quant_format(f).proof_tolerance for f in step.formats.values()), default=0.0)
+    for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
+        found = outputs(new, case, dtype)
+        for i, (a, b, baseline) in enumerate(zip(found, exact, own, strict=True)):
+            allowed = max(2 * baseline, _FLOOR[dtype]) + quantized
+            if (error := distance(a, b)) > allowed:
+                return f"differs from the original by {error:.1e} of its size in {dtype} ({_place(case, i)}; {allowed:.1e} is allowed)"
+    return None
+
+
+def _place(case: Case, call: int) -> str:
+    return f"{case.label}, {'decode' if call else 'prefill'}"
+
+
+def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
+    """Random rows for a linear: none, one and several."""
+    like = next(layer.parameters())
+    generator = torch.Generator().manual_seed(SEED)
+    rows = (torch.randn(1, n, inputs, generator=generator).to(like.device) for n in (1, 7))
+    return [Case(f"{x.shape[1]} rows", (Call(x, (), {}, None),), None) for x in rows]
+
+
+def decodes(step: Step) -> bool:
+    """Whether the step's module works on a cache."""
+    return step.depth == BLOCK and step.index is not None and step.shape.attn.causal  # type: ignore[union-attr]

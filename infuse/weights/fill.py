@@ -1,0 +1,44 @@
+"""Fill → tensor: read → split packing → merge → cast → quantize. The only path that a weight takes to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.spec.packing import STACK, Fill, split_qkv
+from infuse.weights.reader import Reader
+
+
+def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor | QuantizedWeight:
+    """The target tensor of `fill` in `dtype` (None: as it is), or quantized in its format. A lone source is moved, not copied."""
+    sources = [reader.read(name) for name in fill.sources]
+    if fill.transposed:
+        sources = [source.t() for source in sources]
+    if fill.packing is not None:
+        assert fill.heads is not None and len(sources) == 1, fill
+        sources = list(split_qkv(sources[0].contiguous(), fill.packing, fill.heads))
+    if fill.merge == STACK:
+        tensor = torch.stack(sources)
+    else:
+        tensor = sources[0] if len(sources) == 1 else torch.cat(sources)
+    if fill.format is not None:
+        return quant_format(fill.format).quantize(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype) -> None:
+    """Give each fill's tensor its place in `module`, which was built on meta or empty."""
+    for fill in fills:
+        owner, _, leaf = fill.target.rpartition(".")
+        place = module.get_submodule(owner)
+        value = filled(fill, reader, None if leaf in place._buffers and fill.format is None else dtype)
+        if isinstance(value, QuantizedWeight):
+            place.hold(value)  # type: ignore[operator]
+        elif leaf in place._parameters:
+            place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        else:
+            assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
+            place._buffers[leaf] = value

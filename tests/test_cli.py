@@ -1,0 +1,175 @@
+"""The command line over a tiny random Llama: what each command prints, and what it says when it cannot work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from infuse.cli import app
+
+TEXT = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n"
+PROMPT = "def add("
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved tiny Llama with its tokenizer."""
+    path = tmp_path_factory.mktemp("tiny")
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """The folder once more, for tests that break it."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def run(*arguments, code=0):
+    """Run a command; its standard output and standard error, after the exit code was checked."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == code, f"exit code {done.exit_code}\n{done.output}\n{done.exception!r}"
+    return done.stdout, done.stderr
+
+
+def greedy(folder, tokens):
+    """What transformers alone continues the prompt with, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    ids = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_help_names_the_commands():
+    out, _ = run("--help")
+    assert all(command in out for command in ("plan", "generate", "bench", "env"))
+
+
+def test_plan_needs_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    out, _ = run("plan", copy, "--dtype", "float32")
+    assert "model.layers" in out and "block" in out
+
+
+def test_plan_names_the_format(folder):
+    out, _ = run("plan", folder, "--dtype", "float32", "--quant", "int8")
+    assert "int8" in out
+
+
+def test_generate_equals_transformers(folder):
+    out, err = run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32", "--device", "cpu")
+    assert out.rstrip("\n") == greedy(folder, 12).rstrip("\n")
+    assert "tokens/s" in err
+
+
+def test_generate_samples_the_same_with_the_same_seed(folder):
+    arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32")
+    sampling = ("--sample", "--temperature", 1.5, "--top-p", 0.95, "--seed")
+    first, again, other = (run(*arguments, *sampling, seed)[0] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_generate_with_quantized_weights(folder):
+    run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, "--quant", "int8", "--verify", "all")
+
+
+def test_bench_against_eager(folder):
+    out, _ = run(
+        "bench", folder, "--against", "eager", "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1, "--batch", 2, "--dtype", "float32"
+    )
+    assert all(word in out for word in ("infuse", "transformers", "bound", "prefill", "decode", "batch 2"))
+
+
+def test_bench_alone_names_no_peer(folder):
+    out, _ = run("bench", folder, "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1, "--dtype", "float32")
+    assert "infuse" in out and "eager" not in out
+
+
+def test_env_tells_versions_and_devices():
+    out, _ = run("env")
+    assert torch.__version__ in out
+    assert all(word in out for word in ("cpu", "GiB", "instruction sets", "compilers", "transformers", "triton", "Python"))
+
+
+@pytest.mark.parametrize("command", [("plan",), ("generate", "--prompt", "x"), ("bench",)], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (lambda path: path / "nowhere", "does not exist"),
+        (lambda path: path / "config.json", "is a file"),
+        (lambda path: [(path / "config.json").unlink(), path][1], "no config.json"),
+        (lambda path: [(path / "config.json").write_text("{"), path][1], "cannot be read"),
+        (lambda path: [(path / "config.json").write_text('{"model_type": "nonesuch"}'), path][1], "nonesuch"),
+    ],
+    ids=["missing", "file", "no config", "broken config", "unknown type"],
+)
+def test_wrong_folders(copy, command, break_it, told):
+    name, *options = command
+    out, err = run(name, break_it(copy), *options, code=2)
+    assert told in err and not out
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("bench",)], ids=lambda command: command[0])
+def test_no_weights(copy, command):
+    (copy / "model.safetensors").unlink()
+    name, *options = command
+    assert "no weights" in run(name, copy, *options, code=2)[1]
+
+
+def test_broken_weights_are_a_failure(copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "cannot be loaded" in run("bench", copy, code=1)[1]
+
+
+def test_no_tokenizer(copy):
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    assert "no tokenizer" in run("generate", copy, "--prompt", "x", code=2)[1]
+
+
+def test_an_architecture_that_transformers_does_not_have(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["NonesuchForCausalLM"]}))
+    assert "NonesuchForCausalLM" in run("plan", copy, code=2)[1]
+
+
+def test_a_model_that_does_not_generate(tmp_path, copy):
+    config = BertConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    assert "does not generate" in run("bench", tmp_path / "bert", code=2)[1]
+    out, _ = run("plan", tmp_path / "bert", "--dtype", "float32")
+    assert "encoder.layer" in out
+
+
+def test_wrong_options(folder):
+    assert "--sample" in run("generate", folder, "--prompt", "x", "--temperature", 0.5, code=2)[1]
+    assert "no token" in run("generate", folder, "--prompt", "", code=2)[1]
+    assert "float33" in run("plan", folder, "--dtype", "float33", code=2)[1]
+    assert "int5" in run("plan", folder, "--quant", "int5", code=2)[1]
+    run("plan", folder, "--verify", "perhaps", code=2)
+    run("generate", folder, code=2)
+    run("nonsense", code=2)
