@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from infuse import ops, verify
+from infuse import verify
 from infuse.config import InferenceConfig
 from infuse.errors import ProofError
 from infuse.layers.block import Block
@@ -23,6 +23,7 @@ from infuse.weights.fill import fill_module
 from infuse.weights.reader import LiveReader
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
 
 
 def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None) -> Plan:
@@ -52,7 +53,8 @@ class _Run:
     classes: dict[tuple[type, type], type] = field(default_factory=dict)
 
     def key(self, step: Step) -> tuple:
-        return (step.path,) if self.verify == "all" else step.kind
+        """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
+        return (step.path,) if self.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
 
     def prove(self, progress: Progress | None) -> None:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
@@ -142,6 +144,16 @@ class _Run:
         self.swapped.append(step)
 
 
+def traits(layer: nn.Module) -> tuple:
+    """What tells layers of one class apart: their plain attributes but for their place, by which a spec may have gone wrong."""
+    return tuple(
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
+    )
+
+
 def build(step: Step) -> nn.Module:
     """The empty module of a step, on meta."""
     bodies = dict(step.bodies)
@@ -168,7 +180,7 @@ def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, t
 def _take_over(new: nn.Module, old: nn.Module) -> None:
     for name, value in vars(old).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            getattr(new, name).update(value)
+            object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
         elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
             object.__setattr__(new, name, value)
 

@@ -122,10 +122,9 @@ def bench(
 
         import infuse
 
-        model = _load_generative(model_dir, config)
+        model: Any = _load_generative(model_dir, config)
         products = _products(model)
-        engine = infuse.init_inference(model, **_settings(dtype, quant, verify, device))
-        model = engine.module
+        model = infuse.init_inference(model, **_settings(dtype, quant, verify, device)).module
         models = {"infuse": model}
         if against == "eager":
             models["transformers eager"] = _load_generative(model_dir, config, dtype=model.dtype).to(model.device)
@@ -216,7 +215,7 @@ def _bench_table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
     table = Table("", "prefill, s", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left")
     for name, speed in speeds.items():
         prefill, decode = speed.prefill_seconds / ours.prefill_seconds, speed.step_seconds / ours.step_seconds
-        table.add_row(name, f"{speed.prefill_seconds:.4f}", f"{prefill:.2f}", f"{batch / speed.step_seconds:.1f}", f"{decode:.2f}")
+        table.add_row(name, f"{speed.prefill_seconds:.4f}", f"{prefill:.3g}", f"{batch / speed.step_seconds:.1f}", f"{decode:.3g}")
     table.caption = "ratio: how many times faster infuse is. bound: the probed matmul rate (prefill), all weights read once a step (decode)"
     return table
 
@@ -297,6 +296,8 @@ def _told_errors() -> Iterator[None]:
         yield
     except ConfigError as error:
         _fail(str(error), WRONG_USE)
+    except BrokenPipeError:  # `infuse plan ... | head`: typer ends quietly
+        raise
     except (InfuseError, OSError, MemoryError) as error:
         _fail(f"{type(error).__name__}: {error}", FAILED)
 

@@ -3,49 +3,181 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch import nn
 
 from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
-from infuse.errors import ConfigError, NotAvailable
-from infuse.plan import Plan, make_plan
-from infuse.runtime.decode import install
+from infuse.errors import ConfigError, InfuseError, NotAvailable
+from infuse.plan import BLOCK, Plan, make_plan, parameter_bytes
+from infuse.quant.format import quant_format
+from infuse.runtime.decode import install, uninstall
+from infuse.runtime.profile import ForwardTimes, Profile
+from infuse.verify import decodes
 
 
 def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
-    """What `init_inference` would do to `model`, live or on meta, without doing it."""
+    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table."""
     settings = InferenceConfig.make(config, **kwargs)
+    _check_model(model)
     return make_plan(model, settings, Device.of(settings.device or _device_of(model)))
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Make `model` fast in place and return it wrapped: same `forward()`, same `generate()`."""
+    """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
+
+    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords,
+    or both. Raises ConfigError for wrong configuration, NotAvailable for what this version lacks, and ProofError under
+    verify="strict"; the model is unharmed after any of them. Parameters no longer require gradients afterwards.
+    """
     return InferenceEngine(model, config, **kwargs)
 
 
 class InferenceEngine(nn.Module):
+    """The model with its layers replaced. What the engine does not define itself, `module` answers.
+
+    `module` is the user's model, `plan` what was done to it, `settings` the configuration.
+    """
+
+    plan: Plan
+
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
         super().__init__()
-        settings = InferenceConfig.make(config, **kwargs)
+        self.settings = settings = InferenceConfig.make(config, **kwargs)
         if missing := settings.not_available():
             raise NotAvailable("; ".join(missing))
-        if settings.device is not None:
-            model.to(settings.device)
-        decided = make_plan(model, settings, Device.of(_device_of(model)))
+        if settings.weight_format:
+            quant_format(settings.weight_format)
+        _check_model(model)
+        _check_weights(model)
+        device = Device.of(settings.device or _device_of(model))
+        decided = make_plan(model, settings, device)
+        model.to(device.torch_device)
         model.eval()
-        self.plan = apply(decided, model, settings)
-        install(model, settings)
+        with _bar(settings.progress) as progress:
+            self.plan = apply(decided, model, settings, progress)
         self.module = model
+        caches = any(decodes(step) for step in self.plan.steps)
+        self._handles = install(model, limit_tokens=settings.max_out_tokens, min_new_tokens=settings.min_out_tokens, caches=caches)
+        self._times: ForwardTimes | None = None
+        self._profiles: list[Profile] = []
+        self._tell(decided)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own generate, with our cache. Raises ContextLimitError beyond `max_out_tokens`."""
+        if not hasattr(self.module, "generate"):
+            raise InfuseError(f"{type(self.module).__name__} has no generate()")
         return self.module.generate(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self._modules["module"], name)
+
+    @property
+    def config(self) -> Any:
+        """The model's own config, None where it has none."""
+        return getattr(self.module, "config", None)
+
+    # -- profiling
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time each forward of the model from now on; `use_cuda_events` as far as there is CUDA, else the wall clock."""
+        if self._times is None:
+            self._times = ForwardTimes(self.module, use_cuda_events)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call of this method; an error where profiling is off."""
+        if self._times is None:
+            raise InfuseError("model_times() needs profile_model_time() to have been called first")
+        return self._times.read()
+
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """Profile what runs inside: `with engine.profile() as p: ...`, then `print(p)`, `p.as_dict()`, `p.save_trace(path)`."""
+        with Profile(self.module, parameter_bytes(self.module)) as profile:
+            yield profile
+        self._profiles.append(profile)
+
+    def report(self) -> str:
+        """What was fused, the memory before and after, and the times of what was profiled so far."""
+        blocks = sum(step.depth == BLOCK for step in self.plan.steps)
+        lines = [str(self.plan), f"{blocks} blocks and {len(self.plan.steps) - blocks} linears replaced"]
+        lines.append(f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now")
+        return "\n".join([*lines, *(str(profile) for profile in self._profiles)])
+
+    # -- the end, and what comes later
+
+    def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
+        """Not in this version: load weights before `init_inference`."""
+        raise NotAvailable("load_model_with_checkpoint: load the weights into the model before init_inference")
+
+    def destroy(self) -> None:
+        """Give the memory back, also where others still hold the module: its weights are gone afterwards."""
+        if self._times is not None:
+            self._times.stop()
+        uninstall(self.module, self._handles)
+        self._handles = []
+        self.module.to("meta")
+        self._profiles.clear()
+
+    def _tell(self, decided: Plan) -> None:
+        """Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
+        for note in self.plan.notes:
+            warnings.warn(f"infuse: {note}", stacklevel=4)
+        refused = len(decided.steps) - len(self.plan.steps)
+        if refused:
+            why = next(left for left in self.plan.left if left.why.startswith("refused"))
+            warnings.warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
+        if not self.plan.steps:
+            reasons = "; ".join(dict.fromkeys(left.why for left in self.plan.left)) or "it has no layers that infuse knows"
+            warnings.warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
+
+
+@contextmanager
+def _bar(wanted: bool | None) -> Iterator[Any]:
+    """A progress callback with a bar on the terminal; None where no bar is wanted."""
+    with Progress(transient=True, disable=wanted is False) as bar:
+        if wanted is None and not bar.console.is_terminal:
+            yield None
+            return
+        tasks: dict[str, Any] = {}
+
+        def progress(done: int, total: int, what: str) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield progress
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(getattr(model, "model", None), nn.Module):
+        raise ConfigError(f"a {type(model).__name__} was given; give its model: pipe.model = infuse.init_inference(pipe.model, ...)")
+    if isinstance(getattr(model, "components", None), dict):
+        raise NotAvailable(f"a {type(model).__name__} was given: diffusion pipelines are not in this version; give one of its modules")
+    raise ConfigError(f"a torch.nn.Module is needed, {type(model).__name__} was given")
+
+
+def _check_weights(model: nn.Module) -> None:
+    on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if on_meta:
+        raise ConfigError(f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first; infuse.plan works without")
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -143,10 +143,14 @@ class _Decision:
                 self.linears(module, path)
         elif linear_shape(module) is not None:
             self.linears(module, path)
+        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            self.left.append(Left(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself"))
         elif next(module.children(), None) is None:
             if module._parameters:
-                self.left.append(Left(path, f"{type(module).__name__} is not part of a layer"))
+                self.left.append(Left(path, f"{type(module).__name__} is in no layer that has a spec"))
         else:
+            if module._parameters:
+                self.left.append(Left(path, f"{type(module).__name__} has parameters of its own: {', '.join(module._parameters)}"))
             config = getattr(module, "config", config)
             for name, child in module.named_children():
                 self.visit(child, f"{path}.{name}" if path else name, config)
@@ -167,7 +171,7 @@ class _Decision:
             bodies = self.bodies(linear_ops(fills))
             if any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, LINEAR, "Linear", shape, fills, bodies, "a linear outside of blocks"))
-            elif all(left.path != name for left in self.left):
+            elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 
     def with_format(self, fill: Fill, shape: LayerShape | LinearShape, path: str) -> Fill:

@@ -8,6 +8,7 @@ be at most twice that of the original itself run in that dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,8 +195,11 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype) -> list[Tensor]:
     for call in case.calls:
         args = [_cast(arg, dtype, cache) for arg in call.args]
         kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
-        out = layer(call.hidden.to(dtype), *args, **kwargs)
+        hidden = call.hidden.to(dtype, copy=True)
+        out = layer(hidden, *args, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
+        if not torch.equal(hidden, call.hidden.to(dtype)):
+            raise ValueError("the hidden states that were passed in were written to")
         results.append(out.flatten(0, 1) if call.real is None else out[call.real.to(out.device)])
     return results
 
@@ -239,28 +243,30 @@ def structure_fault(old: nn.Module, new: nn.Module, cases: list[Case], wanted: E
             found = outputs(new, case, torch.float32)
             for i, (a, b) in enumerate(zip(found, exact, strict=True)):
                 if (error := distance(a, b)) > STRUCTURE_TOLERANCE:
-                    return f"differs from the original by {error:.1e} of its size in float32 ({_place(case, i)}; {STRUCTURE_TOLERANCE:.0e} is allowed)"
+                    return _too_far(error, torch.float32, case, i, STRUCTURE_TOLERANCE)
     return None
 
 
 def result_fault(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
     """Why `new`, as it will run, is too far from the original in float32; None if it is near enough."""
-    quantized = max((quant_format(f).proof_tolerance for f in step.formats.values()), default=0.0)
+    # Matrices are rounded independently of each other: their errors add up in squares.
+    quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
     for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
         found = outputs(new, case, dtype)
         for i, (a, b, baseline) in enumerate(zip(found, exact, own, strict=True)):
             allowed = max(2 * baseline, _FLOOR[dtype]) + quantized
             if (error := distance(a, b)) > allowed:
-                return f"differs from the original by {error:.1e} of its size in {dtype} ({_place(case, i)}; {allowed:.1e} is allowed)"
+                return _too_far(error, dtype, case, i, allowed)
     return None
 
 
-def _place(case: Case, call: int) -> str:
-    return f"{case.label}, {'decode' if call else 'prefill'}"
+def _too_far(error: float, dtype: torch.dtype, case: Case, call: int, allowed: float) -> str:
+    name, place = str(dtype).removeprefix("torch."), f"{case.label}, {'decode' if call else 'prefill'}"
+    return f"differs from the original by {error:.1e} of its size in {name} ({place}; {allowed:.1e} is allowed)"
 
 
 def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
-    """Random rows for a linear: none, one and several."""
+    """Random rows for a linear: one, and several."""
     like = next(layer.parameters())
     generator = torch.Generator().manual_seed(SEED)
     rows = (torch.randn(1, n, inputs, generator=generator).to(like.device) for n in (1, 7))

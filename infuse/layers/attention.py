@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.cache import KVCache
-from infuse.layers.linear import make_linear
+from infuse.layers.linear import direct, make_linear
 from infuse.layers.norm import Norm
-from infuse.layers.position import make_positions
+from infuse.layers.position import Positions, make_positions
 from infuse.spec.layer import AttentionShape, NormShape
 
 
@@ -50,23 +50,24 @@ class Attention(nn.Module):
         qkv_format, out_format = (formats.get(f"{shape.name}.{part}.weight") for part in ("qkv", "out"))
         self.qkv = make_linear(shape.hidden, (heads + 2 * kv_heads) * width, shape.qkv_bias, qkv_format, bodies)
         self.out = make_linear(heads * width, shape.hidden, shape.out_bias, out_format, bodies)
-        self.q_norm = Norm(shape.q_norm, bodies) if shape.q_norm else None
-        self.k_norm = Norm(shape.k_norm, bodies) if shape.k_norm else None
+        self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
+        self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.positions = make_positions(shape.position)
         self._rotary = ops.rotary.body(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.body(bodies.get("rotary_append", ops.REFERENCE))
         self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
 
     def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        shape, (batch, tokens, _) = self.shape, x_BTC.shape
-        qkv = self.qkv(x_BTC)
+        shape, parts, (batch, tokens, _) = self.shape, self._modules, x_BTC.shape
+        positions: Positions = parts["positions"]  # type: ignore[assignment]
+        qkv = direct(parts["qkv"], x_BTC)  # type: ignore[arg-type]
         if shape.clip:
             qkv = qkv.clamp(-shape.clip, shape.clip)
-        if self.q_norm is not None or self.k_norm is not None:
+        if parts["q_norm"] is not None or parts["k_norm"] is not None:
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
-        q, k, v = self._rotated(qkv_BTND, inputs)
-        mask, bias = inputs.mask, self.positions.bias(inputs, batch, k.shape[2])
+        q, k, v = self._rotated(qkv_BTND, inputs, positions)
+        mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
@@ -76,13 +77,13 @@ class Attention(nn.Module):
         if inputs.want_weights:
             scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
             weights = scored.to(x_BTC.dtype)
-        return self.out(out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
+        return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights  # type: ignore[arg-type]
 
-    def _rotated(self, qkv_BTND: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""
-        shape, cache, turns = self.shape, inputs.cache, self.positions.turns(inputs)
+        shape, cache, turns = self.shape, inputs.cache, positions.turns(inputs)
         cos, sin = turns if turns is not None else (None, None)
-        interleaved = self.positions.interleaved
+        interleaved = positions.interleaved
         if isinstance(cache, KVCache) and self._index is not None:
             slot = cache.slot(self._index)
             start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)

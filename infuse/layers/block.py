@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from infuse.layers.attention import Attention, Inputs, attention_ops
 from infuse.layers.cache import self_attention_cache
+from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
 from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
@@ -39,9 +40,9 @@ class Block(nn.Module):
     def __init__(self, shape: LayerShape, index: int | None, formats: Mapping[str, str], bodies: Mapping[str, str]):
         super().__init__()
         self.shape = shape
-        self.norm1, self.norm2, self.post1, self.post2 = (
-            None if norm is None else Norm(norm, bodies) for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2)
-        )
+        for name in ("norm1", "norm2", "post1", "post2"):
+            norm = getattr(shape, name)
+            self.add_module(name, None if norm is None else Norm(norm, bodies))
         self._attention_name = shape.attn.name
         self.add_module(shape.attn.name, Attention(shape.attn, index, formats, bodies))
         self.mlp = MLP(shape.mlp, formats, bodies)
@@ -53,6 +54,7 @@ class Block(nn.Module):
         if args:
             kwargs.update(zip(self.shape.arguments, args, strict=False))
         attention = self._modules[self._attention_name]
+        assert attention is not None
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = kwargs.get("layer_past")
@@ -63,52 +65,59 @@ class Block(nn.Module):
             position_ids=kwargs.get("position_ids"),
             bias=kwargs.get(self._bias_argument) if self._bias_argument else None,
             causal=kwargs.get("is_causal"),
-            want_weights=bool(kwargs.get("output_attentions")) or self._weights_by_config(attention),
+            want_weights=bool(kwargs.get("output_attentions")) or _weights_are_recorded(attention),
             heads=self.shape.attn.heads,
         )
         out, weights = self._run(self, attention, hidden_states, inputs)
         return (out, weights) if self.shape.returns == TUPLE else out
 
-    def _weights_by_config(self, attention: Any) -> bool:
-        """Whether the config asks for attention weights; only looked up where a hook could take them."""
-        return bool(attention._forward_hooks) and bool(getattr(getattr(self, "config", None), "output_attentions", False))
+
+def _weights_are_recorded(attention: nn.Module) -> bool:
+    """Whether a hook may take the weights that transformers' eager attention always returns: some models ask their layers for none."""
+    return bool(attention._forward_hooks) and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
 
 
+# The residual shapes read their parts from `_modules`: attribute access on an nn.Module costs 0.7 us each time.
 _Result = tuple[Tensor, Tensor | None]
 
 
 def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    branch, weights = attention(x if block.norm1 is None else block.norm1(x), inputs)
-    scale = block.shape.residual_scale
-    if scale != 1.0 or block.norm2 is None:
+    parts, scale = block._modules, block.shape.residual_scale
+    branch, weights = attention(_normed(parts["norm1"], x), inputs)
+    norm2, mlp = parts["norm2"], parts["mlp"]
+    if scale != 1.0 or norm2 is None:
         x = x + branch * scale
-        branch = block.mlp(x if block.norm2 is None else block.norm2(x))
-        return x + branch * scale, weights
-    x, normed = block.norm2.add(branch, x)
-    return x + block.mlp(normed), weights
+        return x + direct(mlp, _normed(norm2, x)) * scale, weights
+    x, normed = norm2.add(branch, x)
+    return x + direct(mlp, normed), weights
 
 
 def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    assert block.norm1 is not None and block.norm2 is not None
+    parts = block._modules
     branch, weights = attention(x, inputs)
-    _, x = block.norm1.add(branch, x)
-    _, x = block.norm2.add(block.mlp(x), x)
+    _, x = parts["norm1"].add(branch, x)
+    _, x = parts["norm2"].add(direct(parts["mlp"], x), x)
     return x, weights
 
 
 def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    normed = x if block.norm1 is None else block.norm1(x)
+    parts = block._modules
+    normed = _normed(parts["norm1"], x)
     branch, weights = attention(normed, inputs)
-    other = block.mlp(normed if block.norm2 is None else block.norm2(x))
+    other = direct(parts["mlp"], normed if parts["norm2"] is None else direct(parts["norm2"], x))
     return branch + other + x, weights
 
 
 def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    assert block.post1 is not None and block.post2 is not None
-    branch, weights = attention(x if block.norm1 is None else block.norm1(x), inputs)
-    x = x + block.post1(branch)
-    branch = block.mlp(x if block.norm2 is None else block.norm2(x))
-    return x + block.post2(branch), weights
+    parts = block._modules
+    branch, weights = attention(_normed(parts["norm1"], x), inputs)
+    x = x + direct(parts["post1"], branch)
+    branch = direct(parts["mlp"], _normed(parts["norm2"], x))
+    return x + direct(parts["post2"], branch), weights
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else direct(norm, x)
 
 
 _RESIDUALS: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(

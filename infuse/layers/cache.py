@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-from infuse.errors import ContextLimitError
+from infuse.errors import ContextLimitError, InfuseError
 
 _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 
@@ -45,15 +45,28 @@ class KVSlot(CacheLayerMixin):
         """Make room for `tokens` more in the dtype and on the device of `like`; returns where they start."""
         needed = self.length + tokens
         if self.limit_tokens is not None and needed > self.limit_tokens:
-            raise ContextLimitError(f"the cache holds {self.length} tokens, {tokens} more were given, and max_out_tokens is {self.limit_tokens}")
+            held = f"the cache holds {self.length} tokens, {tokens} more were given"
+            raise ContextLimitError(f"{held}, and max_out_tokens is {self.limit_tokens}")
         storage = self.key_storage
-        if storage is None or storage.shape[2] < needed or (self.length == 0 and storage.shape[0] != batch):
+        if self.length:
+            assert storage is not None
+            if storage.shape[0] != batch:  # a batch of one would be spread over all rows without a word
+                raise InfuseError(f"the cache holds a batch of {storage.shape[0]}, a batch of {batch} was given")
+            if storage.shape[2] < needed:
+                self._grow(batch, needed, kv_heads, width, like)
+        elif storage is None or not self._fits(storage, (batch, kv_heads, width), tokens, like):
             self._grow(batch, needed, kv_heads, width, like)
         return self.length
 
+    def _fits(self, storage: Tensor, shape: tuple[int, int, int], tokens: int, like: Tensor) -> bool:
+        """Whether an emptied storage can be used again."""
+        batch, kv_heads, capacity, width = storage.shape
+        alike = storage.dtype == like.dtype and storage.device == like.device
+        return alike and (batch, kv_heads, width) == shape and capacity >= tokens
+
     def _grow(self, batch: int, needed: int, kv_heads: int, width: int, like: Tensor) -> None:
-        held = 0 if self.key_storage is None else self.key_storage.shape[2]
-        capacity = max(needed, 2 * held, self.capacity_tokens)
+        doubled = 2 * self.key_storage.shape[2] if self.length and self.key_storage is not None else 0
+        capacity = max(needed, doubled, self.capacity_tokens)
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         if self.limit_tokens is not None:
             capacity = min(capacity, self.limit_tokens)

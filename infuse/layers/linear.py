@@ -11,6 +11,13 @@ from infuse import ops
 from infuse.quant.format import QuantizedWeight, quant_format
 
 
+def direct(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), less nn.Module's own dispatch where no hook is listening: 1.5 us of host time for each of some hundred calls."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return module(x)
+    return module.forward(x)
+
+
 def linear_op(format: str | None) -> str:
     """The name of the op behind a weight of `format` (None: plain)."""
     return "quantized_linear" if format else "linear"
@@ -32,7 +39,8 @@ class Linear(nn.Linear):
         self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._body(x, self.weight, self.bias)
+        held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
+        return self._body(x, held["weight"], held["bias"])
 
 
 class QuantizedLinear(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.layers.linear import make_linear
+from infuse.layers.linear import direct, make_linear
 from infuse.spec.layer import MLPShape
 
 
@@ -28,4 +28,5 @@ class MLP(nn.Module):
         self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._act(self.up(x), self._activation))
+        held = self._modules
+        return direct(held["down"], self._act(direct(held["up"], x), self._activation))  # type: ignore[arg-type]

@@ -37,14 +37,16 @@ class Norm(nn.Module):
         self._rms, self._eps, self._offset = rms, shape.eps, shape.offset
 
     def forward(self, x: Tensor) -> Tensor:
+        held = self._parameters
         if self._rms:
-            return self._alone(x, self.weight, self._eps, self._offset)
-        return self._alone(x, self.weight, self.bias, self._eps, self._offset)
+            return self._alone(x, held["weight"], self._eps, self._offset)
+        return self._alone(x, held["weight"], held["bias"], self._eps, self._offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        held = self._parameters
         if self._rms:
-            return self._fused(x, residual, self.weight, self._eps, self._offset)
-        return self._fused(x, residual, self.weight, self.bias, self._eps, self._offset)
+            return self._fused(x, residual, held["weight"], self._eps, self._offset)
+        return self._fused(x, residual, held["weight"], held["bias"], self._eps, self._offset)
 
     def extra_repr(self) -> str:
         return f"{self.shape.kind}, {self.shape.width}, eps={self.shape.eps}"

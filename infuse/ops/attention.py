@@ -99,14 +99,16 @@ def _attention_torch(
 
 
 def _additive(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Both masks in one: bool if both are, else additive in `dtype` with the lowest finite value where bool says no."""
+    """Both masks in one: bool if both are, else additive in `dtype`, with -inf where bool says no: a row of them is zeros."""
     if first is None or second is None:
         return second if first is None else first
-    if first.dtype == torch.bool and second.dtype == torch.bool:
+    if second.dtype == torch.bool:
+        first, second = second, first
+    if second.dtype == torch.bool:
         return first & second
-    lowest = torch.finfo(dtype).min
-    first, second = (m.to(dtype) if m.dtype != torch.bool else torch.zeros_like(m, dtype=dtype).masked_fill(~m, lowest) for m in (first, second))
-    return (first + second).clamp(min=lowest)
+    if first.dtype == torch.bool:
+        return second.to(dtype).masked_fill(~first, float("-inf"))
+    return (first.to(dtype) + second.to(dtype)).clamp(min=torch.finfo(dtype).min)
 
 
 @attention.fake
@@ -116,9 +118,12 @@ def _attention_fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
+_SIZES = ((1, 4, 4, 1, 9, 16), (2, 6, 2, 5, 5, 8), (2, 4, 1, 3, 8, 24), (1, 2, 2, 7, 7, 64))  # B, H, K, T, L, D
+
+
 @attention.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for batch, heads, kv_heads, tokens, length, width in ((1, 4, 4, 1, 9, 16), (2, 6, 2, 5, 5, 8), (2, 4, 1, 3, 8, 24), (1, 2, 2, 7, 7, 64)):
+    for batch, heads, kv_heads, tokens, length, width in _SIZES:
         q = torch.randn(batch, heads, tokens, width, dtype=dtype, device=device)
         k, v = (torch.randn(batch, kv_heads, length, width, dtype=dtype, device=device) for _ in range(2))
         padded = torch.ones(batch, 1, tokens, length, dtype=torch.bool, device=device).tril(length - tokens)

@@ -1,0 +1,166 @@
+"""Whole models against transformers, in one process, interleaved: prefill, decode, host time, memory, load time.
+
+    python bench/models.py [--shape llama-1b] [--dtypes bfloat16] [--out bench/results/FILE.md]
+
+Random weights of a real shape; ratios within this run are what counts, beside the probed read bandwidth and matmul rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import infuse
+from infuse.device import cpu_features
+from infuse.plan import parameter_bytes
+from infuse.runtime.probe import matmul_rate, read_bandwidth
+
+# Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1b": dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
+    "host": dict(
+        hidden_size=64, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=256, max_position_embeddings=8192,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to run the model; `seconds_to_load` is what making it cost beyond the model itself."""
+
+    name: str
+    model: Any
+    weight_bytes: int
+    seconds_to_load: float
+
+
+def made(shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The model with random weights in `dtype`; buffers stay float32, as from_pretrained leaves them."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**shape)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def contestants(shape: dict[str, Any], dtypes: list[torch.dtype], formats: list[str]) -> list[Contestant]:
+    found = []
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        eager = made(shape, dtype)
+        found.append(Contestant(f"transformers {name}", eager, parameter_bytes(eager), 0.0))
+        for format in ("", *formats):
+            model = copy.deepcopy(eager)
+            start = time.perf_counter()
+            engine = infuse.init_inference(model, dtype=dtype, **({"quant": format} if format else {}))
+            seconds = time.perf_counter() - start
+            found.append(Contestant(f"infuse {format or name}", engine, parameter_bytes(engine.module), seconds))
+    return found
+
+
+def interleaved(entries: list[Contestant], run: Callable[[Any], None], repeats: int) -> list[list[float]]:
+    """Seconds of `run` on each contestant, in turn; one run of each warms up."""
+    seconds: list[list[float]] = [[] for _ in entries]
+    for repeat in range(repeats + 1):
+        for i, entry in enumerate(entries):
+            start = time.perf_counter()
+            run(entry.model)
+            if repeat:
+                seconds[i].append(time.perf_counter() - start)
+    return seconds
+
+
+def prefill(tokens: int) -> Callable[[Any], None]:
+    ids = torch.randint(3, 250, (1, tokens))
+
+    def run(model: Any) -> None:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    return run
+
+
+def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, repeats: int) -> list[list[float]]:
+    """Seconds of one decode step: generation of `new` tokens less generation of one, over new - 1."""
+    ids = torch.randint(3, 250, (batch, context))
+    mask = torch.ones_like(ids)
+
+    def generating(tokens: int) -> Callable[[Any], None]:
+        return lambda model: model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+
+    long, short = interleaved(entries, generating(new), repeats), interleaved(entries, generating(1), repeats)
+    return [[(a - median(b)) / (new - 1) for a in x] for x, b in zip(long, short, strict=True)]
+
+
+def report(args: argparse.Namespace) -> str:
+    shape = SHAPES[args.shape]
+    entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
+    bandwidth, rate = read_bandwidth(), matmul_rate(torch.bfloat16)
+    table = Table(title=f"{args.shape}: ratios to the first row; share of the probed read bandwidth at batch 1")
+    headings = ("", f"prefill {args.prefill}, s", "x", "batch 1, ms", "spread", "x", "share", f"batch {args.batch}, ms", "x", "weights, GB", "init, s")
+    for heading in headings:
+        table.add_column(heading, justify="left" if not heading else "right")
+    prefills = interleaved(entries, prefill(args.prefill), args.repeats)
+    ones = decode_steps(entries, 1, args.context, args.new, args.repeats)
+    many = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
+    first = [median(row[0]) for row in (prefills, ones, many)]
+    for entry, p, one, eight in zip(entries, prefills, ones, many, strict=True):
+        share = entry.weight_bytes / median(one) / bandwidth
+        table.add_row(
+            entry.name, f"{median(p):.3f}", f"{first[0] / median(p):.2f}", f"{median(one) * 1e3:.2f}", f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}",
+            f"{first[1] / median(one):.2f}", f"{share:.3f}", f"{median(eight) * 1e3:.2f}", f"{first[2] / median(eight):.2f}",
+            f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}",
+        )  # fmt: skip
+    console = Console(width=150, no_color=True)
+    with console.capture() as captured:
+        console.print(table)
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}, Python {platform.python_version()}"
+    probes = f"probed: read {bandwidth / 1e9:.1f} GB/s, bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"
+    command = "python " + " ".join(sys.argv)
+    return f"{date.today()}: `{command}`\n\n{machine}; {versions}\n\n{probes}\n\n```\n{captured.get()}```\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--formats", nargs="*", default=[])
+    for name, value in (("prefill", 512), ("context", 128), ("new", 9), ("batch", 8), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, help="append the report to this file")
+    args = parser.parse_args()
+    text = report(args)
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

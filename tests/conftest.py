@@ -1,0 +1,17 @@
+"""What holds for every test: no network, quiet libraries, one thread, and random numbers that do not depend on what ran before."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the models are tiny: a second thread only waits for the first
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,234 @@
+"""KVCache beside transformers' DynamicCache under random sequences of operations: what the one holds, the other holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
+
+from infuse import errors
+from infuse.layers.cache import KVCache, KVSlot, self_attention_cache
+
+LAYERS, HEADS, WIDTH = 2, 2, 4
+
+# A step is (operation, number); what the number means is told in `run`.
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("update"), st.integers(1, 40)),  # tokens
+        st.tuples(st.just("update"), st.just(1)),
+        st.tuples(st.just("drop"), st.integers(0, 30)),  # tokens off the end
+        st.tuples(st.just("keep"), st.integers(1, 30)),  # tokens from the start
+        st.tuples(st.sampled_from(["reorder", "select", "select by mask"]), st.integers(0, 1000)),  # seed of the rows
+        st.tuples(st.just("repeat"), st.integers(1, 2)),  # how often
+        st.tuples(st.just("reset"), st.just(0)),
+        st.tuples(st.just("copy"), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+def states(batch: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    keys, values = (torch.randn(batch, HEADS, tokens, WIDTH, generator=generator) for _ in range(2))
+    return keys, values
+
+
+def reset(ours: KVCache, theirs: DynamicCache) -> KVCache:
+    ours.reset()
+    theirs.reset()
+    return ours
+
+
+def copied(ours: KVCache) -> KVCache:
+    """A deep copy, with NaN in the original: the copy must not feel it."""
+    copy_of_it = copy.deepcopy(ours)
+    for slot in ours.layers:
+        for storage in (slot.key_storage, slot.value_storage):
+            if storage is not None:
+                storage.fill_(float("nan"))
+    return copy_of_it
+
+
+def both(ours: KVCache, theirs: DynamicCache, step: tuple[str, int], batch: int, generator: torch.Generator) -> tuple[KVCache, int]:
+    """One step on both caches; returns ours (which may be a copy now) and the rows there are."""
+    operation, number = step
+    rows = torch.Generator().manual_seed(number)
+    if operation == "update":
+        for layer in range(LAYERS):
+            new = states(batch, number, generator)
+            for a, b in zip(ours.update(*new, layer), theirs.update(*new, layer), strict=True):
+                assert torch.equal(a, b)
+    elif operation == "drop":
+        ours.crop(-number)
+        theirs.crop(-number)
+    elif operation == "keep":  # DynamicCache takes this form no longer; ours does, for callers of both ages
+        ours.crop(number)
+        theirs.crop(-max(theirs.get_seq_length() - number, 0))
+    elif operation in ("reset", "copy"):
+        ours = reset(ours, theirs) if operation == "reset" else copied(ours)
+    elif not theirs.get_seq_length():
+        pass  # rows of nothing: DynamicCache ignores these, and keeps its batch
+    elif operation == "reorder":
+        index = torch.randint(batch, (batch,), generator=rows)
+        ours.reorder_cache(index)
+        theirs.reorder_cache(index)
+    elif operation.startswith("select"):
+        index = torch.rand(batch, generator=rows) > 0.4
+        index[0] = True
+        chosen = index if operation == "select by mask" else index.nonzero().flatten()
+        ours.batch_select_indices(chosen)
+        theirs.batch_select_indices(chosen)
+        batch = int(index.sum())
+    elif operation == "repeat" and batch < 8:
+        ours.batch_repeat_interleave(number)
+        theirs.batch_repeat_interleave(number)
+        batch *= number
+    return ours, batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, batch=st.integers(1, 3), capacity_tokens=st.sampled_from([0, 16, 100]))
+def test_holds_what_transformers_cache_holds(steps: list[tuple[str, int]], batch: int, capacity_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = KVCache(capacity_tokens), DynamicCache()
+    ours, batch = both(ours, theirs, ("update", 3), batch, generator)
+    for step in steps:
+        ours, batch = both(ours, theirs, step, batch, generator)
+        assert len(ours) == len(theirs) == LAYERS
+        for layer in range(LAYERS):
+            assert ours.get_seq_length(layer) == theirs.get_seq_length(layer)
+            assert ours.get_mask_sizes(5, layer) == theirs.get_mask_sizes(5, layer)
+            if theirs.get_seq_length(layer):
+                slot = ours.layers[layer]
+                assert slot.keys is not None and slot.values is not None
+                assert torch.equal(slot.keys, theirs.layers[layer].keys)
+                assert torch.equal(slot.values, theirs.layers[layer].values)
+
+
+@pytest.mark.parametrize("empty", [KVCache, DynamicCache])
+def test_an_empty_cache(empty: type) -> None:
+    cache = empty()
+    assert cache.get_seq_length() == 0 and cache.get_mask_sizes(4, 0) == (4, 0) and len(cache) == 0
+    cache.reset()
+    cache.crop(-3)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([0]))
+
+
+def test_layers_may_come_in_any_order() -> None:
+    cache, theirs, generator = KVCache(), DynamicCache(), torch.Generator().manual_seed(0)
+    new = states(1, 2, generator)
+    cache.update(*new, 1)
+    theirs.update(*new, 1)
+    assert cache.get_seq_length(0) == theirs.get_seq_length(0) == 0 and cache.get_seq_length(1) == theirs.get_seq_length(1) == 2
+
+
+def test_growth_keeps_the_contents_and_is_rare() -> None:
+    cache, generator = KVCache(), torch.Generator().manual_seed(0)
+    given_keys, storages = [], set()
+    for _ in range(300):
+        keys, values = states(2, 1, generator)
+        given_keys.append(keys)
+        found, _ = cache.update(keys, values, 0)
+        storage = cache.layers[0].key_storage
+        assert storage is not None
+        storages.add((storage.data_ptr(), storage.shape[2]))
+        assert storage.shape[2] >= found.shape[2]
+    assert torch.equal(found, torch.cat(given_keys, dim=2))
+    assert sorted(size for _, size in storages) == [64, 128, 256, 512]
+
+
+def test_a_capacity_is_allocated_at_once() -> None:
+    cache, generator = KVCache(capacity_tokens=200), torch.Generator().manual_seed(0)
+    places = set()
+    for tokens in (1, 150, 49):
+        cache.update(*states(1, tokens, generator), 0)
+        places.add(cache.layers[0].key_storage.data_ptr())  # type: ignore[union-attr]
+    assert len(places) == 1
+
+
+def test_appending_does_not_copy_what_is_there() -> None:
+    """What was returned before is the same memory, and a token that is dropped makes room for the next."""
+    cache, generator = KVCache(), torch.Generator().manual_seed(0)
+    first, _ = cache.update(*states(1, 4, generator), 0)
+    cache.crop(-1)
+    second, _ = cache.update(*states(1, 2, generator), 0)
+    assert first.data_ptr() == second.data_ptr() and second.shape[2] == 5
+
+
+@pytest.mark.parametrize("held", [0, 7])
+def test_limit_is_told_before_anything_is_written(held: int) -> None:
+    cache, generator = KVCache(limit_tokens=10), torch.Generator().manual_seed(0)
+    if held:
+        cache.update(*states(1, held, generator), 0)
+    slot = cache.slot(0)
+    before = copy.deepcopy((slot.length, slot.key_storage, slot.value_storage))
+    with pytest.raises(errors.ContextLimitError, match=f"holds {held} tokens, {11 - held} more.* 10") as raised:
+        cache.update(*states(1, 11 - held, generator), 0)
+    assert isinstance(raised.value, ValueError)
+    after = (slot.length, slot.key_storage, slot.value_storage)
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    keys, _ = cache.update(*states(1, 10 - held, generator), 0)
+    assert keys.shape[2] == 10 == cache.get_max_length()
+    assert slot.key_storage is not None and slot.key_storage.shape[2] == 10, "no more than the limit is allocated"
+
+
+def test_nbytes_counts_the_storage() -> None:
+    cache, generator = KVCache(capacity_tokens=64), torch.Generator().manual_seed(0)
+    assert cache.nbytes() == 0
+    for layer in range(LAYERS):
+        cache.update(*(t.to(torch.bfloat16) for t in states(3, 5, generator)), layer)
+    assert cache.nbytes() == LAYERS * 2 * (3 * HEADS * 64 * WIDTH) * 2
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes() > 0, "a reset keeps the storage for the next call"
+
+
+def refill(slot: KVSlot, **changes: Any) -> Tensor:
+    """Eight values of batch, heads, tokens, width 1, 2, 1, 4 but for `changes`, appended to the slot."""
+    shape = {"batch": 1, "heads": HEADS, "tokens": 1, "width": WIDTH} | changes
+    dtype = shape.pop("dtype", torch.float32)
+    new = torch.arange(1, 1 + shape["batch"] * shape["heads"] * shape["width"], dtype=dtype).view(*shape.values())
+    keys, values = slot.update(new, new + 1)
+    assert torch.equal(values, keys + 1)
+    return keys
+
+
+@pytest.mark.parametrize("changes", [dict(batch=3), dict(heads=1), dict(width=8), dict(dtype=torch.bfloat16)], ids=str)
+def test_after_a_reset_another_shape_is_welcome(changes: dict[str, Any]) -> None:
+    slot = KVSlot()
+    refill(slot)
+    slot.reset()
+    wanted = refill(KVSlot(), **changes)
+    found = refill(slot, **changes)
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_batches_that_change_after_resets_do_not_pile_up_storage() -> None:
+    slot = KVSlot()
+    for batch in (1, 2, 1, 2, 1, 2):
+        refill(slot, batch=batch)
+        assert slot.key_storage is not None and slot.key_storage.shape[2] == 64
+        slot.reset()
+
+
+@pytest.mark.parametrize("cache", [KVCache, DynamicCache])
+def test_another_batch_in_the_middle_raises(cache: type) -> None:
+    """A batch of one must not be spread silently over the rows that are there."""
+    made, generator = cache(), torch.Generator().manual_seed(0)
+    made.update(*states(2, 3, generator), 0)
+    with pytest.raises((errors.InfuseError, RuntimeError), match="Sizes of tensors|holds a batch of 2, a batch of 1"):
+        made.update(*states(1, 1, generator), 0)
+    assert made.get_seq_length() == 3
+
+
+def test_self_attention_cache_of_a_pair_is_its_first() -> None:
+    ours, theirs = KVCache(), DynamicCache()
+    assert self_attention_cache(EncoderDecoderCache(ours, theirs)) is ours
+    assert self_attention_cache(ours) is ours and self_attention_cache(None) is None

@@ -1,0 +1,207 @@
+"""Every body of every op against its reference over the op's own cases; the registrations; the choice of a body.
+
+The registrations are enumerated: a body or an op that is added is tested without a line here. What the references mean
+is tested in test_ops_by_hand.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tolerance import assert_near
+from torch import Tensor
+
+from infuse import ops
+from infuse.device import Device
+from infuse.ops import PREFERENCE, REFERENCE, Case, Op, registered
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPS = sorted(registered())
+BODIES = [(name, body) for name in OPS for body in registered()[name].bodies if body != REFERENCE]
+
+
+def cases(name: str, dtype: torch.dtype) -> list[Case]:
+    maker = registered()[name].case_maker
+    assert maker is not None
+    return list(maker(dtype, CPU))
+
+
+def written(name: str) -> list[int]:
+    """The positions of the arguments that the op writes to, from its schema."""
+    arguments = getattr(torch.ops.infuse, name).default._schema.arguments
+    return [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+
+
+def own(args: tuple, poisoned: list[int]) -> tuple:
+    """The arguments as copies; those at `poisoned` full of NaN."""
+    copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    for i in poisoned:
+        copies[i].fill_(float("nan"))
+    return tuple(copies)
+
+
+def results(function: Any, args: tuple, mutated: list[int]) -> list[Tensor]:
+    """What it returns, then what it has written."""
+    out = function(*args)
+    return [*(out if isinstance(out, tuple) else (out,)), *(args[i] for i in mutated)]
+
+
+def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
+    op, mutated = registered()[name], written(name)
+    given = own(case.args, mutated)
+    wanted = results(op.reference, own(given, []), mutated)
+    found = results(op.body(body), given, mutated)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype, case.label
+        assert_near(a, b, dtype, f"{name}, {body}, {case.label}")
+    for i, (before, after) in enumerate(zip(case.args, given, strict=True)):
+        if isinstance(before, Tensor) and i not in mutated:
+            assert torch.equal(before.nan_to_num(), after.nan_to_num()), f"{case.label}: argument {i} was changed"
+
+
+# ---- bodies against references ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "body"), BODIES)
+def test_body_is_the_reference(name: str, body: str, dtype: torch.dtype) -> None:
+    for _ in range(2):  # fresh values each time
+        for case in cases(name, dtype):
+            compare(name, body, case, dtype)
+
+
+# Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head.
+NOT_STRICT = {("attention", "torch")}
+NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+
+
+def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
+    """Each case with `value` in the last place of one argument, for each argument that holds real numbers and is not written to."""
+    for case in cases(name, torch.float32):
+        for i, arg in enumerate(case.args):
+            if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
+                args = own(case.args, [])
+                args[i].view(-1)[-1] = value
+                yield i, replace(case, args=args)
+
+
+@NOT_FINITE
+@pytest.mark.parametrize(("name", "body"), [pair for pair in BODIES if pair not in NOT_STRICT])
+def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: str, value: float) -> None:
+    for _, case in planted(name, value):
+        compare(name, body, case, torch.float32)
+
+
+@NOT_FINITE
+def test_damage_stays_in_its_row_and_head(value: float) -> None:
+    """PyTorch's attention on CPUs gives zeros for a NaN query without a mask, and adds -inf to hidden scores, which NaN survives.
+
+    What belongs to other rows of the batch and to heads of another key head is as in the reference all the same.
+    """
+    for i, case in planted("attention", value):
+        if i < 3:
+            heads, kv_heads = case.args[0].shape[1], case.args[1].shape[1]
+            wanted, found = (ops.attention.body(body)(*case.args) for body in (REFERENCE, "torch"))
+            assert_near(found[:-1], wanted[:-1], torch.float32, case.label)
+            others = slice(0, heads - heads // kv_heads)
+            assert_near(found[-1, :, others], wanted[-1, :, others], torch.float32, case.label)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dtype: torch.dtype) -> None:
+    op, mutated = registered()[name], written(name)
+    for case in cases(name, dtype):
+        given = own(case.args, mutated)
+        wide = tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype else arg for arg in given)
+        if name == "quantized_linear":  # its scales are bfloat16 whatever the activations are
+            wide = tuple(case.args[i] if i in (1, 2, 3) else arg for i, arg in enumerate(wide))
+        found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == dtype, case.label
+            assert_near(a, b, dtype, f"{name}, {case.label}")
+
+
+def test_append_writes_its_own_tokens_and_nothing_else() -> None:
+    for body in registered()["rotary_append"].bodies:
+        for case in cases("rotary_append", torch.float32):
+            args = own(case.args, [3, 4])
+            registered()["rotary_append"].body(body)(*args)
+            start, end = args[5], args[5] + args[0].shape[1]
+            for storage in args[3:5]:
+                assert torch.isfinite(storage[:, :, start:end]).all(), case.label
+                assert torch.isnan(storage[:, :, :start]).all() and torch.isnan(storage[:, :, end:]).all(), case.label
+
+
+# ---- registrations ----
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_is_complete(name: str) -> None:
+    op = registered()[name]
+    assert op.name == name and hasattr(torch.ops.infuse, name)
+    assert op.bodies[REFERENCE].function is op.reference
+    assert set(op.bodies) <= set(PREFERENCE)
+    assert op.fake_function is not None and op.__doc__
+    made = cases(name, torch.float32)
+    assert made and len({case.label for case in made}) == len(made), "each case has a label of its own"
+    arguments = getattr(torch.ops.infuse, name).default._schema.arguments
+    assert all(len(case.args) == len(arguments) for case in made)
+
+
+def test_preference_ends_with_the_reference() -> None:
+    assert PREFERENCE[-1] == REFERENCE and len(set(PREFERENCE)) == len(PREFERENCE)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_registered_form(name: str) -> None:
+    made = cases(name, torch.float32)
+    for case in {0: made[0], 1: made[len(made) // 2], 2: made[-1]}.values():
+        torch.library.opcheck(getattr(torch.ops.infuse, name).default, case.args, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(getattr(torch.ops.infuse, name).default, made[1].args)
+
+
+# ---- the choice of a body ----
+
+SMALL = Device("cpu", None, "a small CPU", ("avx2",), 2**30, DTYPES)
+
+
+def private_op() -> Op:
+    """An op that is in no registry."""
+
+    def reference(x: Tensor) -> Tensor:
+        """Twice x."""
+        return x * 2
+
+    return Op("twice(Tensor x) -> Tensor", reference)
+
+
+def test_who_declines_is_listed_and_the_next_is_taken() -> None:
+    op = private_op()
+    op.implement("torch")(lambda x: x + x)
+    op.implement("cpu", lambda device, dtype: None if "amx_bf16" in device.features else "needs amx_bf16")(lambda x: x)
+    op.implement("triton", lambda device, dtype: None if device.kind == "cuda" else f"needs a GPU, not {device.name}")(lambda x: x)
+    choice = op.choose(SMALL, torch.float32)
+    assert choice.op == "twice" and choice.body == "torch"
+    assert choice.declined == (("triton", "needs a GPU, not a small CPU"), ("cpu", "needs amx_bf16"))
+    assert op.choose(replace(SMALL, features=("amx_bf16",)), torch.float32).body == "cpu"
+    assert op.choose(replace(SMALL, kind="cuda"), torch.float32).declined == ()
+    assert op.body("torch")(torch.ones(1)).item() == 2 == op(torch.ones(1)).item()
+
+
+def test_the_reference_is_taken_where_all_decline() -> None:
+    op = private_op()
+    op.implement("torch", lambda device, dtype: f"not in {dtype}" if dtype == torch.float16 else None)(lambda x: x + x)
+    assert op.choose(SMALL, torch.float16) == ops.Choice("twice", REFERENCE, (("torch", "not in torch.float16"),))
+    assert op.choose(SMALL, torch.bfloat16).body == "torch"
+
+
+def test_a_body_outside_the_order_of_preference_is_refused() -> None:
+    with pytest.raises(AssertionError, match="order of preference"):
+        private_op().implement("cuda")
