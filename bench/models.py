@@ -121,7 +121,19 @@ def report(args: argparse.Namespace) -> str:
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
     bandwidth, rate = read_bandwidth(), matmul_rate(torch.bfloat16)
     table = Table(title=f"{args.shape}: ratios to the first row; share of the probed read bandwidth at batch 1")
-    headings = ("", f"prefill {args.prefill}, s", "x", "batch 1, ms", "spread", "x", "share", f"batch {args.batch}, ms", "x", "weights, GB", "init, s")
+    headings = (
+        "",
+        f"prefill {args.prefill}, s",
+        "x",
+        "batch 1, ms",
+        "spread",
+        "x",
+        "share",
+        f"batch {args.batch}, ms",
+        "x",
+        "weights, GB",
+        "init, s",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right")
     prefills = interleaved(entries, prefill(args.prefill), args.repeats)
@@ -131,15 +143,15 @@ def report(args: argparse.Namespace) -> str:
     for entry, p, one, eight in zip(entries, prefills, ones, many, strict=True):
         share = entry.weight_bytes / median(one) / bandwidth
         table.add_row(
-            entry.name, f"{median(p):.3f}", f"{first[0] / median(p):.2f}", f"{median(one) * 1e3:.2f}", f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}",
-            f"{first[1] / median(one):.2f}", f"{share:.3f}", f"{median(eight) * 1e3:.2f}", f"{first[2] / median(eight):.2f}",
+            entry.name, f"{median(p):.3f}", f"{first[0] / median(p):.2f}",
+            f"{median(one) * 1e3:.2f}", f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}", f"{first[1] / median(one):.2f}", f"{share:.3f}", f"{median(eight) * 1e3:.2f}", f"{first[2] / median(eight):.2f}",
             f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}",
         )  # fmt: skip
     console = Console(width=150, no_color=True)
     with console.capture() as captured:
         console.print(table)
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}, Python {platform.python_version()}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}"
     probes = f"probed: read {bandwidth / 1e9:.1f} GB/s, bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"
     command = "python " + " ".join(sys.argv)
     return f"{date.today()}: `{command}`\n\n{machine}; {versions}\n\n{probes}\n\n```\n{captured.get()}```\n"
@@ -150,7 +162,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--formats", nargs="*", default=[])
-    for name, value in (("prefill", 512), ("context", 128), ("new", 9), ("batch", 8), ("repeats", 3)):
+    for name, value in dict(prefill=512, context=128, new=9, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """The bounds of this machine: read bandwidth and matmul rates. Every other benchmark compares its figures with these.
 
-    python bench/probe.py [--device cuda]
+python bench/probe.py [--device cuda]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The main job on real input: the bundled model completes a prompt before and after injection, side by side.
 
-    python examples/demo.py ["def parse("]
+python examples/demo.py ["def parse("]
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from infuse.layers.linear import make_linear
 from infuse.plan import BLOCK, Left, Plan, Step, parameter_bytes
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import LinearShape
-from infuse.weights.fill import fill_module
+from infuse.weights.fill import fill_module, moves
 from infuse.weights.reader import LiveReader
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
@@ -46,7 +46,7 @@ def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progr
 class _Run:
     plan: Plan
     model: nn.Module
-    verify: str
+    mode: str
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
@@ -54,11 +54,11 @@ class _Run:
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
-        return (step.path,) if self.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
+        return (step.path,) if self.mode == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
 
     def prove(self, progress: Progress | None) -> None:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
-        if self.verify == "off":
+        if self.mode == "off":
             return
         samples: dict[tuple, Step] = {}
         for step in self.plan.steps:
@@ -66,9 +66,10 @@ class _Run:
         steps = list(samples.values())
         cases = self.cases(steps)
         for done, step in enumerate(steps):
-            fault = cases[step.path] if isinstance(cases[step.path], str) else self.fault(step, cases[step.path])
+            found = cases[step.path]
+            fault = found if isinstance(found, str) else self.fault(step, found)
             if fault is not None:
-                if self.verify == "strict":
+                if self.mode == "strict":
                     raise ProofError(f"{step.path}: {fault}")
                 self.refused[self.key(step)] = fault
             if progress:
@@ -138,9 +139,18 @@ class _Run:
         return accepted
 
     def swap(self, step: Step) -> None:
+        """Put the new module wherever the old one is: some models apply one layer in several places."""
+        old = self.model.get_submodule(step.path)
+        parameters = dict(old.named_parameters())
+        for fill in step.fills:
+            if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
+                parameter = parameters[fill.sources[0]]
+                parameter.data = parameter.data.to(self.plan.dtype)
         new = self.built(step, self.plan.dtype)
-        parent, _, name = step.path.rpartition(".")
-        self.model.get_submodule(parent)._modules[name] = new
+        for module in list(self.model.modules()):
+            for name, child in module._modules.items():
+                if child is old:
+                    module._modules[name] = new
         self.swapped.append(step)
 
 

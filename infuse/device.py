@@ -43,7 +43,7 @@ class Device:
     def _cuda(cls, device: torch.device) -> Device:
         index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(index)
-        dtypes = (torch.float32, torch.float16, torch.float64)
+        dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.float64)
         if properties.major >= 8:  # bfloat16 arithmetic came with Ampere
             dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
         features = (f"sm_{properties.major}{properties.minor}",)

@@ -77,7 +77,8 @@ class InferenceEngine(nn.Module):
         """The model's own generate, with our cache. Raises ContextLimitError beyond `max_out_tokens`."""
         if not hasattr(self.module, "generate"):
             raise InfuseError(f"{type(self.module).__name__} has no generate()")
-        return self.module.generate(*args, **kwargs)
+        generate: Any = self.module.generate
+        return generate(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -177,7 +178,9 @@ def _check_model(model: Any) -> None:
 def _check_weights(model: nn.Module) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta:
-        raise ConfigError(f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first; infuse.plan works without")
+        raise ConfigError(
+            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first; infuse.plan works without"
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -1,11 +1,11 @@
 """Every error that infuse raises on purpose. What PyTorch or transformers raise themselves passes through unchanged.
 
-    InfuseError
-    ├── ConfigError (ValueError)        a configuration key or value; raised before any weight is touched
-    ├── SpecMismatch                    a layer is not what its spec says: all differences at once
-    ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
-    ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
-    └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
+InfuseError
+├── ConfigError (ValueError)        a configuration key or value; raised before any weight is touched
+├── SpecMismatch                    a layer is not what its spec says: all differences at once
+├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
+├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
+└── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
 
 

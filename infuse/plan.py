@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +124,7 @@ class _Decision:
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
         self.shared = _shared_weights(model)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
         self.head = next((name for name, module in model.named_modules() if module is head), None)
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
@@ -270,8 +270,7 @@ def _tensor(module: nn.Module, name: str) -> torch.Tensor:
 def _lines(plan: Plan) -> Iterator[str]:
     dtype = str(plan.dtype).removeprefix("torch.")
     yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
-    rows = [(step.depth, step.path, *_step_text(step)) for step in plan.steps]
-    grouped = _grouped(rows)
+    grouped = _grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
     if grouped:
         widths = [max(len(row[column]) for row in grouped) for column in range(2)]
         for depth, path, formats, bodies, why in grouped:
@@ -297,7 +296,7 @@ def _step_text(step: Step) -> tuple[str, str, str]:
     return (f"{formats}, " if formats else "", bodies, step.why)
 
 
-def _grouped(rows: list[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
+def _grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
     """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
     groups: dict[tuple, list[str]] = {}
     for row in rows:

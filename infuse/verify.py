@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -23,6 +25,7 @@ from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
 TOKENS, PADDING, SEED = 9, 3, 20_26
+_PARTS = 8  # a merged 16-bit matrix beside an eighth of itself in float32 is less than the layer that it belongs to
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -45,6 +48,9 @@ class Case:
     label: str
     calls: tuple[Call, ...]
     cache: Callable[[], Cache] | None
+
+
+_CACHE = object()  # stands in a call for the model's cache: each run has one of its own, and that one may go
 
 
 class _Reached(Exception):
@@ -76,7 +82,8 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
 def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
-    device, config = next(owner.parameters()).device, getattr(owner, "config", None)
+    device = next(owner.parameters()).device
+    config: Any = getattr(owner, "config", None)
     batch = 2
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
@@ -105,7 +112,7 @@ def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) 
         padding = getattr(getattr(owner, "config", None), "pad_token_id", None)
         ids[ids == padding] = 3 if padding != 3 else 4  # some models count positions by what is not padding
         return {"input_ids": ids.to(like.device)}
-    width = getattr(embedding, "embedding_dim", None) or owner.config.hidden_size  # type: ignore[union-attr]
+    width: int = getattr(embedding, "embedding_dim", None) or owner.config.hidden_size  # type: ignore[union-attr,assignment]
     return {"inputs_embeds": torch.randn(*shape, width, generator=generator).to(like.device, like.dtype)}
 
 
@@ -118,7 +125,8 @@ def _run_and_record(
     def record(path: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if path in remaining:  # a shared layer runs several times: its first call speaks for it
-                kwargs = dict(kwargs)
+                kwargs = {name: _CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
+                args = tuple(_CACHE if isinstance(value, Cache) else value for value in args)
                 hidden = args[0] if args else kwargs.pop("hidden_states")
                 seen[path].append(Call(hidden.clone(), args[1:], kwargs, real))
 
@@ -149,9 +157,9 @@ def _run_and_record(
 
 @contextmanager
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run `module` in `dtype` for a while; matrices are cast one at a time as they are used, so memory grows by one."""
+    """Run `module` in `dtype` for a while. Linears are cast in parts as they run, so that memory hardly grows."""
     kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
-    handles = []
+    handles, linears = [], []
 
     def cast(owner: nn.Module, args: Any) -> None:
         for p in owner.parameters(recurse=False):
@@ -164,8 +172,12 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 p.data = kept[p]
 
     for child in module.modules():
-        large = [p for p in child.parameters(recurse=False) if p in kept and p.dim() > 1]
-        if large:
+        if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
+            continue
+        if isinstance(child, nn.Linear):
+            linears.append((child, vars(child).get("forward")))
+            child.forward = partial(_in_parts, child, dtype)  # type: ignore[method-assign]
+        else:
             handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
     try:
         for p, data in kept.items():
@@ -175,15 +187,27 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for child, forward in linears:
+            del child.forward
+            if forward is not None:
+                child.forward = forward
         for p, data in kept.items():
             p.data = data
+
+
+def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """linear(x) with a weight in `dtype` of which only a part exists at a time."""
+    rows = -(-linear.out_features // _PARTS)
+    out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
+    return out if linear.bias is None else out + linear.bias
 
 
 def _cast(value: Any, dtype: torch.dtype, cache: Cache | None) -> Any:
     """An argument of the recorded call for a run in `dtype`, on a cache of its own."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.clamp(min=torch.finfo(dtype).min).to(dtype)  # a mask's lowest value must not become -inf
-    if isinstance(value, Cache):
+        lowest = max(torch.finfo(dtype).min, torch.finfo(value.dtype).min)  # a mask's lowest value must not become -inf
+        return value.clamp(min=lowest).to(dtype)
+    if value is _CACHE:
         return cache
     return type(value)(_cast(v, dtype, cache) for v in value) if isinstance(value, (tuple, list)) else value
 

@@ -1,10 +1,10 @@
-"""Every way to generate gives the original's tokens in float32, through `engine.generate` and `engine.module.generate`, on padded batches."""
+"""Every way to generate gives the original's tokens in float32, on padded batches: by the engine and by its module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -41,12 +41,21 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache(maxsize=None)
+def made(name: str) -> nn.Module:
+    """A model that does not repeat one token for ever, as these tiny ones do where the head is tied to the embeddings."""
+    return BY_NAME[name].make(tie_word_embeddings=False)
+
+
+@cache
 def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
     """The original, and the same model injected, both in float32."""
-    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    return made(name), injected(name)
+
+
+def injected(name: str) -> infuse.InferenceEngine:
+    engine = infuse.init_inference(made(name), dtype="fp32")
     assert {step.depth for step in engine.plan.steps} == {"block"}
-    return BY_NAME[name].make(), engine
+    return engine
 
 
 @pytest.fixture(params=["engine", "module"])
@@ -73,12 +82,14 @@ def test_modes(name: str, mode: str, face: Callable) -> None:
     assert torch.equal(seeded(face(engine), **padded(name), **MODES[mode]), exact)
 
 
-def test_modes_are_told_apart() -> None:
-    """Guards the test above: a mode that were ignored would give the greedy tokens."""
-    original, _ = pair("llama")
-    greedy = seeded(original, **padded("llama"))
+@pytest.mark.parametrize("name", NAMES)
+def test_modes_are_told_apart(name: str) -> None:
+    """Guards the test above: a mode that were ignored would give the greedy tokens, and these are several different ones."""
+    original, _ = pair(name)
+    greedy = seeded(original, **padded(name))
+    assert len(greedy[:, PROMPT:].unique()) > 3
     for mode in ("top-k", "top-p", "beams", "repetition penalty", "no repeated n-gram", "bad words"):
-        assert not torch.equal(seeded(original, **padded("llama"), **MODES[mode]), greedy), mode
+        assert not torch.equal(seeded(original, **padded(name), **MODES[mode]), greedy), mode
 
 
 @pytest.mark.parametrize("name", ["contrastive search", "group beam search"])
@@ -134,7 +145,7 @@ def one_row(name: str) -> dict[str, Tensor]:
 def test_assisted(name: str, injected: bool, face: Callable) -> None:
     """The tokens are those of the model alone, whatever the assistant proposes; it is asked, and some proposals are taken."""
     original, engine = pair(name)
-    assistant: Any = BY_NAME[name].make()  # the same weights, then disturbed a little: right sometimes
+    assistant: Any = made(name)  # the same weights, then disturbed a little: right sometimes
     with torch.no_grad():
         assistant.get_output_embeddings().weight.add_(0.4 * torch.randn(96, 48))
     if injected:
@@ -252,6 +263,18 @@ def test_generation_config(by: str, face: Callable) -> None:
     else:
         found = model.generate(given["input_ids"], generation_config=settings, attention_mask=given["attention_mask"])
     assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("own", [dict(cache_implementation="static"), dict(use_cache=False), dict(max_new_tokens=4)], ids=str)
+def test_what_the_models_own_generation_config_says_counts(own: dict[str, Any]) -> None:
+    """transformers fills what a given config leaves open from the model's own."""
+    models = made("llama"), injected("llama").module
+    for model in models:
+        model.generation_config.update(**own)
+    settings = t.GenerationConfig(repetition_penalty=1.5, pad_token_id=0)
+    exact, found = (model.generate(**padded("llama"), generation_config=settings, return_dict_in_generate=True) for model in models)
+    assert torch.equal(found.sequences, exact.sequences)
+    assert isinstance(found.past_key_values, KVCache if "max_new_tokens" in own else type(exact.past_key_values))
 
 
 # ---- prompts ----

@@ -7,7 +7,7 @@ layers return (bloom, falcon, gptj). Injected layers must serve both.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ HOOKED, TUPLES = ("llama", "gpt2", "bert"), ("bloom", "falcon-7b", "gptj")
 DECODERS = [name for name in (*HOOKED, *TUPLES) if name != "bert"]
 TOLERANCE = 2e-5  # of the largest value: float32, three layers
 WANTED = dict(output_hidden_states=True, output_attentions=True)
+SCORES = dict(output_scores=True, output_logits=True)
 
 
 def eager(name: str) -> nn.Module:
@@ -29,7 +30,7 @@ def eager(name: str) -> nn.Module:
     return BY_NAME[name].make(attn_implementation="eager")
 
 
-@lru_cache(maxsize=None)
+@cache
 def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
     """The original, and the same model injected, both in float32."""
     return eager(name), injected(eager(name))
@@ -122,9 +123,7 @@ def test_generate(name: str, mode: dict[str, Any]) -> None:
     results = []
     for model in (original, engine):
         torch.manual_seed(5)
-        results.append(
-            model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, output_scores=True, output_logits=True, **WANTED, **mode)
-        )
+        results.append(model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, **SCORES, **WANTED, **mode))
     exact, found = results
     assert type(found) is type(exact) and found.keys() == exact.keys()
     assert torch.equal(found.sequences, exact.sequences)

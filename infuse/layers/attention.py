@@ -58,9 +58,10 @@ class Attention(nn.Module):
         self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
 
     def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        shape, parts, (batch, tokens, _) = self.shape, self._modules, x_BTC.shape
-        positions: Positions = parts["positions"]  # type: ignore[assignment]
-        qkv = direct(parts["qkv"], x_BTC)  # type: ignore[arg-type]
+        shape, (batch, tokens, _) = self.shape, x_BTC.shape
+        parts: dict[str, Any] = self._modules
+        positions: Positions = parts["positions"]
+        qkv = direct(parts["qkv"], x_BTC)
         if shape.clip:
             qkv = qkv.clamp(-shape.clip, shape.clip)
         if parts["q_norm"] is not None or parts["k_norm"] is not None:
@@ -77,11 +78,12 @@ class Attention(nn.Module):
         if inputs.want_weights:
             scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
             weights = scored.to(x_BTC.dtype)
-        return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights  # type: ignore[arg-type]
+        return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""
-        shape, cache, turns = self.shape, inputs.cache, positions.turns(inputs)
+        shape, turns = self.shape, positions.turns(inputs)
+        cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
         interleaved = positions.interleaved
         if isinstance(cache, KVCache) and self._index is not None:
@@ -89,7 +91,8 @@ class Attention(nn.Module):
             start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
             slot.advance(qkv_BTND.shape[1])
-            return q, slot.keys, slot.values
+            keys, values = slot.held()
+            return q, keys, values
         qk = qkv_BTND[:, :, : shape.heads + shape.kv_heads]
         if cos is not None and sin is not None:
             qk = self._rotary(qk, cos, sin, interleaved)
@@ -104,7 +107,8 @@ class Attention(nn.Module):
         shape = self.shape
         q_rows, k_rows = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
         q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
-        return torch.cat((_normed(q, self.q_norm, shape.heads), _normed(k, self.k_norm, shape.kv_heads), v), dim=-1)
+        parts: dict[str, Any] = self._modules
+        return torch.cat((_normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads), v), dim=-1)
 
     def _allowed(self, mask: Tensor, length: int) -> Tensor:
         """The mask cut to the keys there are (a static mask may be longer), True meaning: may look."""

@@ -1,14 +1,14 @@
 """A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the model's.
 
-      PRE                POST               PARALLEL             SANDWICH
-      x ----+            x ----+            x --+------+----+    x ----+
-      norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
-      attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
-        + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
-      x ----+            x ----+                                   + --+
-      norm2 |            mlp   |                                 x ----+
-      mlp   |              + --+                                 norm2, mlp, post2 likewise
-        + --+            norm2
+PRE                POST               PARALLEL             SANDWICH
+x ----+            x ----+            x --+------+----+    x ----+
+norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
+attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
+  + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
+x ----+            x ----+                                   + --+
+norm2 |            mlp   |                                 x ----+
+mlp   |              + --+                                 norm2, mlp, post2 likewise
+  + --+            norm2
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ def _weights_are_recorded(attention: nn.Module) -> bool:
 
 
 # The residual shapes read their parts from `_modules`: attribute access on an nn.Module costs 0.7 us each time.
+Parts = dict[str, Any]
 _Result = tuple[Tensor, Tensor | None]
 
 
 def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts, scale = block._modules, block.shape.residual_scale
+    parts: Parts = block._modules
+    scale = block.shape.residual_scale
     branch, weights = attention(_normed(parts["norm1"], x), inputs)
     norm2, mlp = parts["norm2"], parts["mlp"]
     if scale != 1.0 or norm2 is None:
@@ -93,7 +95,7 @@ def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Resu
 
 
 def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts = block._modules
+    parts: Parts = block._modules
     branch, weights = attention(x, inputs)
     _, x = parts["norm1"].add(branch, x)
     _, x = parts["norm2"].add(direct(parts["mlp"], x), x)
@@ -101,7 +103,7 @@ def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Res
 
 
 def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts = block._modules
+    parts: Parts = block._modules
     normed = _normed(parts["norm1"], x)
     branch, weights = attention(normed, inputs)
     other = direct(parts["mlp"], normed if parts["norm2"] is None else direct(parts["norm2"], x))
@@ -109,7 +111,7 @@ def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> 
 
 
 def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts = block._modules
+    parts: Parts = block._modules
     branch, weights = attention(_normed(parts["norm1"], x), inputs)
     x = x + direct(parts["post1"], branch)
     branch = direct(parts["mlp"], _normed(parts["norm2"], x))

@@ -33,12 +33,12 @@ class KVSlot(CacheLayerMixin):
         self.is_initialized = False
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys so far, [B, K, length, D]."""
         return None if self.key_storage is None else self.key_storage[:, :, : self.length]
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.value_storage is None else self.value_storage[:, :, : self.length]
 
     def reserve(self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor) -> int:
@@ -77,6 +77,11 @@ class KVSlot(CacheLayerMixin):
             values[:, :, : self.length] = self.values
         self.key_storage, self.value_storage = keys, values
         self.is_initialized = True
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, [B, K, length, D] each, once there are any."""
+        assert self.key_storage is not None and self.value_storage is not None
+        return self.key_storage.narrow(2, 0, self.length), self.value_storage.narrow(2, 0, self.length)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -146,16 +151,17 @@ class KVCache(Cache):
     the storage starts at the first call's need and doubles.
     """
 
-    layers: list[KVSlot]
+    layers: list[KVSlot]  # type: ignore[assignment]
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
-        super().__init__(layer_class_to_replicate=partial(KVSlot, capacity_tokens, limit_tokens))
+        self._make_slot = partial(KVSlot, capacity_tokens, limit_tokens)
+        super().__init__(layer_class_to_replicate=self._make_slot)  # type: ignore[arg-type]
 
     def slot(self, index: int) -> KVSlot:
         """The storage of layer `index`."""
         layers = self.layers
         while len(layers) <= index:
-            layers.append(self.layer_class_to_replicate())
+            layers.append(self._make_slot())
         return layers[index]
 
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,5 +29,5 @@ class MLP(nn.Module):
         self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies)
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self._modules
-        return direct(held["down"], self._act(direct(held["up"], x), self._activation))  # type: ignore[arg-type]
+        held: dict[str, Any] = self._modules
+        return direct(held["down"], self._act(direct(held["up"], x), self._activation))

@@ -5,7 +5,7 @@ Suffixes: R rows, I the inner width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -27,14 +27,22 @@ def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()  # So et al. 2021 (Primer)
 
 
-_FUNCTIONS = MappingProxyType(
-    {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "relu": F.relu, "relu2": _relu2, "tanh": torch.tanh}
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": _gelu_tanh,
+        "quick_gelu": _quick_gelu,
+        "relu": F.relu,
+        "relu2": _relu2,
+        "tanh": torch.tanh,
+    }  # fmt: skip
 )
 # The names of transformers' ACT2FN for the functions above. Those that only differ in rounding share one.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in _FUNCTIONS},
-        **{name: "gelu_tanh" for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")},
+        **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"),
         "gelu_python": "gelu",
         "swish": "silu",
     }

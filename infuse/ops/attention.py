@@ -51,10 +51,7 @@ def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.
     return allowed & (key > query - window) if window else allowed
 
 
-@op(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap)"
-    " -> Tensor"
-)
+@op("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap) -> Tensor")
 def attention(
     q_BHTD: Tensor,
     k_BKLD: Tensor,

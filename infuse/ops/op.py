@@ -94,7 +94,7 @@ class Op:
 
     def choose(self, device: Device, dtype: torch.dtype) -> Choice:
         """The body to run on `device` for activations of `dtype`, and who declined, with reasons."""
-        declined = []
+        declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
             if name not in self.bodies:
                 continue

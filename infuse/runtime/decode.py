@@ -15,12 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.generation import GenerationMixin
 
 from infuse.errors import ContextLimitError
 from infuse.layers.cache import KVCache
+from infuse.runtime.loop import decode
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
 _PREPARED_TOKENS = 512
+_DEFAULT_NEW_TOKENS = 20  # what transformers' generate makes where nobody says how many
+
+
+# What asks for another mode than greedy search or sampling, or for more than token ids.
+_NOT_PLAIN = (
+    "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "return_dict_in_generate",
+    "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class Installed:
 def install(module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool) -> list[RemovableHandle]:
     """Put generate, cap and device care on `module`. `caches`: its layers take our cache. Returns the hooks' handles."""
     module._infuse = Installed(limit_tokens, min_new_tokens, caches)  # type: ignore[assignment]
-    if hasattr(type(module), "generate"):
+    # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
+    if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
@@ -60,49 +71,65 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
-    settings = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or self.generation_config
-    prompt = _prompt_tokens(args, kwargs)
-    total = _total_tokens(settings, kwargs, prompt)
+    asked = _Asked(self, args, kwargs)
+    prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
-        least = prompt + max(installed.min_new_tokens, 1)
-        if max(least, total or 0) > installed.limit_tokens:
+        needed = max(prompt + max(installed.min_new_tokens, 1), total)
+        if needed > installed.limit_tokens:
             raise ContextLimitError(
-                f"{prompt} tokens were given and {max(least, total or 0) - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
+                f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
                 "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
             )
-    if installed.caches and _takes_our_cache(self, settings, kwargs):
-        prepared = min(total or prompt, prompt + _PREPARED_TOKENS)
+    if installed.caches and asked.takes_our_cache():
+        prepared = min(total, prompt + _PREPARED_TOKENS)
         kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
+        if asked.is_plain_search():
+            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"))
     return type(self).generate(self, *args, **kwargs)
 
 
-def _takes_our_cache(model: Any, settings: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing was said about a cache, and the mode works on one that is handed in."""
-    if kwargs.get("past_key_values") is not None or model.config.is_encoder_decoder:
-        return False
-    if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
-        return False
-    use_cache = kwargs.get("use_cache", settings.use_cache)
-    implementation = kwargs.get("cache_implementation", settings.cache_implementation)
-    return use_cache is not False and implementation is None
+class _Asked:
+    """What one call of `generate` asks for: its arguments, then the generation config given, then the model's own."""
 
+    def __init__(self, model: Any, args: tuple, kwargs: Mapping[str, Any]):
+        self._model, self._args, self._kwargs = model, args, kwargs
+        given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        self._configs = (given, model.generation_config)
 
-def _prompt_tokens(args: tuple, kwargs: Mapping[str, Any]) -> int:
-    """The length of the prompt in tokens: of embeddings where they are given, else of ids."""
-    first = args[0] if args else kwargs.get("inputs")
-    for given in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), first):
-        if isinstance(given, Tensor) and given.dim() >= 2:
-            return given.shape[1]
-    return 1
+    def value(self, name: str) -> Any:
+        """The first of the values given for `name`; None where nobody gave one."""
+        values = (self._kwargs.get(name), *(getattr(config, name, None) for config in self._configs))
+        return next((value for value in values if value is not None), None)
 
+    def takes_our_cache(self) -> bool:
+        """Whether nothing was said about a cache, and the mode works on one that is handed in."""
+        if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
+            return False
+        if self._kwargs.get("assistant_model") is not None or self._kwargs.get("custom_generate") is not None:
+            return False
+        return self.value("use_cache") is not False and self.value("cache_implementation") is None
 
-def _total_tokens(settings: Any, kwargs: Mapping[str, Any], prompt: int) -> int | None:
-    """Prompt and answer together, where the call says how long the answer may be."""
-    new = kwargs.get("max_new_tokens")
-    if new is None and kwargs.get("max_length") is not None:
-        return kwargs["max_length"]
-    new = settings.max_new_tokens if new is None else new
-    return settings.max_length if new is None else prompt + new
+    def is_plain_search(self) -> bool:
+        """Whether this is greedy search or sampling that returns token ids alone: what our own loop does."""
+        one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
+        return one and not any(self.value(name) for name in _NOT_PLAIN) and len(self._args) < 3
+
+    def prompt_tokens(self) -> int:
+        """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
+        mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
+        seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
+        first = self._args[0] if self._args else self._kwargs.get("inputs")
+        for given in (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first):
+            if isinstance(given, Tensor) and given.dim() >= 2:
+                return max(given.shape[1], seen)
+        return max(1, seen)
+
+    def total_tokens(self) -> int:
+        """Prompt and answer together, as transformers reckons them."""
+        prompt, new, total = self.prompt_tokens(), self.value("max_new_tokens"), self.value("max_length")
+        if new is None and total is not None:
+            return total
+        return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -111,10 +138,11 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
     if not isinstance(given, Tensor) or given.dim() < 2:
         return
-    cache = kwargs.get("past_key_values")
-    held = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+    held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
     if held + given.shape[1] > limit_tokens:
-        raise ContextLimitError(f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them")
+        raise ContextLimitError(
+            f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
+        )
 
 
 def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

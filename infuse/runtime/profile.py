@@ -157,7 +157,10 @@ class Profile:
             table.add_row(f"[bold]{title}[/bold]")
             for row in found[key][:rows]:
                 table.add_row(row[name], str(row["calls"]), f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / total:.1%}")
-        for label, value in (("prefill tokens/s", found["prefill_tokens_per_second"]), ("decode tokens/s", found["decode_tokens_per_second"])):
+        for label, value in (
+            ("prefill tokens/s", found["prefill_tokens_per_second"]),
+            ("decode tokens/s", found["decode_tokens_per_second"]),
+        ):
             if value:
                 table.add_row(label, "", f"{value:,.1f}")
         if found["share_of_bandwidth"]:

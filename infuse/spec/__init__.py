@@ -36,18 +36,14 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
 
 
 def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
-    """The binding of the first spec whose `when` holds and whose claims are complete; SpecMismatch tells what is not."""
-    mismatches: list[str] = []
+    """The binding of the spec whose `when` holds; SpecMismatch tells what differs from it or, if none holds, why none does."""
+    unmet: list[str] = []
     for spec in specs:
-        unmet = [f"config.{key} is {getattr(config, key, None)!r}, not {value!r}" for key, value in spec.when if getattr(config, key, None) != value]
-        if unmet:
-            mismatches += unmet
-            continue
-        try:
+        wrong = [(key, value) for key, value in spec.when if getattr(config, key, None) != value]
+        if not wrong:
             return bind(spec, layer, config)
-        except SpecMismatch as mismatch:
-            mismatches = [*mismatch.differences] if len(specs) == 1 else [*mismatches, *mismatch.differences]
-    raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(mismatches)))
+        unmet += [f"config.{key} is {getattr(config, key, None)!r}, not {value!r}" for key, value in wrong]
+    raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
 
 
 __all__ = ["SPECS", "Bound", "bind", "bind_any", "specs_for"]

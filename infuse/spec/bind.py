@@ -92,9 +92,17 @@ class _Reading:
         found = self.value(key)
         if isinstance(found, int) and found > 0:
             return found
-        if found is not None:
+        if hasattr(self.config, key):
             self.differences.append(f"config.{key} is {found!r}, not a positive number")
         return 1
+
+    def factor(self, key: str) -> float:
+        found = self.value(key)
+        if isinstance(found, (int, float)):
+            return float(found)
+        if hasattr(self.config, key):
+            self.differences.append(f"config.{key} is {found!r}, not a number")
+        return 1.0
 
     def module(self, path: str, optional: bool = False) -> nn.Module | None:
         try:
@@ -219,7 +227,7 @@ class _Reading:
             out_bias=out.bias,
             position=self.position(declared),
             scale=self.scale(declared, width),
-            softcap=self.found_number(declared, declared.softcap),
+            softcap=self.softcap(declared),
             clip=self.found_number(declared, declared.clip),
             window=self.window(declared),
             causal=bool(getattr(self.module(declared.module), "is_causal", declared.causal)),
@@ -230,11 +238,20 @@ class _Reading:
 
     def scale(self, declared: Attention, width: int) -> float:
         if isinstance(declared.scale, str):
-            return float(self.attribute(declared.module, declared.scale) or 1.0)
+            found = getattr(self.module(declared.module, optional=True), declared.scale, None)
+            if isinstance(found, (int, float)):
+                return float(found)
+            self.differences.append(f"{declared.module}.{declared.scale} is {found!r}, not a number")
+            return 1.0
         return 1 / math.sqrt(max(width, 1)) if declared.scale is None else declared.scale
 
     def found_number(self, declared: Attention, name: str | None) -> float:
         return float(self.attribute(declared.module, name) or 0.0) if name else 0.0
+
+    def softcap(self, declared: Attention) -> float:
+        # transformers' sdpa function leaves soft caps out; newer releases do not let models with a cap run on it.
+        ignored = getattr(self.config, "_attn_implementation", None) == "sdpa"
+        return 0.0 if ignored else self.found_number(declared, declared.softcap)
 
     def position(self, declared: Attention) -> Any:
         position = declared.position
@@ -288,7 +305,7 @@ class _Reading:
         attn = self.attention(spec.attn)
         mlp = self.mlp(spec.mlp)
         norms = {name: self.norm(getattr(spec, name), name) for name in ("norm1", "norm2", "post1", "post2")}
-        scale = float(self.value(spec.residual_scale) or 0.0) if spec.residual_scale else 1.0
+        scale = self.factor(spec.residual_scale) if spec.residual_scale else 1.0
         forward = inspect.signature(type(self.layer).forward)
         arguments = tuple(p.name for p in list(forward.parameters.values())[2:] if p.kind is p.POSITIONAL_OR_KEYWORD)
         shape = LayerShape(

@@ -67,9 +67,7 @@ CODEGEN = GPTJ.but(layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict
 _NEOX = LayerSpec(
     layer=_M + "gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
     norm1=Norm("input_layernorm", LAYER),
-    attn=Attention(
-        module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()
-    ),
+    attn=Attention(module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()),
     norm2=Norm("post_attention_layernorm", LAYER),
     mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
 )
@@ -139,19 +137,18 @@ _FALCON = LayerSpec(
     residual=PARALLEL,
     returns=TUPLE,
 )
-_NEW, _OLD = ("new_decoder_architecture", True), ("new_decoder_architecture", False)
+_NEW, _OLD, _NO_ALIBI = ("new_decoder_architecture", True), ("new_decoder_architecture", False), ("alibi", False)
 # 40B and later: grouped heads, one norm for attention and one for the MLP, or one for both.
-FALCON_TWO_NORMS = _FALCON.but(
-    norm1=Norm("ln_attn", LAYER), norm2=Norm("ln_mlp", LAYER), when=(_NEW, ("num_ln_in_parallel_attn", 2))
-)
-FALCON_ONE_NORM = _FALCON.but(when=(_NEW, ("num_ln_in_parallel_attn", 1)))
+_TWO_NORMS = dict(norm1=Norm("ln_attn", LAYER), norm2=Norm("ln_mlp", LAYER))
+FALCON_TWO_NORMS = _FALCON.but(**_TWO_NORMS, when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 2)))
+FALCON_ONE_NORM = _FALCON.but(when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 1)))
 # 7B: one key head, one norm. RW: a key head for each query head, serial; its ALiBi comes inside the mask.
-FALCON_7B = _FALCON.but(attn=dict(kv_heads=1), when=(_OLD, ("multi_query", True), ("parallel_attn", True), ("alibi", False)))
+FALCON_7B = _FALCON.but(attn=dict(kv_heads=1), when=(_OLD, ("multi_query", True), ("parallel_attn", True), _NO_ALIBI))
 _SERIAL = _FALCON.but(residual=PRE, norm2=Norm("post_attention_layernorm", LAYER))
 _RW_HEADS = dict(kv_heads=None, qkv=Packed("self_attention.query_key_value", PER_HEAD))
 _RW = (_OLD, ("multi_query", False), ("parallel_attn", False))
 FALCON_RW = _SERIAL.but(attn=dict(position=NoPosition(), **_RW_HEADS), when=(*_RW, ("alibi", True)))
-FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, ("alibi", False)))
+FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, _NO_ALIBI))
 
 SPECS = (
     GPT2, BIGCODE, BIGCODE_HEADS, GPT_NEO, GPTJ, CODEGEN, GPT_NEOX, GPT_NEOX_SERIAL, OPT, OPT_POST, BLOOM, MPT,

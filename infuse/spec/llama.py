@@ -63,9 +63,7 @@ GEMMA2 = GEMMA.but(
 # Gemma 3 keeps the attribute of the soft cap but its attention does not apply it.
 GEMMA3 = GEMMA2.but(
     layer=_M + "gemma3.modeling_gemma3.Gemma3DecoderLayer",
-    attn=dict(
-        softcap=None, q_norm=Norm("self_attn.q_norm", RMS, offset=1.0), k_norm=Norm("self_attn.k_norm", RMS, offset=1.0)
-    ),
+    attn=dict(softcap=None, q_norm=Norm("self_attn.q_norm", RMS, offset=1.0), k_norm=Norm("self_attn.k_norm", RMS, offset=1.0)),
 )
 
 OLMO2 = LLAMA.but(
@@ -94,6 +92,7 @@ STARCODER2 = LLAMA.but(
 )
 NEMOTRON = LLAMA.but(
     layer=_M + "nemotron.modeling_nemotron.NemotronDecoderLayer",
+    attn=dict(scale=None),  # older releases have it in their formulas only
     norm1=Norm("input_layernorm", LAYER, offset=1.0),
     norm2=Norm("post_attention_layernorm", LAYER, offset=1.0),
     mlp=MLP(up="mlp.up_proj", down="mlp.down_proj"),
@@ -103,18 +102,14 @@ COHERE = LLAMA.but(
     residual=PARALLEL,
     norm1=Norm("input_layernorm", LAYER),
     norm2=None,
-    attn=dict(
-        position=Rotary(interleaved=True), q_norm=Norm("self_attn.q_norm", LAYER), k_norm=Norm("self_attn.k_norm", LAYER)
-    ),
+    attn=dict(position=Rotary(interleaved=True), q_norm=Norm("self_attn.q_norm", LAYER), k_norm=Norm("self_attn.k_norm", LAYER)),
 )
 PHI = LLAMA.but(
     layer=_M + "phi.modeling_phi.PhiDecoderLayer",
     residual=PARALLEL,
     norm1=Norm("input_layernorm", LAYER),
     norm2=None,
-    attn=dict(
-        out="self_attn.dense", q_norm=Norm("self_attn.q_layernorm", LAYER), k_norm=Norm("self_attn.k_layernorm", LAYER)
-    ),
+    attn=dict(out="self_attn.dense", q_norm=Norm("self_attn.q_layernorm", LAYER), k_norm=Norm("self_attn.k_layernorm", LAYER)),
     mlp=MLP(up="mlp.fc1", down="mlp.fc2"),
 )
 

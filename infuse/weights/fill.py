@@ -12,6 +12,11 @@ from infuse.spec.packing import STACK, Fill, split_qkv
 from infuse.weights.reader import Reader
 
 
+def moves(fill: Fill) -> bool:
+    """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
+    return len(fill.sources) == 1 and not fill.transposed and fill.packing is None and fill.merge != STACK and fill.format is None
+
+
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor | QuantizedWeight:
     """The target tensor of `fill` in `dtype` (None: as it is), or quantized in its format. A lone source is moved, not copied."""
     sources = [reader.read(name) for name in fill.sources]
@@ -38,7 +43,7 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
         if isinstance(value, QuantizedWeight):
             place.hold(value)  # type: ignore[operator]
         elif leaf in place._parameters:
-            place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            place._parameters[leaf] = value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
         else:
             assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
             place._buffers[leaf] = value
