@@ -197,7 +197,7 @@ def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt
     return tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0], skip_special_tokens=True)
 
 
-def model_card(facts: dict[str, str], steps: int, scores: dict[str, Score], samples: list[str], names: list[str]) -> str:
+def model_card(facts: dict[str, str], command: str, scores: dict[str, Score], samples: list[str], names: list[str]) -> str:
     """Return the text of the model's README."""
     table = "\n".join(f"| {kind} | {s.perplexity:.3f} | {s.bits:.4f} |" for kind, s in scores.items())
     listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
@@ -225,9 +225,10 @@ Held out: {", ".join(f"`{name}`" for name in names)}.
 
 AdamW (learning rate with warm-up and cosine decay, weight decay 0.1, gradients clipped at 1), {TOKENS_PER_STEP} tokens
 per step in bfloat16 autocast, rows of {CONTEXT // 2} tokens and for the last fifth of {CONTEXT}. Files are encoded in
-pieces parted at random characters, so that prompts may end in a space or within a word. The command was
+pieces parted at random characters, so that prompts may end in a space or within a word. With `--minutes` the schedule follows the clock
+and the result depends on the machine's speed. The command was
 
-    python examples/train_tiny.py --out examples/tiny_llama --steps {steps}
+    {command}
 
 ## Quality on `heldout.txt`
 
@@ -246,7 +247,7 @@ Greedy, 64 new tokens; the first line or lines are the prompt.
 
 
 def finish(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, facts: dict[str, str], steps: int, folder: Path
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, facts: dict[str, str], command: str, folder: Path
 ) -> None:
     """Write model, tokenizer, held-out text, licence and model card to a folder."""
     text = "\n".join(files.heldout.values())
@@ -265,7 +266,7 @@ def finish(
         scores[kind] = score(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tokenizer, text)
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     samples = [complete(saved, tokenizer, prompt) for prompt in PROMPTS]
-    (folder / "README.md").write_text(model_card(facts, steps, scores, samples, list(files.heldout)), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(facts, command, scores, samples, list(files.heldout)), encoding="utf-8")
 
 
 def replace_folder(new: Path, out: Path) -> None:
@@ -301,7 +302,7 @@ def main() -> None:
 
     start = time.monotonic()
     steps = train(model, tokenizer, files, args, work / "checkpoint")
-    config, tokens = model.config, steps * TOKENS_PER_STEP
+    config, tokens, minutes = model.config, steps * TOKENS_PER_STEP, (time.monotonic() - start) / 60
     facts = {
         "Architecture": f"Llama (`LlamaForCausalLM`), {config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
         f"inner size {config.intermediate_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "
@@ -310,10 +311,13 @@ def main() -> None:
         "Tokenizer": f"byte-level BPE, {len(tokenizer)} tokens, learned from the training files",
         "Training data": f"{len(files.train)} files, {sum(map(len, files.train)) / 1e6:.1f} million characters, "
         f"of the standard library of Python {platform.python_version()}",
-        "Training": f"{steps} steps, {tokens / 1e6:.1f} million tokens, {(time.monotonic() - start) / 60:.0f} minutes "
+        "Training": f"{steps} of {args.steps} planned steps, {tokens / 1e6:.1f} million tokens, {minutes:.0f} minutes "
         f"with {args.threads} CPU threads, seed {args.seed}",
     }
-    finish(model, tokenizer, files, facts, steps, work / "result")
+    command = f"python examples/train_tiny.py --out examples/tiny_llama --steps {args.steps} --lr {args.lr:g} --seed {args.seed}"
+    if args.minutes:
+        command += f" --minutes {args.minutes:g}"
+    finish(model, tokenizer, files, facts, command, work / "result")
     replace_folder(work / "result", args.out)
     shutil.rmtree(work)
     print(f"saved to {args.out}")

@@ -63,6 +63,7 @@ class InferenceEngine(nn.Module):
         with _bar(settings.progress) as progress:
             self.plan = apply(decided, model, settings, progress)
         self.module = model
+        self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
         self._handles = install(model, limit_tokens=settings.max_out_tokens, min_new_tokens=settings.min_out_tokens, caches=caches)
         self._times: ForwardTimes | None = None
@@ -130,6 +131,7 @@ class InferenceEngine(nn.Module):
         """Give the memory back, also where others still hold the module: its weights are gone afterwards."""
         if self._times is not None:
             self._times.stop()
+            self._times = None
         uninstall(self.module, self._handles)
         self._handles = []
         self.module.to("meta")

@@ -280,8 +280,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "  nothing is replaced"
     for path, why in _grouped([(left.path, left.why) for left in plan.left], path_column=0):
         yield f"  left  {path}: {why}"
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
-        yield f"  declined  {name}: {body}: {reason}"
+        by_reason.setdefault((body, reason), []).append(name)
+    for (body, reason), names in by_reason.items():
+        yield f"  declined  {body}, for {', '.join(names)}: {reason}"
     for note in plan.notes:
         yield f"  note  {note}"
     yield f"  memory  {plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"

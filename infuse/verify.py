@@ -25,7 +25,7 @@ from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
 TOKENS, PADDING, SEED = 9, 3, 20_26
-_PARTS = 8  # a merged 16-bit matrix beside an eighth of itself in float32 is less than the layer that it belongs to
+_PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -190,7 +190,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for child, forward in linears:
             del child.forward
             if forward is not None:
-                child.forward = forward
+                child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
 

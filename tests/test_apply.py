@@ -29,8 +29,10 @@ from infuse.quant.integer import CPU_BLOCK_VALUES
 
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
 # Layers that are large beside the activations of the proof, which run over 2 x 9 tokens.
-LARGE = dict(hidden_size=256, intermediate_size=704, num_attention_heads=4, vocab_size=300)
-QUANTIZER_BYTES = 4 * CPU_BLOCK_VALUES * 4  # a block of float32 and its temporaries, however small the model is
+LARGE = dict(hidden_size=384, intermediate_size=1056, num_attention_heads=4, vocab_size=300)
+# What quantizing takes besides: a block of float32 and its temporaries, however small the model is; and what the reference of
+# quantized_linear takes whenever it runs: the largest matrix [gate | up] in float32.
+QUANTIZED_BYTES = 4 * CPU_BLOCK_VALUES * 4 + 2 * LARGE["hidden_size"] * LARGE["intermediate_size"] * 4
 
 
 def applied(model: nn.Module, **keys: Any) -> Plan:
@@ -113,14 +115,14 @@ def peak_ratio(held: torch.dtype, layers: int, spare_bytes: int = 0, **keys: Any
 @pytest.mark.parametrize("verify", ["sample", "all", "off"])
 @pytest.mark.parametrize(("held", "keys"), PLAIN, ids=str)
 def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys: dict[str, Any], verify: str) -> None:
-    ratio = peak_ratio(held, 8, verify=verify, **keys)
+    ratio = peak_ratio(held, 6, verify=verify, **keys)
     assert 0 < ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
 
 
 @pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
 def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any]) -> None:
-    ratio = peak_ratio(held, 2, QUANTIZER_BYTES, **keys)
-    assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model and the quantizer's block"
+    ratio = peak_ratio(held, 2, QUANTIZED_BYTES, **keys)
+    assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model and QUANTIZED_BYTES"
 
 
 def test_the_counter_counts() -> None:

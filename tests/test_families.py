@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 NEW_TOKENS = 8
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
-ROUNDING_SEEDS = range(6)
+ROUNDING_SEEDS, ROUNDING_TOKENS = range(4), 60  # positions far enough for a rounded rotary frequency to show
 
 
 @cache
@@ -209,11 +209,11 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
     family = BY_NAME[name]
     original, _ = pair(name)
     kinds = (None, "left") if name in PADDED else (None, None)
-    given = [inputs(family, padding=kinds[seed % 2], seed=seed) for seed in ROUNDING_SEEDS]
+    given = [inputs(family, tokens=ROUNDING_TOKENS, padding=kinds[seed % 2], seed=seed) for seed in ROUNDING_SEEDS]
     exact = [dict(tensors(run(original, values))) for values in given]
     eager = rounding_errors(cast_parameters(family.make(), dtype), exact, given, dtype)
     engine = injected(family, short)
-    assert {step.depth for step in engine.plan.steps} == {"block"} and engine.plan.dtype == dtype
+    assert [step.depth for step in engine.plan.steps] == ["block"] * layers_of(original) and engine.plan.dtype == dtype
     found = rounding_errors(engine, exact, given, dtype)
     for path, error in found.items():
         assert 0 < error <= 2 * eager[path], f"{path}: {error:.2e}, the original {eager[path]:.2e}"

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,20 +80,24 @@ def test_two_engines_in_one_process() -> None:
 # ---- dtype=torch.int8 raises or saves nothing ----
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": dict(hidden_size=128, intermediate_size=256),
+    "gpt2": dict(n_embd=128),
+    "bloom": dict(hidden_size=128),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_int8_works_and_saves_memory(name: str) -> None:
-    """int8 weights, floating-point activations; resident bytes drop to about a quarter of float32's in the layers; text stays text."""
-    wide = (
-        dict(hidden_size=128, intermediate_size=256) if name == "llama" else dict(n_embd=128) if name == "gpt2" else dict(hidden_size=128)
-    )
-    original = BY_NAME[name].make(**wide)
-    model = BY_NAME[name].make(**wide)
+    """int8 weights, floating-point activations: resident bytes drop, also below those of the same dtype without int8."""
+    original, model = BY_NAME[name].make(**WIDE[name]), BY_NAME[name].make(**WIDE[name])
     before = resident_bytes(model)
     engine = infuse.init_inference(model, dtype=torch.int8)
     quantized = [module for module in engine.module.modules() if isinstance(module, QuantizedLinear)]
     assert len(quantized) >= 12 and all(module.data.dtype == torch.int8 for module in quantized)
     assert engine.plan.dtype.is_floating_point
-    assert resident_bytes(engine.module) < 0.5 * before
+    unquantized = injected(BY_NAME[name].make(**WIDE[name]), dtype=engine.plan.dtype)
+    assert resident_bytes(engine.module) < 0.7 * resident_bytes(unquantized.module) <= 0.7 * before
     exact, found = logits(original, ids(2, 9)), logits(engine, ids(2, 9)).float()
     error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0 < error < 0.1
@@ -219,7 +224,7 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "another activation": ("llama", dict(hidden_act="relu")),
     "other heads of GPT-2": ("gpt2", dict(n_head=2)),
     "another activation of GPT-2": ("gpt2", dict(activation_function="relu")),
-    "one key head for Falcon": ("falcon-40b", dict(multi_query=True, new_decoder_architecture=False)),
+    "one key head of Falcon": ("falcon-40b", dict(num_kv_heads=1)),
 }
 
 
@@ -235,7 +240,9 @@ def test_a_config_that_lies_does_no_harm(lie: str) -> None:
         for module in each.modules():
             if hasattr(module, "config"):
                 module.config = each.config
-    engine = infuse.init_inference(model, dtype="fp32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that little or nothing is accelerated then
+        engine = infuse.init_inference(model, dtype="fp32")
     given, past = ids(2, 9), [DynamicCache(), DynamicCache()]
     for start, stop in ((0, 8), (8, 9)):
         exact, found = (logits(m, given[:, start:stop], past_key_values=p) for m, p in zip((original, engine), past, strict=True))

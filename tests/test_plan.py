@@ -20,8 +20,10 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError
+from infuse.ops import cpu
 from infuse.parallel.mesh import Mesh
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan
+from infuse.quant.format import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,7 +110,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
-def test_text(name: str) -> None:
+def test_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")  # the text must not depend on this machine's compiler
     make, keys = GOLDEN_PLANS[name]
     assert f"{plan_of(make(), **keys)}\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
@@ -121,10 +124,12 @@ def test_text_tells_of_who_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     from infuse.ops import Body, registered
 
     declines = Body("cpu", lambda x, weight, bias: x, lambda device, dtype: f"wants avx2, {device.name} it is")
+    monkeypatch.setattr(cpu, "kernels", lambda: "wants avx2, without extensions it is")
     monkeypatch.setitem(registered()["linear"].bodies, "cpu", declines)
     plan = plan_of(family("llama")(), dtype="fp32")
-    assert plan.declined == (("linear", "cpu", "wants avx2, without extensions it is"),)
-    assert "declined  linear: cpu: wants avx2, without extensions it is" in str(plan)
+    assert ("linear", "cpu", "wants avx2, without extensions it is") in plan.declined
+    text = str(plan)
+    assert "declined  cpu, for " in text and "linear" in text and ": wants avx2, without extensions it is" in text
 
 
 # ---- pure ----
@@ -244,12 +249,17 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     assert 0 < error < 0.06, error  # a linear is off by 0.006 (infuse.quant.integer.ERRORS), and tens of them follow each other
 
 
-@pytest.mark.xfail(strict=True, reason="T5 casts activations to wo.weight.dtype unless it is int8; QuantizedLinear.weight is uint8")
-def test_t5_in_int4() -> None:
-    model = T5()
-    wanted = outputs(model)
-    applied(model, dtype="fp32", quant="int4")
-    assert float((outputs(model) - wanted).norm() / wanted.norm()) < 0.5
+def test_t5_in_int4_is_t5_with_rounded_weights() -> None:
+    """T5 casts activations to the dtype of a weight unless that is int8: packed codes must not be taken for one."""
+    model, rounded = T5(), T5()
+    done = applied(model, dtype="fp32", quant="int4")
+    for step in done.steps:
+        format = quant_format(step.formats["weight"])
+        weight = rounded.get_submodule(step.path).weight.data
+        weight.copy_(format.dequantize(format.quantize(weight)))
+    wanted = outputs(rounded)
+    assert len(done.steps) > 10
+    assert float((outputs(model) - wanted).norm() / wanted.norm()) < 1e-4
 
 
 def test_what_reads_the_weights_of_its_linears_itself_keeps_them() -> None:
@@ -269,5 +279,6 @@ def test_blocks_and_linears_live_in_one_plan() -> None:
 
 
 if __name__ == "__main__":
+    cpu.kernels = lambda: "not built here"  # type: ignore[assignment]
     for name, (make, keys) in GOLDEN_PLANS.items():
         (GOLDEN / f"{name}.txt").write_text(f"{plan_of(make(), **keys)}\n", encoding="utf-8")

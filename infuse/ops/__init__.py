@@ -1,5 +1,6 @@
 """What is computed: each file declares its ops; importing this room registers all of them."""
 
+import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights
 from infuse.ops.linear import linear, quantized_linear

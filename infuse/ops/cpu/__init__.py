@@ -1,0 +1,44 @@
+"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install where there is a
+compiler. Without it the other bodies run, and plans say so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infuse.device import Device
+
+BINARY = Path(__file__).with_name("_kernels.so")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def kernels() -> Any:
+    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded at the first question."""
+    if not BINARY.exists():
+        return "the C++ kernels are not built (no C++20 compiler at install)"
+    try:
+        torch.ops.load_library(str(BINARY))
+    except OSError as error:
+        return f"the C++ kernels do not load: {error}".partition("\n")[0]
+    return torch.ops.infuse_cpu
+
+
+def needs(device: Device, dtype: torch.dtype) -> str | None:
+    """Why the C++ bodies cannot run there, None where they can."""
+    if device.kind != "cpu":
+        return f"the device is {device.kind}"
+    if dtype not in DTYPES:
+        return f"{dtype} is not one of {', '.join(str(d) for d in DTYPES)}"
+    found = kernels()
+    return found if isinstance(found, str) else None
+
+
+def isa() -> str | None:
+    """The instruction set that the kernels run with here, None without kernels."""
+    found = kernels()
+    return None if isinstance(found, str) else found.isa()

@@ -1,0 +1,77 @@
+// The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, against PyTorch's stable ABI: one binary for torch >= 2.10.
+// Shapes and dtypes are checked by the Python side (ops/cpu/bodies.py), which declines what is not supported.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace infuse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+Type type_of(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
+}
+
+// Rows that one thread takes at least, so that waking another costs less than it saves.
+constexpr int64_t kGrainElements = 16384;
+
+void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+  a.x = x.const_data_ptr();
+  a.columns = x.size(-1);
+  a.rows = a.columns ? x.numel() / a.columns : 0;
+  a.weight = weight ? weight->const_data_ptr() : nullptr;
+  a.bias = bias ? bias->const_data_ptr() : nullptr;
+  a.type = type_of(x);
+  const auto run = kernels().norm;
+  if (a.rows * a.columns <= kGrainElements) {
+    run(a, 0, a.rows);
+    return;
+  }
+  torch::stable::parallel_for(0, a.rows, kGrainElements / a.columns + 1, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+}
+
+Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
+  Tensor y = torch::stable::empty_like(x);
+  NormArgs a{};
+  a.y = y.mutable_data_ptr();
+  a.eps = float(eps), a.offset = float(offset), a.centred = centred;
+  run_norm(a, x, weight, bias);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> add_norm(
+    Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
+  Tensor sum = torch::stable::empty_like(x), y = torch::stable::empty_like(x);
+  NormArgs a{};
+  a.residual = residual.const_data_ptr();
+  a.sum = sum.mutable_data_ptr(), a.y = y.mutable_data_ptr();
+  a.eps = float(eps), a.offset = float(offset), a.centred = centred;
+  run_norm(a, x, weight, bias);
+  return {sum, y};
+}
+
+std::string isa() { return kernels().isa; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(infuse_cpu, m) {
+  m.def("isa() -> str");
+  m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor");
+  m.def("add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&isa));
+  m.impl("norm", TORCH_BOX(&norm));
+  m.impl("add_norm", TORCH_BOX(&add_norm));
+}
+
+}  // namespace infuse

@@ -1,0 +1,52 @@
+// Which instruction set runs. Compiled without instruction set flags, since it must run everywhere.
+// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces a lower one than the machine has.
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace infuse {
+namespace {
+
+using Table = const Kernels& (*)();
+
+struct Level {
+  const char* name;
+  bool there;
+  Table table;
+};
+
+const Kernels& chosen() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const Level levels[] = {
+      {"avx512_bf16", avx512_bf16, kernels_avx512_bf16},
+      {"avx512", avx512, kernels_avx512},
+      {"avx2", avx2, kernels_avx2},
+      {"generic", true, kernels_generic},
+  };
+#else
+  const Level levels[] = {{"generic", true, kernels_generic}};
+#endif
+  const char* forced = std::getenv("INFUSE_CPU_ISA");
+  bool allowed = forced == nullptr || *forced == 0;
+  for (const Level& level : levels) {
+    allowed = allowed || std::strcmp(forced, level.name) == 0;
+    if (allowed && level.there) return level.table();
+  }
+  return kernels_generic();
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& table = chosen();
+  return table;
+}
+
+}  // namespace infuse

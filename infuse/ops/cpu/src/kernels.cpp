@@ -1,0 +1,25 @@
+// All kernels of one instruction set. Compiled once for each: INFUSE_ISA names the namespace, the compiler's flags the set.
+#include "kernels.h"
+
+#include "attention.h"
+#include "linear.h"
+#include "norm.h"
+
+#define INFUSE_JOIN(a, b) a##b
+#define INFUSE_TABLE(isa) INFUSE_JOIN(kernels_, isa)
+#define INFUSE_TEXT(isa) #isa
+#define INFUSE_NAME(isa) INFUSE_TEXT(isa)
+
+namespace infuse {
+
+const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
+  static const Kernels table = {
+      INFUSE_NAME(INFUSE_ISA),
+      INFUSE_ISA::norm,
+      INFUSE_ISA::linear_kernels(),
+      INFUSE_ISA::attention_kernels(),
+  };
+  return table;
+}
+
+}  // namespace infuse

@@ -1,0 +1,42 @@
+// The kernels as a table of function pointers, one table for each instruction set. Plain pointers and sizes: no PyTorch here.
+//
+// Suffixes: R rows, C columns (the last axis), row strides in elements. bf16 and fp16 travel as uint16_t.
+#pragma once
+
+#include "attention_kernels.h"
+#include "linear_kernels.h"
+#include "types.h"
+
+namespace infuse {
+
+// y = norm(x [+ residual]) over the last axis; where `residual` is given, `sum` receives x + residual rounded to the type.
+struct NormArgs {
+  const void* x;
+  const void* residual;  // or null
+  void* sum;             // with residual
+  void* y;
+  const void* weight;  // or null
+  const void* bias;    // or null
+  int64_t rows, columns;
+  float eps, offset;
+  bool centred;  // LayerNorm subtracts the mean, RMSNorm does not
+  Type type;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
+  LinearKernels linear;
+  AttentionKernels attention;
+};
+
+// Defined by kernels.cpp, compiled once for each instruction set.
+const Kernels& kernels_generic();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_bf16();
+
+// Defined by detect.cpp, compiled without instruction set flags.
+const Kernels& kernels();
+
+}  // namespace infuse
