@@ -287,6 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
     parser.add_argument("--minutes", type=float, help="end after this time, with the schedule drawn in (default: no limit)")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (default: 0.002)")
+    parser.add_argument("--init", type=Path, help="directory of a model to train further (default: a new one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     args = parser.parse_args()
@@ -295,7 +296,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     files = standard_library()
     tokenizer = train_tokenizer(files.train)
-    model = new_model(tokenizer)
+    model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32) if args.init else new_model(tokenizer)
     parameters = sum(p.numel() for p in model.parameters())
     work = Path(tempfile.mkdtemp(prefix="train_tiny_"))
     print(f"{parameters:,} parameters, {len(files.train)} training files; checkpoints go to {work / 'checkpoint'}")
@@ -315,8 +316,7 @@ def main() -> None:
         f"with {args.threads} CPU threads, seed {args.seed}",
     }
     command = f"python examples/train_tiny.py --out examples/tiny_llama --steps {args.steps} --lr {args.lr:g} --seed {args.seed}"
-    if args.minutes:
-        command += f" --minutes {args.minutes:g}"
+    command += "".join(f" --{name} {value}" for name, value in (("init", args.init), ("minutes", args.minutes)) if value)
     finish(model, tokenizer, files, facts, command, work / "result")
     replace_folder(work / "result", args.out)
     shutil.rmtree(work)

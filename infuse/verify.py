@@ -105,7 +105,10 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterat
 
 def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
     """Random token ids where the embeddings are a table, else random embeddings."""
-    embedding = owner.get_input_embeddings()  # type: ignore[operator]
+    try:
+        embedding = owner.get_input_embeddings()  # type: ignore[operator]
+    except AttributeError:  # some users delete the table and pass embeddings alone
+        embedding = None
     like = next(owner.parameters())
     if isinstance(embedding, nn.Embedding):
         ids = torch.randint(3, max(embedding.num_embeddings, 4), shape, generator=generator)

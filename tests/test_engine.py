@@ -202,7 +202,9 @@ def test_a_subclass_that_took_the_embeddings_out() -> None:
     original, model = spoken(), spoken()
     for each in (original, model):
         del each.transformer.wte
-    engine = infuse.init_inference(model, dtype="fp32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that what cannot be run cannot be proven
+        engine = infuse.init_inference(model, dtype="fp32")
     assert torch.equal(engine.generate(ids(2, 4), max_new_tokens=8), original.generate(ids(2, 4), max_new_tokens=8))
 
 

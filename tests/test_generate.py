@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "static cache": dict(cache_implementation="static"),
     "dynamic cache": dict(cache_implementation="dynamic"),
     "no cache": dict(use_cache=False),
-    "bad words": dict(bad_words_ids=[[5], [9], [60]]),
+    "bad words": dict(bad_words_ids=[[5], [9], [29], [60]]),
     "config by keyword": dict(generation_config=t.GenerationConfig(max_new_tokens=NEW, num_beams=2, pad_token_id=0, eos_token_id=None)),
 }
 

@@ -45,7 +45,7 @@ def decode(
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         if streamer is not None:
-            streamer.put(tokens.cpu())
+            streamer.put(_ordinary(tokens).cpu())
         done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
         for criterion in others:
             unfinished = unfinished & ~criterion(input_ids, None)
@@ -90,6 +90,8 @@ class _Steps:
     def _can_follow(self, tokens: Tensor) -> bool:
         """Whether what the model prepared for a decode step is understood well enough to continue it."""
         inputs = self.inputs
+        if not type(self.model).prepare_inputs_for_generation.__module__.startswith("transformers."):
+            return False  # a user's own preparation is asked at every step
         unknown = [name for name, value in inputs.items() if name not in _FOLLOWED and isinstance(value, Tensor)]
         ids, mask, positions = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("position_ids")
         if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens[:, None]):
