@@ -24,7 +24,7 @@ from infuse.layers.cache import KVCache
 from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
-TOKENS, PADDING, SEED = 9, 3, 20_26
+TOKENS, PADDING, SEED = 12, 3, 2026  # 12 divides into the chunks of chunked feed-forward layers
 _PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5

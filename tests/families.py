@@ -114,6 +114,8 @@ GPT_LINEAGE = [
     Family("falcon-11b", t.FalconConfig, t.FalconForCausalLM, values=dict(
         _FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False, num_ln_in_parallel_attn=1)),
     Family("falcon-rw", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True)),
+    Family("falcon-rw-rotary", t.FalconConfig, t.FalconForCausalLM, values=dict(
+        _FALCON, alibi=False, multi_query=False, parallel_attn=False, bias=True)),
     Family("mpt", t.MptConfig, t.MptForCausalLM, values=dict(d_model=48, n_layers=3, n_heads=4, vocab_size=96, max_seq_len=128)),
 ]  # fmt: skip
 BERT_LINEAGE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import families
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
+import infuse
 from infuse import errors
 from infuse.layers.cache import KVCache, KVSlot, self_attention_cache
 
@@ -232,3 +234,41 @@ def test_self_attention_cache_of_a_pair_is_its_first() -> None:
     ours, theirs = KVCache(), DynamicCache()
     assert self_attention_cache(EncoderDecoderCache(ours, theirs)) is ours
     assert self_attention_cache(ours) is ours and self_attention_cache(None) is None
+
+
+# ---- rows of different lengths ----
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "falcon-40b"])
+def test_rows_of_different_lengths_decode_as_if_alone(name: str) -> None:
+    """A batch padded on the right, made dense by crop_rows: each row goes on at its own end, without a mask."""
+    family = families.BY_NAME[name]
+    model = family.make()
+    engine = infuse.init_inference(model, dtype=torch.float32)
+    lengths, positions = torch.tensor([4, 7]), "position_ids"
+    ids = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(3))
+    later = torch.randint(3, 96, (2, 3), generator=torch.Generator().manual_seed(4))
+    cache = KVCache()
+    with torch.no_grad():
+        engine(input_ids=ids, past_key_values=cache)
+        cache.crop_rows(lengths)
+        found = []
+        for step in range(3):
+            given = {positions: (lengths + step)[:, None]}
+            found.append(engine(input_ids=later[:, step : step + 1], past_key_values=cache, **given).logits[:, -1])
+        for row, length in enumerate(lengths.tolist()):
+            alone = engine(input_ids=torch.cat((ids[row, :length], later[row]))[None]).logits[0, -3:]
+            torch.testing.assert_close(torch.stack([logits[row] for logits in found]), alone, rtol=1e-4, atol=1e-5)
+
+
+def test_crop_rows_refuses_lengths_that_do_not_fit() -> None:
+    cache = KVCache()
+    cache.update(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
+    for lengths in ([5, 1], [1]):
+        with pytest.raises(infuse.InfuseError, match="do not fit"):
+            cache.crop_rows(torch.tensor(lengths))
+    cache.crop_rows(torch.tensor([1, 3]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.layers[0].row_lengths.tolist() == [3, 1]
+    cache.crop(-1)
+    assert cache.layers[0].row_lengths.tolist() == [2, 0] and cache.get_seq_length() == 2

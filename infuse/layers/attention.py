@@ -71,6 +71,8 @@ class Attention(nn.Module):
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])
+        if isinstance(inputs.cache, KVCache) and self._index is not None:
+            mask = ops.both_masks(mask, inputs.cache.slot(self._index).seen(tokens), q.dtype)
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
         causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or shape.window > 0
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, shape.window, shape.softcap)
@@ -86,7 +88,7 @@ class Attention(nn.Module):
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
         interleaved = positions.interleaved
-        if isinstance(cache, KVCache) and self._index is not None:
+        if isinstance(cache, KVCache) and self._index is not None and cache.slot(self._index).row_lengths is None:
             slot = cache.slot(self._index)
             start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)

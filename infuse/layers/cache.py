@@ -27,6 +27,7 @@ class KVSlot(CacheLayerMixin):
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
         self.length = 0
+        self.row_lengths: Tensor | None = None
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
         self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
@@ -86,6 +87,32 @@ class KVSlot(CacheLayerMixin):
     def advance(self, tokens: int) -> None:
         self.length += tokens
 
+    # -- rows of different lengths
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        """Keep the first lengths[b] tokens of row b, [B] integers; later tokens follow at each row's own end."""
+        if self.key_storage is None or lengths.shape != self.key_storage.shape[:1] or bool((lengths > self.length).any()):
+            raise InfuseError(f"lengths {lengths.tolist()} do not fit a cache of {self.length} tokens")
+        self.row_lengths = lengths.to(self.key_storage.device, torch.long, copy=True)
+        self.length = int(lengths.max())
+
+    def seen(self, tokens: int) -> Tensor | None:
+        """After an update by `tokens` of rows of different lengths: which keys each may look at, bool [B, 1, T, length]."""
+        if self.row_lengths is None:
+            return None
+        device = self.row_lengths.device
+        last = self.row_lengths[:, None] - tokens + torch.arange(tokens, device=device)
+        return (torch.arange(self.length, device=device) <= last[:, :, None])[:, None]
+
+    def _update_rows(self, key_states: Tensor, value_states: Tensor) -> None:
+        assert self.row_lengths is not None and self.key_storage is not None and self.value_storage is not None
+        batch, _, tokens, _ = key_states.shape
+        rows = torch.arange(batch, device=key_states.device)[:, None]
+        places = self.row_lengths[:, None] + torch.arange(tokens, device=key_states.device)
+        self.key_storage[rows, :, places] = key_states.transpose(1, 2)
+        self.value_storage[rows, :, places] = value_states.transpose(1, 2)
+        self.row_lengths = self.row_lengths + tokens
+
     # -- transformers' protocol for one layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -96,10 +123,13 @@ class KVSlot(CacheLayerMixin):
         batch, kv_heads, tokens, width = key_states.shape
         start = self.reserve(batch, tokens, kv_heads, width, key_states)
         assert self.key_storage is not None and self.value_storage is not None
-        self.key_storage[:, :, start : start + tokens] = key_states
-        self.value_storage[:, :, start : start + tokens] = value_states
+        if self.row_lengths is not None:
+            self._update_rows(key_states, value_states)
+        else:
+            self.key_storage[:, :, start : start + tokens] = key_states
+            self.value_storage[:, :, start : start + tokens] = value_states
         self.advance(tokens)
-        return self.key_storage[:, :, : self.length], self.value_storage[:, :, : self.length]
+        return self.held()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -115,17 +145,21 @@ class KVSlot(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        self.length = 0
+        self.length, self.row_lengths = 0, None
 
     def crop(self, tokens: int) -> None:
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
         self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
+        if self.row_lengths is not None:
+            self.row_lengths = self.row_lengths.clamp(max=tokens) if tokens > 0 else (self.row_lengths + tokens).clamp(min=0)
 
     def _select(self, rows: Tensor) -> None:
         if self.key_storage is not None and self.value_storage is not None:
             rows = rows.to(self.key_storage.device)
             self.key_storage = self.key_storage.index_select(0, rows)
             self.value_storage = self.value_storage.index_select(0, rows)
+        if self.row_lengths is not None:
+            self.row_lengths = self.row_lengths.index_select(0, rows.to(self.row_lengths.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -163,6 +197,15 @@ class KVCache(Cache):
         while len(layers) <= index:
             layers.append(self._make_slot())
         return layers[index]
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        """Keep the first lengths[b] tokens of row b in every layer, [B] integers: a batch padded on the right becomes dense.
+
+        Later tokens follow at each row's own end, with the caller's position ids; no attention mask is needed for them. A
+        sliding window in the model's mask counts from the longest row: rows must not differ by more than what it leaves.
+        """
+        for slot in self.layers:
+            slot.crop_rows(lengths)
 
     def nbytes(self) -> int:
         """Bytes of all storage held."""

@@ -1,8 +1,9 @@
 """What is computed: each file declares its ops; importing this room registers all of them."""
 
+import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
-from infuse.ops.attention import attention, attention_weights
+from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
@@ -10,6 +11,6 @@ from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
-    "attention", "attention_weights", "gated_activation", "layer_norm", "linear", "quantized_linear", "registered", "rms_norm",
+    "attention", "attention_weights", "both_masks", "gated_activation", "layer_norm", "linear", "quantized_linear", "registered", "rms_norm",
     "rotary", "rotary_append",
 ]  # fmt: skip

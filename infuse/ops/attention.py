@@ -81,10 +81,10 @@ def _attention_torch(
     kv_heads, length = k.shape[1], k.shape[2]
     # SDPA's own causal order lines up the first query with the first key, and excludes a mask.
     if window or (causal and tokens > 1 and (length > tokens or mask is not None or bias is not None)):
-        mask = _additive(mask, _allowed(tokens, length, causal, window, q.device), q.dtype)
+        mask = both_masks(mask, _allowed(tokens, length, causal, window, q.device), q.dtype)
         causal = False
     if bias is not None:
-        mask = _additive(bias.to(q.dtype), mask, q.dtype)
+        mask = both_masks(bias.to(q.dtype), mask, q.dtype)
     if mask is not None and mask.dtype != torch.bool and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
     if heads != kv_heads and tokens == 1 and (mask is None or mask.shape[1] == 1):
@@ -95,7 +95,7 @@ def _attention_torch(
     return out.transpose(1, 2)
 
 
-def _additive(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Both masks in one: bool if both are, else additive in `dtype`, with -inf where bool says no: a row of them is zeros."""
     if first is None or second is None:
         return second if first is None else first
