@@ -143,10 +143,18 @@ def report(args: argparse.Namespace) -> str:
     for entry, p, one, eight in zip(entries, prefills, ones, many, strict=True):
         share = entry.weight_bytes / median(one) / bandwidth
         table.add_row(
-            entry.name, f"{median(p):.3f}", f"{first[0] / median(p):.2f}",
-            f"{median(one) * 1e3:.2f}", f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}", f"{first[1] / median(one):.2f}", f"{share:.3f}", f"{median(eight) * 1e3:.2f}", f"{first[2] / median(eight):.2f}",
-            f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}",
-        )  # fmt: skip
+            entry.name,
+            f"{median(p):.3f}",
+            f"{first[0] / median(p):.2f}",
+            f"{median(one) * 1e3:.2f}",
+            f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}",
+            f"{first[1] / median(one):.2f}",
+            f"{share:.3f}",
+            f"{median(eight) * 1e3:.2f}",
+            f"{first[2] / median(eight):.2f}",
+            f"{entry.weight_bytes / 1e9:.2f}",
+            f"{entry.seconds_to_load:.1f}",
+        )
     console = Console(width=150, no_color=True)
     with console.capture() as captured:
         console.print(table)

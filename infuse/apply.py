@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from infuse import verify
 from infuse.config import InferenceConfig
 from infuse.errors import ProofError
 from infuse.layers.block import Block
+from infuse.layers.hook import hook_name
 from infuse.layers.linear import make_linear
-from infuse.plan import BLOCK, Left, Plan, Step, parameter_bytes
+from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import LinearShape
 from infuse.weights.fill import fill_module, moves
@@ -31,7 +33,7 @@ def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progr
 
     Raises ProofError under verify="strict" where a step fails its proof; nothing has been swapped then.
     """
-    run = _Run(plan, model, config.verify)
+    run = _Run(plan, model, config)
     with torch.no_grad():
         run.prove(progress)
         for done, step in enumerate(run.accepted()):
@@ -46,30 +48,42 @@ def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progr
 class _Run:
     plan: Plan
     model: nn.Module
-    mode: str
+    config: InferenceConfig
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
     classes: dict[tuple[type, type], type] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
-        return (step.path,) if self.mode == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
+        return (step.path,) if self.config.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
 
     def prove(self, progress: Progress | None) -> None:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
-        if self.mode == "off":
+        self.steps = list(self.plan.steps)
+        if self.config.verify == "off":
             return
+        self.prove_steps(self.steps, progress)
+        refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
+        deeper = [linear for step in refused for linear in fallback(step, self.model, self.config)]
+        self.prove_steps(deeper, None)
+        self.steps += deeper
+
+    def prove_steps(self, candidates: list[Step], progress: Progress | None) -> None:
         samples: dict[tuple, Step] = {}
-        for step in self.plan.steps:
+        for step in candidates:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
         cases = self.cases(steps)
         for done, step in enumerate(steps):
-            found = cases[step.path]
-            fault = found if isinstance(found, str) else self.fault(step, found)
+            found = cases.get(step.path, [])
+            if step.depth == ATTENTION:
+                fault = self.hook_fault(step)
+            else:
+                fault = found if isinstance(found, str) else self.fault(step, found)
             if fault is not None:
-                if self.mode == "strict":
+                if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")
                 self.refused[self.key(step)] = fault
             if progress:
@@ -82,8 +96,7 @@ class _Run:
         for step in steps:
             if step.depth == BLOCK:
                 by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
-            else:
-                assert isinstance(step.shape, LinearShape)
+            elif isinstance(step.shape, LinearShape):
                 found[step.path] = verify.linear_cases(self.model.get_submodule(step.path), step.shape.inputs)
         for (owner, decodes), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
@@ -130,7 +143,7 @@ class _Run:
     def accepted(self) -> list[Step]:
         """The steps that are not refused; those that are become `left`, with the reason."""
         accepted = []
-        for step in self.plan.steps:
+        for step in self.steps:
             reason = self.refused.get(self.key(step))
             if reason is None:
                 accepted.append(step)
@@ -138,8 +151,25 @@ class _Run:
                 self.left.append(Left(step.path, f"refused: {reason}"))
         return accepted
 
+    def hook_fault(self, step: Step) -> str | None:
+        """Why the model is not the same with our attention, None if it is."""
+        model: Any = self.model
+        before = model.config._attn_implementation
+        try:
+            wanted = verify.model_outputs(model)
+            model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))
+            return verify.hook_fault(verify.model_outputs(model), wanted)
+        except Exception as error:  # what cannot be run cannot be proven
+            return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            model.set_attn_implementation(before)
+
     def swap(self, step: Step) -> None:
         """Put the new module wherever the old one is: some models apply one layer in several places."""
+        if step.depth == ATTENTION:
+            self.model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))  # type: ignore[operator]
+            self.swapped.append(step)
+            return
         old = self.model.get_submodule(step.path)
         parameters = dict(old.named_parameters())
         for fill in step.fills:
@@ -170,6 +200,7 @@ def build(step: Step) -> nn.Module:
     with torch.device("meta"):
         if isinstance(step.shape, LayerShape):
             return Block(step.shape, step.index, step.formats, bodies)
+        assert step.shape is not None, step
         return make_linear(step.shape.inputs, step.shape.outputs, step.shape.bias, step.formats.get("weight"), bodies)
 
 

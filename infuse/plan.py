@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.linear import linear_op
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan_text import plan_lines
 from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec import Bound, bind_any, specs_for
 from infuse.spec.layer import LayerShape
@@ -32,7 +32,7 @@ BLOCK, LINEAR, ATTENTION = "block", "linear", "attention"
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `depth` is "block", "linear" or "attention"; `bodies` op → body.
+    """One replacement. `path` names the module, `depth` is "block", "linear" or "attention" (no shape); `bodies` op → body.
 
     `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache.
     """
@@ -40,7 +40,7 @@ class Step:
     path: str
     depth: str
     layer: str
-    shape: LayerShape | LinearShape
+    shape: LayerShape | LinearShape | None
     fills: tuple[Fill, ...]
     bodies: tuple[tuple[str, str], ...]
     why: str
@@ -89,7 +89,7 @@ class Plan:
         return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(plan_lines(self))
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
@@ -98,6 +98,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     asked = config.weight_format
     decision = _Decision(model, config, device, dtype, quant_format(asked) if asked else None)
     decision.visit(model, "", None)
+    decision.hook(model)
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
     before = parameter_bytes(model)
     steps = tuple(decision.steps)
@@ -174,6 +175,17 @@ class _Decision:
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 
+    def hook(self, model: nn.Module) -> None:
+        """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains something."""
+        if not getattr(model, "_supports_attention_backend", False) or getattr(model.config, "_attn_implementation", "") != "sdpa":
+            return
+        blocks = tuple(f"{step.path}." for step in self.steps if step.depth == BLOCK)
+        stays = any(hasattr(module, "is_causal") and not f"{name}.".startswith(blocks) for name, module in model.named_modules())
+        bodies = self.bodies(("attention",))
+        if stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
+            why = "attention of layers that stay, by transformers' attention interface"
+            self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
+
     def with_format(self, fill: Fill, shape: LayerShape | LinearShape, path: str) -> Fill:
         """The fill with the quantization format, where it is a matrix that the format fits."""
         inputs = _inputs_of(fill, shape)
@@ -193,6 +205,15 @@ class _Decision:
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
         return tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
+
+
+def fallback(step: Step, model: nn.Module, config: InferenceConfig) -> list[Step]:
+    """The next depth for a block that was refused: its linears, where they gain something."""
+    device = Device.of(next(model.parameters()).device)
+    asked = config.weight_format
+    decision = _Decision(model, config, device, config.resolved_dtype(device), quant_format(asked) if asked else None)
+    decision.linears(model.get_submodule(step.path), step.path)
+    return decision.steps
 
 
 def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
@@ -238,6 +259,8 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
     """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
     total, seen = 0, set()
     for step in steps:
+        if step.shape is None:
+            continue
         module = model.get_submodule(step.path)
         if id(module) in seen:
             continue
@@ -262,65 +285,3 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:
     owner, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(owner), leaf)
-
-
-# --- text ---------------------------------------------------------------------------------------------------------
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    dtype = str(plan.dtype).removeprefix("torch.")
-    yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
-    grouped = _grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
-    if grouped:
-        widths = [max(len(row[column]) for row in grouped) for column in range(2)]
-        for depth, path, formats, bodies, why in grouped:
-            yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {formats}{why}"
-            yield f"  {'':<{widths[0]}}  {bodies}"
-    else:
-        yield "  nothing is replaced"
-    for path, why in _grouped([(left.path, left.why) for left in plan.left], path_column=0):
-        yield f"  left  {path}: {why}"
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for name, body, reason in plan.declined:
-        by_reason.setdefault((body, reason), []).append(name)
-    for (body, reason), names in by_reason.items():
-        yield f"  declined  {body}, for {', '.join(names)}: {reason}"
-    for note in plan.notes:
-        yield f"  note  {note}"
-    yield f"  memory  {plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
-
-
-def _step_text(step: Step) -> tuple[str, str, str]:
-    formats = ", ".join(sorted(set(step.formats.values())))
-    by_body: dict[str, list[str]] = {}
-    for name, body in step.bodies:
-        by_body.setdefault(body, []).append(name)
-    bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
-    return (f"{formats}, " if formats else "", bodies, step.why)
-
-
-def _grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
-    """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
-    groups: dict[tuple, list[str]] = {}
-    for row in rows:
-        template = re.sub(r"(?<=\.)\d+(?=\.|:|$)", "#", row[path_column], count=1)
-        numbers = groups.setdefault((*row[:path_column], template, *row[path_column + 1 :]), [])
-        numbers += re.findall(r"(?<=\.)\d+(?=\.|:|$)", row[path_column])[:1]
-    out = []
-    for row, numbers in groups.items():
-        path = row[path_column].replace("#", _ranges([int(n) for n in numbers]), 1)
-        out.append((*row[:path_column], path, *row[path_column + 1 :]))
-    return out
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as {0-2,5}; a single number as itself."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return "{" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans) + "}"

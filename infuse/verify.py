@@ -292,6 +292,27 @@ def _too_far(error: float, dtype: torch.dtype, case: Case, call: int, allowed: f
     return f"differs from the original by {error:.1e} of its size in {name} ({place}; {allowed:.1e} is allowed)"
 
 
+def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
+    """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their dtype."""
+    outputs = []
+    for padded in (False, True):
+        for inputs, real in _model_inputs(model, None, padded):
+            if getattr(model.config, "is_encoder_decoder", False):  # type: ignore[union-attr]
+                inputs["decoder_input_ids"] = inputs["input_ids"]
+            out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
+            fits = real is not None and out.shape[:2] == real.shape
+            outputs.append(((out[real.to(out.device)] if fits else out).float(), out.dtype))  # type: ignore[union-attr]
+    return outputs
+
+
+def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
+    """Why the model is too far from itself with another attention: both ran in one dtype, whose rounding is allowed twice."""
+    for (a, dtype), (b, _) in zip(found, wanted, strict=True):
+        if (error := distance(a, b)) > 2 * _FLOOR[dtype]:
+            return f"the model differs from itself by {error:.1e} of its size in {dtype} ({2 * _FLOOR[dtype]:.1e} is allowed)"
+    return None
+
+
 def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
     """Random rows for a linear: one, and several."""
     like = next(layer.parameters())

@@ -75,7 +75,9 @@ LLAMA = [
     *[Family(f"llama-{k}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=v)) for k, v in _ROPES.items()],
     Family("mistral", t.MistralConfig, t.MistralForCausalLM, values=dict(GQA, sliding_window=5)),
     Family("qwen2", t.Qwen2Config, t.Qwen2ForCausalLM, values=GQA),
-    Family("qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM, values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    Family(
+        "qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM, values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
     Family("qwen3", t.Qwen3Config, t.Qwen3ForCausalLM, values=dict(GQA, head_dim=16)),
     Family("phi3", t.Phi3Config, t.Phi3ForCausalLM, values=GQA),
     Family("gemma", t.GemmaConfig, t.GemmaForCausalLM, values=dict(GQA, head_dim=16)),
@@ -84,7 +86,12 @@ LLAMA = [
     Family("granite", t.GraniteConfig, t.GraniteForCausalLM, values=dict(GQA, attention_multiplier=0.4, residual_multiplier=0.6)),
     Family("olmo2", t.Olmo2Config, t.Olmo2ForCausalLM, values=GQA),
     Family("stablelm", t.StableLmConfig, t.StableLmForCausalLM, values=dict(GQA, hidden_size=64)),
-    Family("stablelm-parallel", t.StableLmConfig, t.StableLmForCausalLM, values=dict(GQA, hidden_size=64, use_parallel_residual=True, qk_layernorm=True)),
+    Family(
+        "stablelm-parallel",
+        t.StableLmConfig,
+        t.StableLmForCausalLM,
+        values=dict(GQA, hidden_size=64, use_parallel_residual=True, qk_layernorm=True),
+    ),
     Family("smollm3", t.SmolLM3Config, t.SmolLM3ForCausalLM, values=dict(GQA, no_rope_layers=[1, 0, 1])),
     Family("starcoder2", t.Starcoder2Config, t.Starcoder2ForCausalLM, values=dict(GQA, sliding_window=6)),
     Family("cohere", t.CohereConfig, t.CohereForCausalLM, values=GQA),
@@ -99,41 +106,84 @@ GPT_LINEAGE = [
     Family("gpt2-inverse", t.GPT2Config, t.GPT2LMHeadModel, values=dict(GPT, scale_attn_by_inverse_layer_idx=True)),
     Family("bigcode", t.GPTBigCodeConfig, t.GPTBigCodeForCausalLM, values=GPT),
     Family("bigcode-heads", t.GPTBigCodeConfig, t.GPTBigCodeForCausalLM, values=dict(GPT, multi_query=False)),
-    Family("gpt-neo", t.GPTNeoConfig, t.GPTNeoForCausalLM, values=dict(
-        hidden_size=48, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=4, vocab_size=96,
-        max_position_embeddings=128, bos_token_id=1, eos_token_id=2)),
+    Family(
+        "gpt-neo",
+        t.GPTNeoConfig,
+        t.GPTNeoForCausalLM,
+        values=dict(
+            hidden_size=48,
+            num_layers=4,
+            num_heads=4,
+            attention_types=[[["global", "local"], 2]],
+            window_size=4,
+            vocab_size=96,
+            max_position_embeddings=128,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
     Family("gptj", t.GPTJConfig, t.GPTJForCausalLM, values=dict(GPT, rotary_dim=8)),
     Family("codegen", t.CodeGenConfig, t.CodeGenForCausalLM, values=dict(GPT, rotary_dim=8, n_ctx=128)),
     Family("gpt-neox", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, values=dict(SMALL, rotary_pct=0.5)),
     Family("gpt-neox-serial", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, values=dict(SMALL, use_parallel_residual=False)),
     Family("opt", t.OPTConfig, t.OPTForCausalLM, values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=48, pad_token_id=0)),
-    Family("opt-350m", t.OPTConfig, t.OPTForCausalLM, values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False, pad_token_id=0)),
+    Family(
+        "opt-350m",
+        t.OPTConfig,
+        t.OPTForCausalLM,
+        values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False, pad_token_id=0),
+    ),
     Family("bloom", t.BloomConfig, t.BloomForCausalLM, values=dict(hidden_size=48, n_layer=3, n_head=4, vocab_size=96)),
     Family("falcon-7b", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, alibi=False, multi_query=True, parallel_attn=True)),
-    Family("falcon-40b", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False)),
-    Family("falcon-11b", t.FalconConfig, t.FalconForCausalLM, values=dict(
-        _FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False, num_ln_in_parallel_attn=1)),
-    Family("falcon-rw", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True)),
-    Family("falcon-rw-rotary", t.FalconConfig, t.FalconForCausalLM, values=dict(
-        _FALCON, alibi=False, multi_query=False, parallel_attn=False, bias=True)),
+    Family(
+        "falcon-40b", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False)
+    ),
+    Family(
+        "falcon-11b",
+        t.FalconConfig,
+        t.FalconForCausalLM,
+        values=dict(_FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False, num_ln_in_parallel_attn=1),
+    ),
+    Family(
+        "falcon-rw",
+        t.FalconConfig,
+        t.FalconForCausalLM,
+        values=dict(_FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    ),
+    Family(
+        "falcon-rw-rotary",
+        t.FalconConfig,
+        t.FalconForCausalLM,
+        values=dict(_FALCON, alibi=False, multi_query=False, parallel_attn=False, bias=True),
+    ),
     Family("mpt", t.MptConfig, t.MptForCausalLM, values=dict(d_model=48, n_layers=3, n_heads=4, vocab_size=96, max_seq_len=128)),
-]  # fmt: skip
+]
 BERT_LINEAGE = [
     Family("bert", t.BertConfig, t.BertForMaskedLM, "encoder", ENCODER),
     Family("bert-decoder", t.BertConfig, t.BertLMHeadModel, "decoder", dict(ENCODER, is_decoder=True)),
     Family("roberta", t.RobertaConfig, t.RobertaForMaskedLM, "encoder", dict(ENCODER, pad_token_id=1)),
     Family("xlm-roberta", t.XLMRobertaConfig, t.XLMRobertaForSequenceClassification, "encoder", dict(ENCODER, pad_token_id=1)),
     Family("electra", t.ElectraConfig, t.ElectraForTokenClassification, "encoder", dict(ENCODER, embedding_size=32)),
-    Family("distilbert", t.DistilBertConfig, t.DistilBertForQuestionAnswering, "encoder", dict(
-        dim=48, n_layers=3, n_heads=4, hidden_dim=80, vocab_size=96, max_position_embeddings=128)),
+    Family(
+        "distilbert",
+        t.DistilBertConfig,
+        t.DistilBertForQuestionAnswering,
+        "encoder",
+        dict(dim=48, n_layers=3, n_heads=4, hidden_dim=80, vocab_size=96, max_position_embeddings=128),
+    ),
     Family("albert", t.AlbertConfig, t.AlbertModel, "encoder", dict(ENCODER, embedding_size=32, num_hidden_groups=2, inner_group_num=2)),
     Family("modernbert", t.ModernBertConfig, t.ModernBertModel, "encoder", dict(ENCODER, local_attention=6, global_attn_every_n_layers=2)),
     Family("clip-text", t.CLIPTextConfig, t.CLIPTextModel, "encoder", _CLIP_TEXT),
     Family("clip-vision", t.CLIPVisionConfig, t.CLIPVisionModel, "vision", _CLIP_VISION),
     Family("clip", t.CLIPConfig, t.CLIPModel, "both", dict(text_config=_CLIP_TEXT, vision_config=_CLIP_VISION, projection_dim=32)),
-    Family("vit", t.ViTConfig, t.ViTForImageClassification, "vision", dict(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, image_size=16, patch_size=8)),
-]  # fmt: skip
+    Family(
+        "vit",
+        t.ViTConfig,
+        t.ViTForImageClassification,
+        "vision",
+        dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, image_size=16, patch_size=8),
+    ),
+]
 FAMILIES = [*LLAMA, *GPT_LINEAGE, *BERT_LINEAGE]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -149,7 +199,7 @@ def inputs(family: Family, batch: int = 2, tokens: int = 11, padding: str | None
         made["input_ids"] = torch.randint(3, family.vocabulary, (batch, tokens), generator=generator)
         mask = torch.ones(batch, tokens, dtype=torch.long)
         if padding:
-            mask[0, :3 if padding == "left" else None] = 0
+            mask[0, : 3 if padding == "left" else None] = 0
         if padding == "right":
             mask[0] = 1
             mask[0, -3:] = 0

@@ -25,7 +25,7 @@ TEXTS = ["the cat sat on the mat", "a dog ran after the cat", "she reads a book 
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps} == {"block"}
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
     return engine
 
 

@@ -17,7 +17,7 @@ import infuse
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps} == {"block"}
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
     return engine
 
 

@@ -18,11 +18,18 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ProofError
 from infuse.layers.block import Block
-from infuse.ops import Body, registered
+from infuse.ops import Body, cpu, registered
 from infuse.plan import Plan, make_plan
 from infuse.spec import specs_for
 from infuse.spec.layer import LAYER, PARALLEL, PRE, SANDWICH, Act, GatedMLP, LayerSpec, NoPosition, Norm, Packed, Rotary, Separate
 from infuse.spec.packing import BLOCKS, PER_HEAD
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without C++ bodies a refused block has nothing to gain at the next depth: the model stays exactly what it was."""
+    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+
 
 # The modules: `infuse.plan` as an attribute is the function.
 APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply", "plan"))

@@ -1,7 +1,9 @@
 """What is computed: each file declares its ops; importing this room registers all of them."""
 
+import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.linear import linear, quantized_linear
@@ -11,6 +13,7 @@ from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
-    "attention", "attention_weights", "both_masks", "gated_activation", "layer_norm", "linear", "quantized_linear", "registered", "rms_norm",
+    "attention", "attention_weights", "both_masks",
+    "gated_activation", "layer_norm", "linear", "quantized_linear", "registered", "rms_norm",
     "rotary", "rotary_append",
 ]  # fmt: skip

@@ -1,9 +1,11 @@
 """Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install where there is a
-compiler. Without it the other bodies run, and plans say so.
+compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16 runs a lower
+instruction set than the machine has, INFUSE_CPU_ISA=off none of these bodies.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @cache
 def kernels() -> Any:
     """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded at the first question."""
+    if os.environ.get("INFUSE_CPU_ISA") == "off":
+        return "INFUSE_CPU_ISA=off"
     if not BINARY.exists():
         return "the C++ kernels are not built (no C++20 compiler at install)"
     try:

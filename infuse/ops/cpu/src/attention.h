@@ -1,13 +1,8 @@
-// Rotary + append, attention over a cache, activations.
 #pragma once
-
-#include "attention_kernels.h"
-#include "vec.h"
-
+#include "activation.h"
+#include "rotary.h"
 namespace infuse {
 namespace INFUSE_ISA {
-
-inline AttentionKernels attention_kernels() { return {}; }
-
+inline AttentionKernels attention_kernels() { return {rotary, activate, nullptr, nullptr, nullptr, nullptr}; }
 }  // namespace INFUSE_ISA
 }  // namespace infuse

@@ -1,10 +1,74 @@
-// Arguments and table of rotary + append, attention and activations (attention.h).
+// Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h) and activations (activation.h).
+// Strides are in elements, named tensor_axis: b batch, n head, t token or key. The last axis is contiguous.
 #pragma once
 
 #include "types.h"
 
 namespace infuse {
 
-struct AttentionKernels {};
+// Heads [0, heads) of x go to q, the next kv_heads to keys and the last kv_heads to values, both at tokens start + t.
+// Queries and keys are turned over their first `turned` of `width` columns where there is a cos.
+struct RotaryArgs {
+  const void* x;
+  const void* cos;  // or null
+  const void* sin;
+  void* q;
+  void* keys;
+  void* values;
+  int64_t x_b, x_t, x_n, cos_b, cos_t, sin_b, sin_t, q_b, q_t, q_n;
+  int64_t keys_b, keys_n, keys_t, values_b, values_n, values_t;
+  int64_t tokens, heads, kv_heads, width, turned, start;
+  bool interleaved, wide_turns;  // wide: cos and sin are float32 whatever x is
+  Type type;
+};
+
+enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
+
+// y = act(x), or where gated act(gate) * up over rows [gate | up] of 2 * columns.
+struct ActivationArgs {
+  const void* x;
+  void* y;
+  int64_t columns;
+  Act act;
+  bool gated;
+  Type type;
+};
+
+// Broadcast to [B, H, T, L] through strides of 0. A bool mask hides where it is false; the others are added to the scores.
+struct Scored {
+  const void* data;  // or null
+  int64_t b, n, t, l;
+  bool is_bool;
+  Type type;  // unless is_bool
+};
+
+// Attention of T queries over keys and values of one length, all heads of one key head together.
+// Work is cut into blocks of keys, numbered over (batch, key head, block); a part takes a run of them, so that all parts
+// have the same work whatever the shape. Where a part begins or ends inside a head, its result there is partial and combine adds up.
+struct AttentionArgs {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;  // [B, T, H, D] contiguous
+  Scored mask, bias;
+  int64_t q_b, q_n, q_t, k_b, k_n, k_t, v_b, v_n, v_t;
+  int64_t batch, heads, kv_heads, tokens, length, width;
+  int64_t first_key;  // keys before it are hidden from every query
+  int64_t window;     // or 0
+  float scale, softcap;
+  bool causal;
+  Type type;
+  int64_t parts;
+  float* scratch;  // parts * attention_scratch floats, aligned to 64 bytes
+};
+
+struct AttentionKernels {
+  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);          // tokens [begin, end) of B * T
+  void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);  // elements of y
+  void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);    // parts
+  void (*combine)(const AttentionArgs&);                                  // after all parts
+  int64_t (*attention_blocks)(const AttentionArgs&);                      // in all
+  int64_t (*attention_scratch)(const AttentionArgs&);                     // floats for each part
+};
 
 }  // namespace infuse

@@ -11,10 +11,20 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int kMostRows = 8;    // rows of x in registers at once
-constexpr int kPanel = 8;       // weight rows that are used for all rows of x before the next ones
+constexpr int kPanel = 12;      // weight rows that are used for all rows of x before the next ones
 constexpr int kAhead = 2048;    // bytes: how far ahead of the use weights are asked for
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Inlined by force: g++ takes a function that only prefetches for one without effect, and drops the call.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// How many weight rows go through the registers with R rows of x: the more, the less often x is read.
+constexpr int weight_rows(int R) {
+#if defined(__AVX512F__)
+  return R == 1 ? 1 : R == 2 ? 2 : R <= 6 ? 4 : 3;
+#else
+  return R == 1 || R > 4 ? 1 : 2;
+#endif
+}
 
 // ---- elements: how a block of weights is loaded, and what it is multiplied with ----
 
@@ -82,56 +92,6 @@ struct Elements<bf16> {
 
 #endif
 
-// ---- plain weights ----
-
-template <class P>
-int64_t arranged_columns(int64_t inputs) {
-  return (inputs + P::block - 1) / P::block * P::block;
-}
-
-template <class T>
-void arrange_plain(const LinearArgs& a) {
-  using P = Elements<T>;
-  const int64_t stride = arranged_columns<P>(a.inputs);
-  for (int64_t r = 0; r < a.rows; ++r) {
-    const T* x = static_cast<const T*>(a.x) + r * a.inputs;
-    typename P::X* to = static_cast<typename P::X*>(a.scratch) + r * stride;
-    for (int64_t i = 0; i < a.inputs; i += P::block) {
-      P::arrange(x + i, int(a.inputs - i < P::block ? a.inputs - i : P::block), to + i);
-    }
-  }
-}
-
-// sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions overlap.
-template <class T, int N, int R>
-void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, int64_t x_stride, float (&sums)[N][R]) {
-  using P = Elements<T>;
-  constexpr int chains = N * R >= 4 ? 1 : 4 / (N * R);
-  Vec acc[chains][N][R];
-  const auto step = [&](int64_t i, int count, int chain) __attribute__((always_inline)) {
-    typename P::Weights weights[N];
-    for (int n = 0; n < N; ++n) {
-      const T* from = w + n * inputs + i;
-      prefetch(reinterpret_cast<const char*>(from) + kAhead);
-      weights[n] = P::weights(from, count);
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n) acc[chain][n][r] = P::dot(weights[n], x + r * x_stride + i, acc[chain][n][r]);
-    }
-  };
-  int64_t i = 0;
-  for (; i + chains * P::block <= inputs; i += chains * P::block) {
-    for (int c = 0; c < chains; ++c) step(i + c * P::block, P::block, c);
-  }
-  for (; i < inputs; i += P::block) step(i, int(inputs - i < P::block ? inputs - i : P::block), 0);
-  for (int n = 0; n < N; ++n) {
-    for (int r = 0; r < R; ++r) {
-      for (int c = 1; c < chains; ++c) acc[0][n][r] = acc[0][n][r] + acc[c][n][r];
-      sums[n][r] = acc[0][n][r].sum();
-    }
-  }
-}
-
 // Calls run(std::integral_constant<int, rows>) for rows in 1 .. kMostRows.
 template <class F>
 void with_rows(int64_t rows, const F& run) {
@@ -154,12 +114,67 @@ void in_row_blocks(int64_t rows, const F& run) {
   for (int64_t b = 0; b < blocks; ++b) run(rows * b / blocks, rows * (b + 1) / blocks - rows * b / blocks);
 }
 
+// ---- plain weights ----
+
+template <class P>
+int64_t arranged_columns(int64_t inputs) {
+  return (inputs + P::block - 1) / P::block * P::block;
+}
+
+// Each block of rows of x lies as [inputs / block][rows][block], so that it is read in order (and, at widths that are
+// powers of two, does not fall into one set of the cache). Rows are padded with zeros.
+template <class T>
+void arrange_plain(const LinearArgs& a) {
+  using P = Elements<T>;
+  const int64_t stride = arranged_columns<P>(a.inputs);
+  in_row_blocks(a.rows, [&](int64_t first, int64_t count) {
+    typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * stride;
+    for (int64_t i = 0; i < a.inputs; i += P::block) {
+      for (int64_t r = first; r < first + count; ++r, to += P::block) {
+        P::arrange(static_cast<const T*>(a.x) + r * a.inputs + i, int(a.inputs - i < P::block ? a.inputs - i : P::block), to);
+      }
+    }
+  });
+}
+
+// sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions overlap.
+template <class T, int N, int R>
+void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, float (&sums)[N][R]) {
+  using P = Elements<T>;
+  constexpr int chains = N * R >= 4 ? 1 : 4 / (N * R);
+  // Memory is asked for in the order in which it lies: one stream, though several rows are read at once.
+  const char* ahead = reinterpret_cast<const char*>(w) + (N == 1 ? kAhead : N * inputs * int64_t(sizeof(T)));
+  Vec acc[chains][N][R];
+  const auto step = [&](int64_t i, int count, int chain) __attribute__((always_inline)) {
+    typename P::Weights weights[N];
+    for (int n = 0; n < N; ++n) {
+      prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)));
+      if constexpr (N > 1) __builtin_prefetch(w + n * inputs + i + 8 * P::block, 0, 3);
+      weights[n] = P::weights(w + n * inputs + i, count);
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < N; ++n) acc[chain][n][r] = P::dot(weights[n], x + i * R + r * P::block, acc[chain][n][r]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + chains * P::block <= inputs; i += chains * P::block) {
+    for (int c = 0; c < chains; ++c) step(i + c * P::block, P::block, c);
+  }
+  for (; i < inputs; i += P::block) step(i, int(inputs - i < P::block ? inputs - i : P::block), 0);
+  for (int n = 0; n < N; ++n) {
+    for (int r = 0; r < R; ++r) {
+      for (int c = 1; c < chains; ++c) acc[0][n][r] = acc[0][n][r] + acc[c][n][r];
+      sums[n][r] = acc[0][n][r].sum();
+    }
+  }
+}
+
 template <class T, int N, int R>
 void plain_block(const LinearArgs& a, int64_t o, int64_t r) {
   using X = typename Elements<T>::X;
   const int64_t stride = arranged_columns<Elements<T>>(a.inputs);
   float sums[N][R];
-  dot_rows<T, N, R>(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, static_cast<const X*>(a.scratch) + r * stride, stride, sums);
+  dot_rows<T, N, R>(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, static_cast<const X*>(a.scratch) + r * stride, sums);
   const T* bias = static_cast<const T*>(a.bias);
   T* y = static_cast<T*>(a.y) + r * a.outputs + o;
   for (int i = 0; i < R; ++i) {
@@ -173,7 +188,7 @@ void plain_rows(const LinearArgs& a, int64_t begin, int64_t end) {
     const int64_t stop = end - o < kPanel ? end : o + kPanel;
     in_row_blocks(a.rows, [&](int64_t first, int64_t count) {
       with_rows(count, [&](auto rows) {
-        constexpr int R = decltype(rows)::value, N = R == 1 ? 1 : R <= 2 ? 2 : 2;
+        constexpr int R = decltype(rows)::value, N = weight_rows(R);
         int64_t p = o;
         for (; p + N <= stop; p += N) plain_block<T, N, R>(a, p, first);
         for (; p < stop; ++p) plain_block<T, 1, R>(a, p, first);

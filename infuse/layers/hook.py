@@ -1,0 +1,51 @@
+"""The attention hook: our attention op behind transformers' attention interface, for layers that have no spec.
+
+Such a model calls, in each of its own attention modules, whatever function its config names. Registering ours under a
+name of its own changes nothing for models that do not ask for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from infuse import ops
+
+# Arguments with which the function does what PyTorch's own does, as far as we know them; any other goes to transformers'.
+_KNOWN = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "sliding_window"}
+
+
+def hook_name(body: str) -> str:
+    """The name, in transformers' registries, of attention through `body` of our op; registered by this call."""
+    name = f"infuse_{body}"
+    AttentionInterface.register(name, partial(attend, body))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def attend(
+    body: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
+    unknown = any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
+    if unknown or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return ops.attention.body(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

@@ -1,0 +1,163 @@
+// Rotary + append, attention and activations as PyTorch operators. What a kernel does not take it declines by returning None:
+// the checks are cheaper here than in Python, and the caller hands over to another body.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "kernels.h"
+
+namespace infuse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Elements that one thread takes at least, so that waking another costs less than it saves.
+constexpr int64_t kGrainElements = 16384;
+
+std::optional<Type> type_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Type::f32;
+    case ScalarType::BFloat16: return Type::bf16;
+    case ScalarType::Half: return Type::f16;
+    default: return std::nullopt;
+  }
+}
+
+bool rows_contiguous(const Tensor& t) { return t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1; }
+
+// Without the dispatcher, which takes longer than the smaller kernels.
+Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  int64_t strides[8], step = 1;
+  for (size_t i = sizes.size(); i-- > 0;) strides[i] = step, step *= std::max<int64_t>(sizes.begin()[i], 1);
+  int32_t dtype;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+// ---- rotary ----
+
+bool set_turns(RotaryArgs& a, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  if (cos.dim() != 3 || sin.dim() != 3 || cos.scalar_type() != sin.scalar_type()) return false;
+  if (cos.scalar_type() != x.scalar_type() && cos.scalar_type() != ScalarType::Float) return false;
+  if (!rows_contiguous(cos) || !rows_contiguous(sin) || cos.size(2) > x.size(3) || cos.size(2) % 2) return false;
+  for (int64_t axis = 0; axis < 3; ++axis) {
+    if (cos.size(axis) != sin.size(axis)) return false;
+    if (axis < 2 && cos.size(axis) != x.size(axis) && cos.size(axis) != 1) return false;
+  }
+  a.cos = cos.const_data_ptr(), a.sin = sin.const_data_ptr();
+  const bool rows = cos.size(0) > 1, tokens = cos.size(1) > 1;
+  a.cos_b = rows ? cos.stride(0) : 0, a.cos_t = tokens ? cos.stride(1) : 0;
+  a.sin_b = rows ? sin.stride(0) : 0, a.sin_t = tokens ? sin.stride(1) : 0;
+  a.turned = cos.size(2);
+  a.wide_turns = cos.scalar_type() == ScalarType::Float;
+  return true;
+}
+
+bool set_rotated(RotaryArgs& a, const Tensor& x, bool interleaved) {
+  const std::optional<Type> type = type_of(x);
+  if (!type || x.dim() != 4 || !rows_contiguous(x)) return false;
+  a.type = *type, a.interleaved = interleaved;
+  a.x = x.const_data_ptr();
+  a.x_b = x.stride(0), a.x_t = x.stride(1), a.x_n = x.stride(2);
+  a.tokens = x.size(1), a.width = x.size(3);
+  return true;
+}
+
+void run_rotary(const RotaryArgs& a, int64_t batch) {
+  const auto run = kernels().attention.rotary;
+  const int64_t rows = batch * a.tokens, elements = (a.heads + 2 * a.kv_heads) * a.width;
+  if (rows * elements <= kGrainElements) return run(a, 0, rows);
+  torch::stable::parallel_for(0, rows, kGrainElements / elements + 1, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+}
+
+std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
+  RotaryArgs a{};
+  if (!set_rotated(a, x, interleaved) || !set_turns(a, x, cos, sin)) return std::nullopt;
+  a.heads = x.size(2);
+  Tensor y = empty({x.size(0), a.tokens, a.heads, a.width}, x);
+  a.q = y.mutable_data_ptr();
+  a.q_b = a.tokens * a.heads * a.width, a.q_t = a.heads * a.width, a.q_n = a.width;
+  run_rotary(a, x.size(0));
+  return y;
+}
+
+// Whether `storage` [B, K, S, D] has room for what is appended.
+bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
+  return storage.dim() == 4 && storage.scalar_type() == x.scalar_type() && rows_contiguous(storage) && storage.size(0) == x.size(0) &&
+         storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 && a.start + a.tokens <= storage.size(2);
+}
+
+std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys, Tensor values,
+                                    int64_t start, int64_t heads, bool interleaved) {
+  RotaryArgs a{};
+  if (!set_rotated(a, qkv, interleaved) || keys.dim() != 4) return std::nullopt;
+  if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return std::nullopt;
+  a.heads = heads, a.kv_heads = keys.size(1), a.start = start;
+  if (qkv.size(2) != heads + 2 * a.kv_heads || !has_room(a, qkv, keys) || !has_room(a, qkv, values)) return std::nullopt;
+  Tensor q = empty({qkv.size(0), heads, a.tokens, a.width}, qkv);
+  a.q = q.mutable_data_ptr(), a.keys = keys.mutable_data_ptr(), a.values = values.mutable_data_ptr();
+  a.q_b = heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;
+  a.keys_b = keys.stride(0), a.keys_n = keys.stride(1), a.keys_t = keys.stride(2);
+  a.values_b = values.stride(0), a.values_n = values.stride(1), a.values_t = values.stride(2);
+  run_rotary(a, qkv.size(0));
+  return q;
+}
+
+// ---- activations ----
+
+void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) {
+  a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr(), a.act = Act(act);
+  const auto run = kernels().attention.activation;
+  const int64_t elements = y.numel();
+  if (elements <= kGrainElements) return run(a, 0, elements);
+  torch::stable::parallel_for(0, elements, kGrainElements / 2, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+}
+
+std::optional<Tensor> activation(Tensor x, int64_t act) {
+  const std::optional<Type> type = type_of(x);
+  if (!type || !x.is_contiguous()) return std::nullopt;
+  ActivationArgs a{};
+  a.type = *type;
+  Tensor y = torch::stable::empty_like(x);
+  run_activation(a, x, y, act);
+  return y;
+}
+
+std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
+  const std::optional<Type> type = type_of(x);
+  const int64_t dims = x.dim();
+  if (!type || !x.is_contiguous() || dims < 1 || dims > 3 || x.size(dims - 1) % 2) return std::nullopt;
+  ActivationArgs a{};
+  a.type = *type, a.gated = true, a.columns = x.size(dims - 1) / 2;
+  Tensor y = dims == 3 ? empty({x.size(0), x.size(1), a.columns}, x) : dims == 2 ? empty({x.size(0), a.columns}, x) : empty({a.columns}, x);
+  run_activation(a, x, y, act);
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
+  m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?");
+  m.def(
+      "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads, bool interleaved)"
+      " -> Tensor?");
+  m.def("activation(Tensor x, int act) -> Tensor?");
+  m.def("gated_activation(Tensor x, int act) -> Tensor?");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("rotary", TORCH_BOX(&rotary));
+  m.impl("rotary_append", TORCH_BOX(&rotary_append));
+  m.impl("activation", TORCH_BOX(&activation));
+  m.impl("gated_activation", TORCH_BOX(&gated_activation));
+}
+
+}  // namespace infuse

@@ -1,0 +1,139 @@
+// exp, tanh and erf over Vec, to 1-2 units in the last place of float32; NaN, infinities and overflow as in PyTorch.
+#pragma once
+
+#include "vec.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+// smaller(limit, x) and larger(limit, x) return x where x is NaN: the second operand decides, as in x86's min and max.
+#if defined(__AVX512F__)
+
+inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
+inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
+inline Vec absolute(Vec x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x.v); }
+inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm512_or_ps(magnitude.v, _mm512_and_ps(_mm512_set1_ps(-0.0f), x.v)); }
+// yes where a < b, else no.
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v);
+}
+// x * 2^n for integers n; past the range of float32 it becomes infinite or (gradually) zero.
+inline Vec times_power(Vec x, Vec n) { return _mm512_scalef_ps(x.v, n.v); }
+inline Vec power(Vec n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n.v); }
+inline Vec swapped_pairs(Vec x) { return _mm512_permute_ps(x.v, 0xB1); }
+
+#elif defined(__AVX2__)
+
+inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a.v, b.v); }
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
+inline Vec absolute(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v); }
+inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm256_or_ps(magnitude.v, _mm256_and_ps(_mm256_set1_ps(-0.0f), x.v)); }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)); }
+inline Vec power(Vec n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23));
+}
+inline Vec times_power(Vec x, Vec n) {  // in two steps, since 2^n alone may not be a normal number
+  const Vec half = _mm256_round_ps(_mm256_mul_ps(n.v, _mm256_set1_ps(0.5f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return x * power(half) * power(n - half);
+}
+inline Vec swapped_pairs(Vec x) { return _mm256_permute_ps(x.v, 0xB1); }
+
+#else
+
+inline Vec smaller(Vec a, Vec b) {
+  for (int i = 0; i < Vec::width; ++i) b.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return b;
+}
+inline Vec larger(Vec a, Vec b) {
+  for (int i = 0; i < Vec::width; ++i) b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return b;
+}
+inline Vec absolute(Vec x) {
+  for (int i = 0; i < Vec::width; ++i) x.v[i] = __builtin_fabsf(x.v[i]);
+  return x;
+}
+inline Vec with_sign_of(Vec magnitude, Vec x) {
+  for (int i = 0; i < Vec::width; ++i) x.v[i] = __builtin_copysignf(magnitude.v[i], x.v[i]);
+  return x;
+}
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
+  for (int i = 0; i < Vec::width; ++i) no.v[i] = a.v[i] < b.v[i] ? yes.v[i] : no.v[i];
+  return no;
+}
+inline float power_of(int n) {
+  const uint32_t bits = uint32_t(n + 127) << 23;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline Vec power(Vec n) {
+  for (int i = 0; i < Vec::width; ++i) n.v[i] = power_of(n.v[i] == n.v[i] ? int(n.v[i]) : 0);
+  return n;
+}
+inline Vec times_power(Vec x, Vec n) {  // in two steps, since 2^n alone may not be a normal number
+  for (int i = 0; i < Vec::width; ++i) {
+    const int whole = n.v[i] == n.v[i] ? int(n.v[i]) : 0, half = whole / 2;
+    x.v[i] = x.v[i] * power_of(half) * power_of(whole - half);
+  }
+  return x;
+}
+inline Vec swapped_pairs(Vec x) {
+  for (int i = 0; i < Vec::width; i += 2) {
+    const float even = x.v[i];
+    x.v[i] = x.v[i + 1], x.v[i + 1] = even;
+  }
+  return x;
+}
+
+#endif
+
+// e^x = 2^n (1 + p): p = e^r - 1 with |r| <= ln(2) / 2. The polynomial is the minimax fit of (e^r - 1 - r) / r^2,
+// off by 3e-9; ln(2) comes in two parts so that n * ln(2) is exact.
+struct Reduced {
+  Vec p, n;
+};
+inline Reduced reduced(Vec x) {
+  const Vec magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec n = fma(x, Vec(1.44269504f), magic) - magic;
+  Vec r = fma(n, Vec(-0.693145752f), x);
+  r = fma(n, Vec(-1.42860677e-6f), r);
+  Vec q = fma(Vec(1.395060182e-3f), r, Vec(8.368953564e-3f));
+  q = fma(q, r, Vec(4.166620415e-2f));
+  q = fma(q, r, Vec(1.666651831e-1f));
+  q = fma(q, r, Vec(5.000000096e-1f));
+  return {fma(q * r, r, r), n};
+}
+
+inline Vec exp(Vec x) {
+  // Beyond these the result is 0 or infinity all the same; the integers stay within reach of two powers of two.
+  const Reduced e = reduced(larger(Vec(-105.0f), smaller(Vec(89.0f), x)));
+  return times_power(e.p + Vec(1.0f), e.n);
+}
+
+inline Vec tanh(Vec x) {
+  const Vec twice = smaller(Vec(20.0f), absolute(x) * Vec(2.0f));  // tanh(10) is 1 in float32
+  const Reduced e = reduced(twice);
+  const Vec scale = power(e.n), less_one = fma(scale, e.p, scale - Vec(1.0f));  // e^2x - 1 without cancellation
+  return with_sign_of(less_one / (less_one + Vec(2.0f)), x);
+}
+
+// After N. Juffa: an odd polynomial near zero, 1 - e^polynomial beyond; within 1 unit in the last place.
+inline Vec erf(Vec x) {
+  const Vec t = smaller(Vec(8.0f), absolute(x)), s = t * t;  // erf(4) is 1 in float32
+  Vec far = fma(Vec(-1.72853470e-5f), t, Vec(3.83197126e-4f));
+  far = fma(far, s, fma(Vec(-3.88396438e-3f), t, Vec(2.42546219e-2f)));
+  far = fma(far, t, Vec(-1.06777877e-1f));
+  far = fma(far, t, Vec(-6.34846687e-1f));
+  far = fma(far, t, Vec(-1.28717512e-1f));
+  far = Vec(1.0f) - exp(fma(far, t, Vec(0.0f) - t));
+  Vec near = fma(Vec(-5.96761703e-4f), s, Vec(4.99119423e-3f));
+  near = fma(near, s, Vec(-2.67681349e-2f));
+  near = fma(near, s, Vec(1.12819925e-1f));
+  near = fma(near, s, Vec(-3.76125336e-1f));
+  near = fma(near, s, Vec(1.28379166e-1f));
+  near = fma(near, t, t);
+  return with_sign_of(where_less(Vec(0.927734375f), t, far, near), x);
+}
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse

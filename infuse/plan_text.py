@@ -1,0 +1,70 @@
+"""A plan as text: the table that users read. Rows that differ in a number of their path alone are told as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infuse.plan import Plan, Step
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The lines of the table: what is replaced, what is left, who declined, notes and memory."""
+    dtype = str(plan.dtype).removeprefix("torch.")
+    yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
+    grouped = _grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
+    if grouped:
+        widths = [max(len(row[column]) for row in grouped) for column in range(2)]
+        for depth, path, formats, bodies, why in grouped:
+            yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {formats}{why}"
+            yield f"  {'':<{widths[0]}}  {bodies}"
+    else:
+        yield "  nothing is replaced"
+    for path, why in _grouped([(left.path, left.why) for left in plan.left], path_column=0):
+        yield f"  left  {path}: {why}"
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, body, reason in plan.declined:
+        by_reason.setdefault((body, reason), []).append(name)
+    for (body, reason), names in by_reason.items():
+        yield f"  declined  {body}, for {', '.join(names)}: {reason}"
+    for note in plan.notes:
+        yield f"  note  {note}"
+    yield f"  memory  {plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+
+
+def _step_text(step: Step) -> tuple[str, str, str]:
+    formats = ", ".join(sorted(set(step.formats.values())))
+    by_body: dict[str, list[str]] = {}
+    for name, body in step.bodies:
+        by_body.setdefault(body, []).append(name)
+    bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
+    return (f"{formats}, " if formats else "", bodies, step.why)
+
+
+def _grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
+    """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
+    groups: dict[tuple, list[str]] = {}
+    for row in rows:
+        template = re.sub(r"(?<=\.)\d+(?=\.|:|$)", "#", row[path_column], count=1)
+        numbers = groups.setdefault((*row[:path_column], template, *row[path_column + 1 :]), [])
+        numbers += re.findall(r"(?<=\.)\d+(?=\.|:|$)", row[path_column])[:1]
+    out = []
+    for row, numbers in groups.items():
+        path = row[path_column].replace("#", _ranges([int(n) for n in numbers]), 1)
+        out.append((*row[:path_column], path, *row[path_column + 1 :]))
+    return out
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as {0-2,5}; a single number as itself."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans) + "}"
