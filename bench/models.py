@@ -104,16 +104,31 @@ def prefill(tokens: int) -> Callable[[Any], None]:
     return run
 
 
+class Clock:
+    """A streamer that notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, repeats: int) -> list[list[float]]:
-    """Seconds of one decode step: generation of `new` tokens less generation of one, over new - 1."""
+    """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not counted."""
     ids = torch.randint(3, 250, (batch, context))
-    mask = torch.ones_like(ids)
-
-    def generating(tokens: int) -> Callable[[Any], None]:
-        return lambda model: model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-
-    long, short = interleaved(entries, generating(new), repeats), interleaved(entries, generating(1), repeats)
-    return [[(a - median(b)) / (new - 1) for a in x] for x, b in zip(long, short, strict=True)]
+    seconds: list[list[float]] = [[] for _ in entries]
+    for _ in range(repeats):
+        for i, entry in enumerate(entries):
+            clock = Clock()
+            inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=clock)
+            entry.model.generate(**inputs, max_new_tokens=new, do_sample=False)
+            times = clock.times[3:]  # the prompt comes first
+            seconds[i] += [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return seconds
 
 
 def report(args: argparse.Namespace) -> str:
@@ -170,7 +185,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-1b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--formats", nargs="*", default=[])
-    for name, value in dict(prefill=512, context=128, new=9, batch=8, repeats=3).items():
+    for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()

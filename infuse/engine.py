@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
@@ -15,7 +16,7 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
-from infuse.plan import BLOCK, Plan, make_plan, parameter_bytes
+from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
 from infuse.quant.format import quant_format
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
@@ -116,8 +117,8 @@ class InferenceEngine(nn.Module):
 
     def report(self) -> str:
         """What was fused, the memory before and after, and the times of what was profiled so far."""
-        blocks = sum(step.depth == BLOCK for step in self.plan.steps)
-        lines = [str(self.plan), f"{blocks} blocks and {len(self.plan.steps) - blocks} linears replaced"]
+        blocks, linears = (sum(step.depth == depth for step in self.plan.steps) for depth in (BLOCK, LINEAR))
+        lines = [str(self.plan), f"{blocks} blocks and {linears} linears replaced"]
         lines.append(f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now")
         return "\n".join([*lines, *(str(profile) for profile in self._profiles)])
 
@@ -141,7 +142,7 @@ class InferenceEngine(nn.Module):
         """Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
         for note in self.plan.notes:
             warnings.warn(f"infuse: {note}", stacklevel=4)
-        refused = len(decided.steps) - len(self.plan.steps)
+        refused = sum(step not in self.plan.steps for step in decided.steps)  # linears may have taken a block's place
         if refused:
             why = next(left for left in self.plan.left if left.why.startswith("refused"))
             warnings.warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
@@ -152,11 +153,12 @@ class InferenceEngine(nn.Module):
 
 @contextmanager
 def _bar(wanted: bool | None) -> Iterator[Any]:
-    """A progress callback with a bar on the terminal; None where no bar is wanted."""
-    with Progress(transient=True, disable=wanted is False) as bar:
-        if wanted is None and not bar.console.is_terminal:
-            yield None
-            return
+    """A progress callback with a bar on standard error; None where no bar is wanted: nothing is written then."""
+    console = Console(stderr=True)
+    if wanted is False or (wanted is None and not console.is_terminal):
+        yield None
+        return
+    with Progress(transient=True, console=console) as bar:
         tasks: dict[str, Any] = {}
 
         def progress(done: int, total: int, what: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
+from infuse.plan import Step
 
 # The largest difference over the root mean square of the original.
 TOLERANCE = 2e-5
@@ -97,13 +98,18 @@ def layers_of(model: nn.Module) -> int:
     return sum(len(members) for members in lists)
 
 
+def blocks(engine: infuse.InferenceEngine) -> list[Step]:
+    return [step for step in engine.plan.steps if step.depth == "block"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layer_is_a_block(name: str) -> None:
     original, engine = pair(name)
-    steps = engine.plan.steps
+    steps = blocks(engine)
     assert len(steps) == layers_of(original) > 0
-    assert {step.depth for step in steps} == {"block"}
     assert all(isinstance(engine.module.get_submodule(step.path), Block) for step in steps)
+    for step in engine.plan.steps:  # kernels for linears take heads and poolers besides, and nothing inside a layer
+        assert step in steps or (step.depth == "linear" and not any(step.path.startswith(f"{block.path}.") for block in steps)), step
     for left in engine.plan.left:
         assert not left.why.startswith(("refused", "not as a whole block", "not proven")), left
 
@@ -216,7 +222,7 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
     for path, buffer in cast.named_buffers():  # too little to show in the errors of models this small
         assert path not in buffers or torch.equal(buffers[path], buffer), f"{path} was rounded"
     eager = rounding_errors(cast, exact, given, dtype)
-    assert [step.depth for step in engine.plan.steps] == ["block"] * layers_of(original) and engine.plan.dtype == dtype
+    assert len(blocks(engine)) == layers_of(original) and engine.plan.dtype == dtype
     found = rounding_errors(engine, exact, given, dtype)
     for path, error in found.items():
         assert 0 < error <= 2 * eager[path], f"{path}: {error:.2e}, the original {eager[path]:.2e}"
@@ -258,7 +264,7 @@ def test_embeddings_of_a_real_bert(dtype: str, least: float) -> None:
     given = dict(transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt"))
     assert not given["attention_mask"].all()
     engine = infuse.init_inference(model, dtype=dtype, replace_with_kernel_inject=True)
-    assert [step.depth for step in engine.plan.steps] == ["block"] * 6
+    assert len(blocks(engine)) == 6
     exact = embeddings(original, given)
     assert F.cosine_similarity(exact[:1], exact[1:]).max() < 0.6  # the sentences are told apart, as random weights would not
     assert F.cosine_similarity(embeddings(engine, given), exact).min() >= least

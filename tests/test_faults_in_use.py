@@ -208,7 +208,8 @@ def test_a_layer_that_gained_a_parameter_is_left_alone() -> None:
     for each in (original, model):
         each.model.layers[1].register_parameter("gate_of_a_later_release", nn.Parameter(torch.ones(3)))
     engine = infuse.init_inference(model, dtype="fp32")
-    assert [step.path for step in engine.plan.steps] == ["model.layers.0", "model.layers.2"]
+    assert [step.path for step in engine.plan.steps if step.depth == "block"] == ["model.layers.0", "model.layers.2"]
+    assert "gate_of_a_later_release" in dict(model.model.layers[1].named_parameters())
     assert any(left.path == "model.layers.1" and "gate_of_a_later_release" in left.why for left in engine.plan.left)
     assert_close(logits(engine, ids(2, 9)), logits(original, ids(2, 9)))
     assert torch.equal(engine.generate(ids(2, 9), max_new_tokens=5), original.generate(ids(2, 9), max_new_tokens=5))

@@ -31,7 +31,9 @@ def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
 def test_report_before_and_after_work() -> None:
     engine = injected(BY_NAME["llama"].make())
     before = engine.report()
-    assert str(engine.plan) in before and "3 blocks and 0 linears replaced" in before and "MB before" in before
+    linears = len(engine.plan.steps) - 3  # the head, where there are kernels for linears
+    assert linears <= 1 and f"3 blocks and {linears} linears replaced" in before
+    assert str(engine.plan) in before and "MB before" in before
     assert "tokens/s" not in before
     with engine.profile():
         engine.generate(ids(1, 5), max_new_tokens=3)

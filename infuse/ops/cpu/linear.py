@@ -1,23 +1,48 @@
 """The matrix products of ops/linear.py in C++ for few rows (src/linear.h): weights are streamed once, as they lie.
 
-With more rows the product is bound by arithmetic, and PyTorch's own is taken.
+With more rows the product is bound by arithmetic: PyTorch's own is taken, over a quantized weight's values in the dtype of x.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.cpu import DTYPES, kernels, needs
-from infuse.ops.linear import linear
+from infuse.ops.linear import linear, quantized_linear
 
 MOST_ROWS = 8
+MOST_QUANTIZED_ROWS = 16
+MOST_INPUTS = 65536  # the scales of one weight row lie on the stack (kMostGroups groups of 32)
+BITS = {torch.int8: 8, torch.uint8: 4}
 
 
 @linear.implement("cpu", needs)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if x.numel() <= MOST_ROWS * weight.shape[1] and x.dtype in DTYPES and x.dtype == weight.dtype and x.is_contiguous() and weight.is_contiguous():
+    dtype = x.dtype
+    few = x.numel() <= MOST_ROWS * weight.size(1)
+    if few and dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and _fits(bias, dtype):
         return kernels().linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+@quantized_linear.implement("cpu", needs)
+def _quantized_linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+) -> Any:
+    groups = scale.size(1)
+    if inputs == 0 or inputs % (32 * groups) or inputs > MOST_INPUTS or x.dtype not in DTYPES or not data.is_contiguous():
+        return quantized_linear.reference(x, data, scale, zero, bias, outputs, inputs, format)
+    bits = BITS[data.dtype]
+    if x.numel() <= MOST_QUANTIZED_ROWS * inputs and x.is_contiguous() and _fits(bias, x.dtype):
+        return kernels().quantized_linear.default(x, data, scale, zero, bias, bits)
+    weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
+    kernels().dequantize.default(data, scale, zero, bits, weight)
+    return F.linear(x, weight, bias)
+
+
+def _fits(bias: Tensor | None, dtype: torch.dtype) -> bool:
+    return bias is None or (bias.dtype is dtype and bias.is_contiguous())

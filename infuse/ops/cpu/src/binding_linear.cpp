@@ -99,12 +99,45 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return run_linear(a, x, bias, a.inputs * int64_t(weight.element_size()));
 }
 
+void take_codes(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t bits) {
+  a.weight = data.const_data_ptr();
+  a.bits = int(bits);
+  a.outputs = data.size(0), a.inputs = data.size(1) * 8 / bits;
+  a.scale = static_cast<const uint16_t*>(scale.const_data_ptr());
+  a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
+  a.groups = scale.size(1);
+}
+
+Tensor quantized_linear(
+    Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias, int64_t bits) {
+  LinearArgs a{};
+  take_codes(a, data, scale, zero, bits);
+  return run_linear(a, x, bias, data.size(1) + a.groups * (zero ? 3 : 2));
+}
+
+// The values of a quantized weight, into `to` [outputs, inputs].
+void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t bits, Tensor to) {
+  LinearArgs a{};
+  take_codes(a, data, scale, zero, bits);
+  a.type = type_of(to);
+  a.y = to.mutable_data_ptr();
+  if (a.inputs == 0) return;
+  const auto run = kernels().linear.dequantize;
+  over_outputs(a.outputs, a.inputs * int64_t(to.element_size()), [&](int64_t begin, int64_t end) { run(a, begin, end); });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int bits) -> Tensor");
+  m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int bits, Tensor(a!) to) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+}
 
 }  // namespace infuse
