@@ -16,7 +16,7 @@ from infuse import verify
 from infuse.config import InferenceConfig
 from infuse.errors import ProofError
 from infuse.layers.block import Block
-from infuse.layers.hook import hook_name
+from infuse.layers.hook import hook_name, ran
 from infuse.layers.linear import make_linear
 from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
 from infuse.spec.layer import LayerShape
@@ -159,8 +159,11 @@ class _Run:
         before = model.config._attn_implementation
         try:
             wanted = verify.model_outputs(model)
-            model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))
-            return verify.hook_fault(verify.model_outputs(model), wanted)
+            body = dict(step.bodies)["attention"]
+            model.set_attn_implementation(hook_name(body))
+            before_ran = ran[body]
+            fault = verify.hook_fault(verify.model_outputs(model), wanted)
+            return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
         except Exception as error:  # what cannot be run cannot be proven
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
         finally:

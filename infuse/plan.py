@@ -165,6 +165,9 @@ class _Decision:
     def linears(self, module: nn.Module, path: str) -> None:
         """Steps for the plain linears in `module`, where they gain something."""
         for name, shape in linears(module, path):
+            if not name:
+                self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
+                continue
             if self.format is not None and name in self.shared:
                 self.left.append(Left(name, f"shares its weight with {self.shared[name]}, which is not quantized"))
                 continue

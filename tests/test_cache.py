@@ -261,6 +261,19 @@ def test_rows_of_different_lengths_decode_as_if_alone(name: str) -> None:
             torch.testing.assert_close(torch.stack([logits[row] for logits in found]), alone, rtol=1e-4, atol=1e-5)
 
 
+def test_what_shorter_rows_have_not_written_is_no_nan() -> None:
+    """It is hidden by the mask, but 0 times NaN is NaN: storage begins with whatever the memory held."""
+    slot = KVSlot()
+    slot.update(torch.ones(2, 1, 4, 8), torch.ones(2, 1, 4, 8))
+    for storage in (slot.key_storage, slot.value_storage):
+        assert storage is not None
+        storage[:, :, 4:] = float("nan")
+    slot.crop_rows(torch.tensor([1, 4]))
+    for _ in range(3):
+        held = slot.update(torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8))
+        assert all(bool(torch.isfinite(part).all()) for part in held)
+
+
 def test_crop_rows_refuses_lengths_that_do_not_fit() -> None:
     cache = KVCache()
     cache.update(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)

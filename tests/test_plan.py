@@ -5,6 +5,7 @@ The golden texts are in tests/golden; `python tests/test_plan.py` writes them an
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +40,10 @@ def seeded(model: Callable[[Any], nn.Module], config: Any) -> Callable[..., nn.M
 
     def make(**changes: Any) -> nn.Module:
         torch.manual_seed(0)
+        own = copy.deepcopy(config)  # the choice of an attention is written to a model's config
         for key, value in changes.items():
-            setattr(config, key, value)
-        made = model(config).eval()
+            setattr(own, key, value)
+        made = model(own).eval()
         families.enlarge(made)
         return made
 
@@ -109,11 +111,21 @@ def outputs(model: nn.Module) -> Tensor:
 # ---- text ----
 
 
+def text_of(plan: Plan) -> str:
+    """The text less who declined, which depends on the kernels that there are; test_text_tells_of_who_declined has that."""
+    return "".join(f"{line}\n" for line in str(plan).splitlines() if not line.startswith("  declined"))
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler: PyTorch's own linear is the best there is."""
+    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+
+
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
-def test_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")  # the text must not depend on this machine's compiler
+def test_text(name: str, no_kernels: None) -> None:
     make, keys = GOLDEN_PLANS[name]
-    assert f"{plan_of(make(), **keys)}\n" == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+    assert text_of(plan_of(make(), **keys)) == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def test_every_golden_text_is_of_a_plan() -> None:
@@ -225,7 +237,7 @@ def test_memory_is_known_before(name: str, keys: dict[str, Any], tied: bool) -> 
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str) -> None:
+def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, no_kernels: None) -> None:
     model = UNKNOWN[name]()
     wanted = outputs(model)
     done = applied(model, dtype="fp32")
@@ -242,7 +254,9 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     wanted, before = outputs(model), resident_bytes(model)
     done = applied(model, dtype="fp32", quant="int8")
     assert done.steps and {step.depth for step in done.steps} == {LINEAR}
-    assert all(step.formats == {"weight": "int8"} for step in done.steps)
+    for step in done.steps:  # what the format does not fit may run through a kernel for plain linears, and the plan says so
+        assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), step
+    assert any(step.formats for step in done.steps)
     assert resident_bytes(model) == done.after_bytes < before
     found = outputs(model)
     error = float((found - wanted).norm() / wanted.norm())
@@ -281,4 +295,4 @@ def test_blocks_and_linears_live_in_one_plan() -> None:
 if __name__ == "__main__":
     cpu.kernels = lambda: "not built here"  # type: ignore[assignment]
     for name, (make, keys) in GOLDEN_PLANS.items():
-        (GOLDEN / f"{name}.txt").write_text(f"{plan_of(make(), **keys)}\n", encoding="utf-8")
+        (GOLDEN / f"{name}.txt").write_text(text_of(plan_of(make(), **keys)), encoding="utf-8")

@@ -325,13 +325,3 @@ def test_a_body_for_linears_is_proven_on_linears(wrong: bool, monkeypatch: pytes
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}  # all that is left to try then
     assert refused == ({f"model.layers.{i}" for i in range(3)} | linears if wrong else set()) and len(linears) == (22 if wrong else 0)
     assert_near(outputs("llama", model), wanted, torch.float32)
-
-
-def test_a_wrong_body_for_quantized_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(x: Tensor, data: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        return registered()["quantized_linear"].reference(x, data, scale.roll(1, -1), *rest)  # each group has its neighbour's scale
-
-    model = BY_NAME["llama"].make()
-    monkeypatch.setitem(registered()["quantized_linear"].bodies, "cpu", Body("cpu", body, lambda device, dtype: None))
-    done = applied(model, quant="int8:16")
-    assert not done.steps and "differs" in str(done)

@@ -109,6 +109,8 @@ class KVSlot(CacheLayerMixin):
         batch, _, tokens, _ = key_states.shape
         rows = torch.arange(batch, device=key_states.device)[:, None]
         places = self.row_lengths[:, None] + torch.arange(tokens, device=key_states.device)
+        for storage in (self.key_storage, self.value_storage):  # what shorter rows do not write to is hidden, which NaN survives
+            storage[:, :, self.length : self.length + tokens] = 0
         self.key_storage[rows, :, places] = key_states.transpose(1, 2)
         self.value_storage[rows, :, places] = value_states.transpose(1, 2)
         self.row_lengths = self.row_lengths + tokens

@@ -6,6 +6,7 @@ name of its own changes nothing for models that do not ask for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from infuse import ops
 
-# Arguments with which the function does what PyTorch's own does, as far as we know them; any other goes to transformers'.
-_KNOWN = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "sliding_window"}
+# Arguments with which the function does what PyTorch's own does, as far as we know them, besides what the model is to return
+# (output_attentions, output_router_logits, ...); any other goes to transformers'.
+_KNOWN = {"position_ids", "use_cache", "cache_position", "return_dict", "sliding_window"}
+ran: Counter[str] = Counter()  # how often each body ran: a model that never comes this way has gained nothing
 
 
 def hook_name(body: str) -> str:
@@ -41,11 +44,12 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
-    unknown = any(value is not None for name, value in kwargs.items() if name not in _KNOWN)
+    unknown = any(value is not None and name not in _KNOWN and not name.startswith("output_") for name, value in kwargs.items())
     if unknown or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
+    ran[body] += 1
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return ops.attention.body(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

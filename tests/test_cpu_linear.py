@@ -1,0 +1,200 @@
+"""The matrix products in C++ against float64: every dtype, few and many rows, odd sizes, every instruction set of this machine.
+
+Run as a program, it prints the instruction set and runs the same cases: so the tests force lower sets in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tolerance import OF_LARGEST, assert_near
+from torch import Tensor
+
+from infuse import ops
+from infuse.ops.cpu import DTYPES, isa, kernels
+from infuse.quant.format import quant_format
+
+pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+
+ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
+INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
+FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row")
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
+QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
+
+plain = ops.linear.body("cpu")
+quantized = ops.quantized_linear.body("cpu")
+
+
+def poison(*shape: int, dtype: torch.dtype) -> None:
+    """Leave NaN in the memory that the next tensor of this size is likely to get."""
+    torch.full(shape, float("nan"), dtype=dtype)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: str) -> None:
+    """As assert_near; where a result is small because its products cancel, in units of what they add up to at random."""
+    wanted = exact(x, weight, bias)
+    assert found.dtype == x.dtype and found.shape == wanted.shape, what
+    if wanted.numel():
+        size = max(float(wanted.abs().max()), float((x.double() ** 2 @ weight.double().T ** 2).max()) ** 0.5)
+        error = float((found.double() - wanted).abs().max())
+        assert error <= OF_LARGEST[x.dtype] * size, f"{what}: off by {error:.2e} at results of {size:.2e}"
+
+
+def quantized_args(text: str, inputs: int, outputs: int) -> tuple[tuple, Tensor]:
+    """The buffers as the op takes them (but for x and bias), and the weight's exact values."""
+    held = quant_format(text).quantize(torch.randn(outputs, inputs))
+    return (held.data, held.scale, held.zero), quant_format(text).dequantize(held)
+
+
+def check_plain(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        for b in (None, bias):
+            poison(rows, outputs, dtype=dtype)
+            assert_product(plain(x, weight, b), x, weight, b, f"body, {rows}x{inputs}->{outputs} {dtype}")
+            poison(rows, outputs, dtype=dtype)
+            # The kernel itself too: the body leaves small weights and many rows to PyTorch.
+            assert_product(kernels().linear(x, weight, b), x, weight, b, f"{rows}x{inputs}->{outputs} {dtype}")
+
+
+def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) -> None:
+    buffers, weight = quantized_args(text, inputs, outputs)
+    bias = torch.randn(outputs).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        for b in (None, bias):
+            poison(rows, outputs, dtype=dtype)
+            assert_product(quantized(x, *buffers, b, outputs, inputs, text), x, weight, b, f"{text} {rows}x{inputs}->{outputs} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_is_the_exact_product(dtype: torch.dtype) -> None:
+    for inputs in INPUTS:
+        for outputs in OUTPUTS:
+            check_plain(dtype, inputs, outputs)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:
+    for inputs in QUANTIZED_INPUTS:
+        if quant_format(text).fits(inputs) is None:
+            for outputs in (1, 17, 100):
+                check_quantized(dtype, text, inputs, outputs)
+
+
+@pytest.mark.parametrize("text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric"))
+def test_groups_that_the_kernels_decline(text: str) -> None:
+    check_quantized(torch.float32, text, 336, 5)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantized_values_are_the_formats_own(dtype: torch.dtype, text: str) -> None:
+    (data, scale, zero), _ = quantized_args(text, 480 if "96" in text else 448, 7)
+    inputs = data.shape[1] * (2 if data.dtype == torch.uint8 else 1)
+    held = quant_format(text).quantize(torch.randn(7, inputs))
+    found = torch.full((7, inputs), float("nan"), dtype=dtype)
+    kernels().dequantize(held.data, held.scale, held.zero, quant_format(text).bits, found)
+    assert torch.equal(found, quant_format(text).dequantize(held, dtype))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (64,), (1, 1, 64), (0, 64), (2, 0, 64)])
+def test_leading_axes_are_kept(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape), torch.randn(5, 64)
+    for product in (plain, kernels().linear):
+        assert_near(product(x, weight, None), exact(x, weight, None), torch.float32)
+    buffers, values = quantized_args("int8", 64, 5)
+    assert_near(quantized(x, *buffers, None, 5, 64, "int8"), exact(x, values, None), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype: torch.dtype) -> None:
+    """x, the weight and the bias as views that are not contiguous: copied or declined, never misread."""
+    wide, weight, bias = torch.randn(3, 128).to(dtype), torch.randn(64, 10).to(dtype), torch.randn(20).to(dtype)
+    for x in (wide[:, ::2], wide[:, 64:], torch.randn(64, 3).to(dtype).t()):
+        found = plain(x, weight.t(), bias[::2])
+        assert_near(found, exact(x, weight.t(), bias[::2]), dtype)
+        buffers, values = quantized_args("int4", 64, 10)
+        assert_near(quantized(x, *buffers, bias[::2], 10, 64, "int4"), exact(x, values, bias[::2]), dtype)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> None:
+    x, weight = torch.randn(3, 96).to(dtype), torch.randn(5, 96).to(dtype)
+    x[1, 95] = value
+    for _ in range(2):
+        for product in (plain, kernels().linear):
+            assert_near(product(x, weight, None), ops.linear.reference(x, weight, None), dtype)
+        weight[2, 33] = value
+    for text in ("int8:32", "int4:96", "int8:96:asymmetric", "int4:32:asymmetric"):
+        (data, scale, zero), _ = quantized_args(text, 96, 5)
+        scale[4, -1] = value
+        args = (x, data, scale, zero, None, 5, 96, text)
+        assert_near(quantized(*args), ops.quantized_linear.reference(*args), dtype, text)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_threads_compute_what_one_does(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(3, 1024).to(dtype), torch.randn(515, 1024).to(dtype), torch.randn(515).to(dtype)
+    buffers, _ = quantized_args("int4:32:asymmetric", 1024, 515)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append((plain(x, weight, bias), quantized(x, *buffers, bias, 515, 1024, "int4:32:asymmetric")))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*found, strict=True):  # which weight rows go together depends on the pieces, so not to the last bit
+        assert_near(two, one.double(), dtype)
+
+
+def all_cases() -> None:
+    """A few of the cases above for each dtype and format, for a process whose instruction set is forced."""
+    for dtype in DTYPES:
+        for inputs, outputs in ((1, 3), (33, 17), (96, 100), (2079, 13)):
+            check_plain(dtype, inputs, outputs)
+        for text in FORMATS:
+            check_quantized(dtype, text, 480 if quant_format(text).fits(480) is None else 448, 13)
+            if quant_format(text).fits(96) is None:
+                check_quantized(dtype, text, 96, 5)
+
+
+@pytest.mark.parametrize("level", ISAS)
+def test_every_instruction_set(level: str) -> None:
+    top = isa()
+    assert top in ISAS
+    if ISAS.index(level) > ISAS.index(top):
+        pytest.skip(f"this machine has {top} at most")
+    environment = os.environ | {"INFUSE_CPU_ISA": level}
+    run = subprocess.run([sys.executable, Path(__file__).name], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == [level]
+
+
+def test_bfloat16_products_are_added_in_float32() -> None:
+    """The sum of 4096 products is as near as one rounding at the end allows."""
+    x, weight = torch.rand(1, 4096).bfloat16(), torch.rand(8, 4096).bfloat16()
+    error = (plain(x, weight, None).double() / exact(x, weight, None) - 1).abs().max()
+    assert float(error) <= 2**-8 * 1.001  # half a unit in the last place
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(isa())
+    all_cases()
