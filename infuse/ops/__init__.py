@@ -1,6 +1,7 @@
 """What is computed: each file declares its ops; importing this room registers all of them."""
 
 import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)

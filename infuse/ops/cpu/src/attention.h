@@ -1,8 +1,316 @@
+// Attention of few queries over a cache: keys and values are read once, block by block, with the softmax carried along
+// (Milakov and Gimelshein 2018). Sums and softmax in float; the arguments are described in attention_kernels.h.
 #pragma once
+
 #include "activation.h"
+#include "attention_products.h"
 #include "rotary.h"
+
 namespace infuse {
 namespace INFUSE_ISA {
-inline AttentionKernels attention_kernels() { return {rotary, activate, nullptr, nullptr, nullptr, nullptr}; }
+
+constexpr int kBlock = 64;                       // keys: with 128, keys and values push each other out of the L1
+constexpr int kScoreStep = kBlock + Vec::width;  // score_keys writes beyond the block
+constexpr float kInfinity = __builtin_inff();
+
+inline int64_t group_of(const AttentionArgs& a) { return a.heads / a.kv_heads; }
+inline int64_t rows_of(const AttentionArgs& a) { return group_of(a) * a.tokens; }
+inline int64_t padded_rows(const AttentionArgs& a) {
+  const int64_t rows = rows_of(a);
+  return rows <= 2 ? rows : (rows + kRows - 1) / kRows * kRows;
+}
+inline int64_t padded_width(const AttentionArgs& a) { return (a.width + kColumns - 1) / kColumns * kColumns; }
+inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.first_key + kBlock - 1) / kBlock; }
+inline int64_t attention_blocks(const AttentionArgs& a) { return a.batch * a.kv_heads * blocks_per_head(a); }
+inline int64_t part_begin(const AttentionArgs& a, int64_t part) { return attention_blocks(a) * part / a.parts; }
+
+// The result of some keys for all rows of one key head: weighted sums of values, not yet divided by the sum of the weights.
+struct Partial {
+  float* sums;     // [rows, padded width]
+  float* largest;  // score, for each row
+  float* total;    // of the weights exp(score - largest)
+  float* allowed;  // 1 where any key was not hidden
+};
+
+// The scratch of one part: room for queries and scores and two partial results, of its first and of its last head.
+struct Scratch {
+  int64_t rows, width;
+  float* start;
+  Scratch(const AttentionArgs& a, int64_t part) : rows(padded_rows(a)), width(padded_width(a)), start(a.scratch + part * floats(a)) {}
+  static int64_t line(int64_t n) { return (n + 15) / 16 * 16; }  // of 64 bytes
+  static int64_t partial_floats(int64_t rows, int64_t width) { return rows * width + 3 * line(rows); }
+  static int64_t floats(const AttentionArgs& a) {
+    const int64_t rows = padded_rows(a), width = padded_width(a);
+    return rows * width + line(rows * kScoreStep) + line(rows) + width + 2 * partial_floats(rows, width);
+  }
+  float* queries() const { return start; }
+  float* scores() const { return queries() + rows * width; }
+  float* keep() const { return scores() + line(rows * kScoreStep); }
+  float* room() const { return keep() + line(rows); }
+  Partial partial(int slot) const {
+    float* sums = room() + width + slot * partial_floats(rows, width);
+    float* largest = sums + rows * width;
+    return {sums, largest, largest + line(rows), largest + 2 * line(rows)};
+  }
+};
+
+inline float exp_of(float x) {
+  float lanes[Vec::width];
+  store(lanes, exp(Vec(x)), Vec::width);
+  return lanes[0];
+}
+
+// ---- masks ----
+
+// What is added to the scores of one row in one block, and which keys it may look at.
+struct Adjustment {
+  float added[kBlock + Vec::width], allowed[kBlock + Vec::width];
+  bool adds, hides;
+  bool any;  // key is allowed
+};
+
+template <class T>
+void add_strided(const T* p, int64_t step, int n, float* to) {
+  if (step == 1) {
+    for (int i = 0; i < n; ++i) to[i] += widen(p[i]);
+  } else {
+    for (int i = 0; i < n; ++i) to[i] += widen(p[i * step]);
+  }
+}
+inline void add_scored(const Scored& s, int64_t offset, int n, float* to) {
+  switch (s.type) {
+    case Type::f32: return add_strided(static_cast<const float*>(s.data) + offset, s.l, n, to);
+    case Type::bf16: return add_strided(static_cast<const bf16*>(s.data) + offset, s.l, n, to);
+    case Type::f16: return add_strided(static_cast<const f16*>(s.data) + offset, s.l, n, to);
+  }
+}
+inline void hide_where_false(const uint8_t* p, int64_t step, int n, float* allowed) {
+  if (step == 1) {
+    for (int i = 0; i < n; ++i) allowed[i] = p[i] ? allowed[i] : 0.0f;
+  } else {
+    for (int i = 0; i < n; ++i) allowed[i] = p[i * step] ? allowed[i] : 0.0f;
+  }
+}
+
+// Keys [begin, end) of the block are within the causal order and the window of query t.
+inline void set_order(const AttentionArgs& a, int64_t t, int64_t key, int n, int& begin, int& end) {
+  const int64_t query = a.length - a.tokens + t;
+  const int64_t low = a.window ? query - a.window + 1 - key : 0, high = a.causal ? query + 1 - key : n;
+  begin = int(low < 0 ? 0 : low > n ? n : low);
+  end = int(high < begin ? begin : high > n ? n : high);
+}
+
+// For head n of row b and query t over keys [key, key + count).
+inline void adjust(const AttentionArgs& a, int64_t b, int64_t n, int64_t t, int64_t key, int count, Adjustment& to) {
+  int begin, end;
+  set_order(a, t, key, count, begin, end);
+  const bool bool_mask = a.mask.data && a.mask.is_bool, added_mask = a.mask.data && !a.mask.is_bool;
+  to.adds = a.bias.data || added_mask;
+  to.hides = bool_mask || begin > 0 || end < count;
+  to.any = begin < end;
+  if (to.adds) std::memset(to.added, 0, sizeof(to.added));
+  const int64_t offset = b * a.mask.b + n * a.mask.n + t * a.mask.t + key * a.mask.l;
+  if (added_mask) {
+    add_scored(a.mask, offset, count, to.added);
+    to.any = false;
+    for (int i = begin; i < end; ++i) to.any |= to.added[i] != -kInfinity;
+  }
+  if (a.bias.data) add_scored(a.bias, b * a.bias.b + n * a.bias.n + t * a.bias.t + key * a.bias.l, count, to.added);
+  if (!to.hides) return;
+  for (int i = 0; i < count; ++i) to.allowed[i] = i >= begin && i < end ? 1.0f : 0.0f;
+  if (bool_mask) {
+    hide_where_false(static_cast<const uint8_t*>(a.mask.data) + offset, a.mask.l, count, to.allowed);
+    float any = 0;
+    for (int i = 0; i < count; ++i) any += to.allowed[i];
+    to.any = any > 0;
+  }
+}
+
+// ---- softmax ----
+
+// Scales, caps, adjusts the scores of one row in place; returns the largest. Lanes beyond `count` become -infinity.
+inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int count, float* scores) {
+  const Vec scale(a.scale), cap(a.softcap), hidden(-kInfinity), none(0.0f);
+  Vec largest(-kInfinity);
+  for (int i = 0; i < count; i += Vec::width) {
+    Vec s = load(scores + i, Vec::width) * scale;
+    if (a.softcap > 0) s = tanh(s / cap) * cap;
+    if (with.adds) s = s + load(with.added + i, Vec::width);
+    if (with.hides) s = where_less(none, load(with.allowed + i, Vec::width), s, hidden);
+    store(scores + i, s, Vec::width);
+    if (count - i < Vec::width) {
+      for (int j = count; j < i + Vec::width; ++j) scores[j] = -kInfinity;
+      s = load(scores + i, Vec::width);
+    }
+    largest = max(s, largest);
+  }
+  return largest.largest();
+}
+
+// Scores of row r become weights relative to the largest score so far; `keep` what that makes of the sums before.
+template <class T>
+void weigh_row(const Partial& state, int64_t r, float block_largest, int count, float* scores, float& keep) {
+  const float before = state.largest[r], now = block_largest > before ? block_largest : before;
+  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity less -infinity is NaN
+  keep = now == before ? 1.0f : exp_of(before - now);
+  Vec total;
+  for (int i = 0; i < count; i += Vec::width) total = total + Weights<T>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
+  state.total[r] = state.total[r] * keep + total.sum();
+  state.largest[r] = now;
+}
+
+// ---- blocks, heads, parts ----
+
+// One key head of one row of the batch: its index over (batch, key head).
+struct Head {
+  int64_t b, n;
+  Head(const AttentionArgs& a, int64_t index) : b(index / a.kv_heads), n(index % a.kv_heads) {}
+};
+
+template <class T>
+void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scratch) {
+  using Query = typename Products<T>::Query;
+  const int64_t group = group_of(a), rows = rows_of(a), width = scratch.width;
+  Query* to = reinterpret_cast<Query*>(scratch.queries());
+  std::memset(to, 0, size_t(scratch.rows * width) * sizeof(Query));
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* q = static_cast<const T*>(a.q) + head.b * a.q_b + (head.n * group + r % group) * a.q_n + r / group * a.q_t;
+    if constexpr (sizeof(Query) == sizeof(T)) {
+      std::memcpy(to + r * width, q, size_t(a.width) * sizeof(T));
+    } else {
+      for (int64_t c = 0; c < a.width; ++c) to[r * width + c] = widen(q[c]);
+    }
+  }
+}
+
+inline void clear(const Scratch& scratch, const Partial& state) {
+  std::memset(state.sums, 0, size_t(scratch.rows * scratch.width) * sizeof(float));
+  for (int64_t r = 0; r < scratch.rows; ++r) state.largest[r] = -kInfinity, state.total[r] = state.allowed[r] = 0.0f, scratch.keep()[r] = 1.0f;
+}
+
+template <class T, int ROWS>
+void score_rows(const AttentionArgs& a, const Scratch& scratch, const T* k, int count) {
+  const auto* q = reinterpret_cast<const typename Products<T>::Query*>(scratch.queries());
+  for (int64_t r = 0; r < scratch.rows; r += ROWS) {
+    score_keys<T, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width, scratch.scores() + r * kScoreStep, kScoreStep);
+  }
+}
+template <class T, int ROWS>
+void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const T* v, int count) {
+  for (int64_t r = 0; r < scratch.rows; r += ROWS) {
+    const ValueBlock<T> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep, state.sums + r * scratch.width,
+                                 scratch.width, scratch.keep() + r};
+    add_values<T, ROWS>(block);
+  }
+}
+
+template <class T>
+void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state, int64_t key) {
+  const int count = int(a.length - key < kBlock ? a.length - key : kBlock);
+  const T* k = static_cast<const T*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
+  const T* v = static_cast<const T*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
+  scratch.rows == 1 ? score_rows<T, 1>(a, scratch, k, count)
+                    : scratch.rows == 2 ? score_rows<T, 2>(a, scratch, k, count) : score_rows<T, kRows>(a, scratch, k, count);
+  const int64_t group = group_of(a), rows = rows_of(a);
+  const bool each_head = a.mask.n != 0 || a.bias.n != 0;  // else one adjustment serves all heads
+  Adjustment with;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (each_head || r % group == 0) adjust(a, head.b, head.n * group + r % group, r / group, key, count, with);
+    float* scores = scratch.scores() + r * kScoreStep;
+    if (with.any) state.allowed[r] = 1.0f;
+    weigh_row<T>(state, r, adjusted_scores(a, with, count, scores), count, scores, scratch.keep()[r]);
+  }
+  scratch.rows == 1 ? add_rows<T, 1>(a, scratch, state, v, count)
+                    : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count) : add_rows<T, kRows>(a, scratch, state, v, count);
+}
+
+// Divides and rounds. A row without an allowed key is zeros; one whose allowed scores are all -infinity is NaN, as softmax has it.
+template <class T>
+void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state) {
+  const int64_t group = group_of(a), rows = rows_of(a);
+  for (int64_t r = 0; r < rows; ++r) {
+    const float total = state.total[r];
+    const Vec scale(total != 0 ? 1.0f / total : state.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
+    const float* sums = Finished<T>::row(state.sums + r * scratch.width, a.width, scratch.room());
+    T* out = static_cast<T*>(a.out) + ((head.b * a.tokens + r / group) * a.heads + head.n * group + r % group) * a.width;
+    for (int64_t c = 0; c < a.width; c += Vec::width) {
+      store(out + c, load(sums + c, Vec::width) * scale, int(a.width - c < Vec::width ? a.width - c : Vec::width));
+    }
+  }
+}
+
+template <class T>
+void attention_part(const AttentionArgs& a, int64_t part) {
+  const Scratch scratch(a, part);
+  const int64_t per_head = blocks_per_head(a), begin = part_begin(a, part), end = part_begin(a, part + 1);
+  for (int64_t block = begin; block < end;) {
+    const Head head(a, block / per_head);
+    const int64_t first = block % per_head, last = per_head - first < end - block ? per_head : first + end - block;
+    const Partial state = scratch.partial(block == begin ? 0 : 1);
+    load_queries<T>(a, head, scratch);
+    clear(scratch, state);
+    for (int64_t i = first; i < last; ++i) attend_block<T>(a, head, scratch, state, a.first_key + i * kBlock);
+    if (first == 0 && last == per_head) write_head<T>(a, head, scratch, state);
+    block += last - first;
+  }
+}
+
+// Adds what another part found for the same head.
+inline void merge(const AttentionArgs& a, const Scratch& scratch, const Partial& into, const Partial& from) {
+  for (int64_t r = 0; r < rows_of(a); ++r) {
+    const float largest = from.largest[r] > into.largest[r] ? from.largest[r] : into.largest[r];
+    const float base = largest == -kInfinity ? 0.0f : largest;
+    const float ours = exp_of(into.largest[r] - base), theirs = exp_of(from.largest[r] - base);
+    const Vec keep(ours), add(theirs);
+    float* sums = into.sums + r * scratch.width;
+    const float* others = from.sums + r * scratch.width;
+    for (int64_t c = 0; c < scratch.width; c += Vec::width) {
+      store(sums + c, fma(load(others + c, Vec::width), add, load(sums + c, Vec::width) * keep), Vec::width);
+    }
+    into.total[r] = into.total[r] * ours + from.total[r] * theirs;
+    into.largest[r] = largest;
+    into.allowed[r] = into.allowed[r] + from.allowed[r];
+  }
+}
+
+// Heads that end in a later part than they begin in: each part left its share in its scratch, the first of them is added to.
+template <class T>
+void combine_parts(const AttentionArgs& a) {
+  const int64_t per_head = blocks_per_head(a);
+  for (int64_t part = 0; part + 1 < a.parts;) {
+    const int64_t begin = part_begin(a, part), end = part_begin(a, part + 1), head = end / per_head, head_end = (head + 1) * per_head;
+    int64_t next = part + 1;
+    if (begin < end && end % per_head) {
+      const Scratch scratch(a, part);
+      const Partial into = scratch.partial(begin >= head * per_head ? 0 : 1);
+      for (; next < a.parts && part_begin(a, next) < head_end; ++next) {
+        if (part_begin(a, next) < part_begin(a, next + 1)) merge(a, scratch, into, Scratch(a, next).partial(0));
+      }
+      write_head<T>(a, Head(a, head), scratch, into);
+      if (part_begin(a, next) > head_end) --next;  // the last of them goes on with another head
+    }
+    part = next;
+  }
+}
+
+inline void attend(const AttentionArgs& a, int64_t begin, int64_t end) {
+  for (int64_t part = begin; part < end; ++part) {
+    switch (a.type) {
+      case Type::f32: attention_part<float>(a, part); break;
+      case Type::bf16: attention_part<bf16>(a, part); break;
+      case Type::f16: attention_part<f16>(a, part); break;
+    }
+  }
+}
+inline void combine(const AttentionArgs& a) {
+  switch (a.type) {
+    case Type::f32: return combine_parts<float>(a);
+    case Type::bf16: return combine_parts<bf16>(a);
+    case Type::f16: return combine_parts<f16>(a);
+  }
+}
+
+inline AttentionKernels attention_kernels() { return {rotary, activate, attend, combine, attention_blocks, Scratch::floats}; }
+
 }  // namespace INFUSE_ISA
 }  // namespace infuse

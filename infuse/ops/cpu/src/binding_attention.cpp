@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <vector>
@@ -142,12 +143,89 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
   return y;
 }
 
+// ---- attention ----
+
+// Beyond these PyTorch's fused attention, which cuts queries into blocks, is the better choice.
+constexpr int64_t kMaxTokens = 8, kMaxWidth = 1024, kMaxRows = 512;
+// Keys and values read by one thread at least, in bytes.
+constexpr int64_t kGrainBytes = 1 << 17;
+
+// Whether `t`, up to four axes on the right of [B, H, T, L], can be broadcast to them.
+bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& a, bool may_be_bool) {
+  if (!t) return true;
+  const int64_t sizes[4] = {a.batch, a.heads, a.tokens, a.length}, missing = 4 - t->dim();
+  int64_t* const strides[4] = {&s.b, &s.n, &s.t, &s.l};
+  if (missing < 0) return false;
+  for (int64_t axis = missing; axis < 4; ++axis) {
+    const int64_t size = t->size(axis - missing);
+    if (size != sizes[axis] && size != 1) return false;
+    *strides[axis] = size == 1 ? 0 : t->stride(axis - missing);
+  }
+  s.is_bool = t->scalar_type() == ScalarType::Bool;
+  const std::optional<Type> type = type_of(*t);
+  if (s.is_bool ? !may_be_bool : !type) return false;
+  s.type = type.value_or(Type::f32);
+  s.data = t->const_data_ptr();
+  return true;
+}
+
+bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const std::optional<Type> type = type_of(q);
+  if (!type || k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || !rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
+  a.type = *type;
+  a.batch = q.size(0), a.heads = q.size(1), a.tokens = q.size(2), a.width = q.size(3), a.kv_heads = k.size(1), a.length = k.size(2);
+  if (a.tokens > kMaxTokens || a.width > kMaxWidth || a.batch * a.heads * a.tokens * a.length * a.width * a.kv_heads == 0) return false;
+  if (a.heads % a.kv_heads || a.heads / a.kv_heads * a.tokens > kMaxRows) return false;
+  if (k.size(0) != a.batch || v.size(0) != a.batch || v.size(1) != a.kv_heads) return false;
+  if (v.size(2) != a.length || k.size(3) != a.width || v.size(3) != a.width) return false;
+  a.q = q.const_data_ptr(), a.k = k.const_data_ptr(), a.v = v.const_data_ptr();
+  a.q_b = q.stride(0), a.q_n = q.stride(1), a.q_t = q.stride(2);
+  a.k_b = k.stride(0), a.k_n = k.stride(1), a.k_t = k.stride(2);
+  a.v_b = v.stride(0), a.v_n = v.stride(1), a.v_t = v.stride(2);
+  return true;
+}
+
+// Kept by the calling thread from call to call: a fresh allocation of this size would be paid in page faults.
+float* scratch_of(int64_t floats) {
+  static thread_local std::vector<float> held;
+  constexpr size_t line = 64;
+  if (int64_t(held.size()) < floats + int64_t(line / sizeof(float))) held.resize(size_t(floats) + line / sizeof(float));
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + line - 1) / line * line);
+}
+
+void run_attention(AttentionArgs& a) {
+  const auto& run = kernels().attention;
+  const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * (a.type == Type::f32 ? 4 : 2);
+  a.parts = std::min({int64_t(torch::stable::get_num_threads()), bytes / kGrainBytes + 1, run.attention_blocks(a)});
+  a.scratch = scratch_of(a.parts * run.attention_scratch(a));
+  if (a.parts == 1) return run.attention(a, 0, 1);
+  torch::stable::parallel_for(0, a.parts, 1, [&](int64_t begin, int64_t end) { run.attention(a, begin, end); });
+  run.combine(a);
+}
+
+std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias, double scale,
+                                bool causal, int64_t window, double softcap) {
+  AttentionArgs a{};
+  if (!set_attended(a, q, k, v)) return std::nullopt;
+  if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return std::nullopt;
+  a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
+  a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) : 0;
+  Tensor out = empty({a.batch, a.tokens, a.heads, a.width}, q);
+  a.out = out.mutable_data_ptr();
+  run_attention(a);
+  return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?");
   m.def(
       "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads, bool interleaved)"
+      " -> Tensor?");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap)"
       " -> Tensor?");
   m.def("activation(Tensor x, int act) -> Tensor?");
   m.def("gated_activation(Tensor x, int act) -> Tensor?");
@@ -156,6 +234,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("rotary_append", TORCH_BOX(&rotary_append));
+  m.impl("attention", TORCH_BOX(&attention));
   m.impl("activation", TORCH_BOX(&activation));
   m.impl("gated_activation", TORCH_BOX(&gated_activation));
 }

@@ -1,0 +1,20 @@
+"""The attention of ops/attention.py in C++ (src/attention.h), for few queries over a cache. The kernel declines (None) what it
+does not take: many queries at once (prefill), which PyTorch's fused attention does in blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from infuse.ops.attention import attention
+from infuse.ops.cpu import kernels, needs
+
+
+@attention.implement("cpu", needs)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+) -> Any:
+    out = kernels().attention.default(q, k, v, mask, bias, scale, causal, window, softcap)
+    return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap) if out is None else out

@@ -1,0 +1,248 @@
+// The two products of attention over one block of keys: scores = q k^T, and sums = keep * sums + weights v.
+// Rows are the queries that share a key head, taken ROWS at a time: a key is loaded once for all of them.
+#pragma once
+
+#include "vec_math.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+// Rows are padded to 1, 2 or a multiple of 4.
+constexpr int kRows = 4;
+// Queries and sums are padded to a multiple of this many columns, the widest step of all instruction sets.
+constexpr int64_t kColumns = 32;
+
+// How keys of T are multiplied: as floats, or (below) as pairs of bf16.
+template <class T>
+struct Products {
+  using Query = float;
+  using Reg = Vec;
+  static constexpr int step = Vec::width;
+  static Reg key(const T* p, int n) { return load(p, n); }
+  static Reg query(const Query* p) { return load(p, step); }
+  static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
+};
+
+// Asks for the rest of a row of which only the first columns are read now: else later columns, read in a pass of their own,
+// would wait for the memory again, in steps that the hardware does not foresee.
+template <class T>
+inline void fetch_rest(const T* row, int64_t from, int64_t width) {
+  for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
+}
+
+// Lane i of the result is the sum of the lanes of x[i].
+inline Vec sum_each(const Vec (&x)[Vec::width]) {
+#if defined(__AVX512F__)
+  __m512 quads[4];  // quads[j]: quarter i holds four partial sums of x[4 i + j]
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 a = x[j].v, b = x[4 + j].v, c = x[8 + j].v, d = x[12 + j].v;
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    quads[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  }
+  const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(quads[0], quads[1]), _mm512_unpackhi_ps(quads[0], quads[1]));
+  const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(quads[2], quads[3]), _mm512_unpackhi_ps(quads[2], quads[3]));
+  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
+#elif defined(__AVX2__)
+  __m256 quads[2];  // quads[j]: both halves hold partial sums of x[4 j] to x[4 j + 3]
+  for (int j = 0; j < 2; ++j) {
+    const __m256 a = x[4 * j].v, b = x[4 * j + 1].v, c = x[4 * j + 2].v, d = x[4 * j + 3].v;
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    quads[j] = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+  }
+  return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#else
+  Vec sums;
+  for (int i = 0; i < Vec::width; ++i) sums.v[i] = x[i].sum();
+  return sums;
+#endif
+}
+
+// scores[r * score_step + i] = q row r times key i. Writes up to Vec::width scores beyond `count`, which mean nothing.
+template <class T, int ROWS>
+void score_keys(const T* k, int64_t k_step, int count, int64_t width, const typename Products<T>::Query* q, int64_t q_step, float* scores,
+                int64_t score_step) {
+  using P = Products<T>;
+  constexpr int KEYS = Vec::width / ROWS;
+  for (int i = 0; i < count; i += KEYS) {
+    const T* key[KEYS];
+    for (int j = 0; j < KEYS; ++j) key[j] = k + (i + j < count ? i + j : count - 1) * k_step;
+    Vec sums[Vec::width];
+    const auto add_step = [&](int64_t c, int n) {
+      typename P::Reg keys[KEYS];
+#pragma GCC unroll 16
+      for (int j = 0; j < KEYS; ++j) keys[j] = P::key(key[j] + c, n);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const typename P::Reg query = P::query(q + r * q_step + c);
+#pragma GCC unroll 16
+        for (int j = 0; j < KEYS; ++j) sums[r * KEYS + j] = P::add(keys[j], query, sums[r * KEYS + j]);
+      }
+    };
+    int64_t c = 0;
+    for (; c + P::step <= width; c += P::step) add_step(c, P::step);
+    if (c < width) add_step(c, int(width - c));
+    float lanes[Vec::width];
+    store(lanes, sum_each(sums), Vec::width);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) std::memcpy(scores + r * score_step + i, lanes + r * KEYS, KEYS * sizeof(float));
+  }
+}
+
+// One block of values and what is added to: weights [rows, count] and sums [rows, width].
+template <class T>
+struct ValueBlock {
+  const T* v;
+  int64_t v_step;
+  int count;
+  int64_t width;
+  const float* weights;
+  int64_t weight_step;
+  float* sums;
+  int64_t sum_step;
+  const float* keep;  // for each row, what the sums so far are scaled by
+};
+
+template <class T>
+void add_block(const ValueBlock<T>& b, int r, int64_t c, Vec sum) {
+  float* sums = b.sums + r * b.sum_step + c;
+  store(sums, fma(load(sums, Vec::width), Vec(b.keep[r]), sum), Vec::width);
+}
+
+// Columns [c, c + COLUMNS * Vec::width), or n < Vec::width of them where COLUMNS is 1.
+template <class T, int ROWS, int COLUMNS>
+void add_columns(const ValueBlock<T>& b, int64_t c, int n) {
+  Vec sums[ROWS][COLUMNS];  // of this block alone: thousands of keys in one running sum would lose digits
+  const int last = COLUMNS == 1 ? n : Vec::width;
+  for (int i = 0; i < b.count; ++i) {
+    const T* v = b.v + i * b.v_step + c;
+    if (c == 0) fetch_rest(v, COLUMNS * Vec::width, b.width);
+    Vec values[COLUMNS];
+#pragma GCC unroll 4
+    for (int j = 0; j < COLUMNS; ++j) values[j] = load(v + j * Vec::width, last);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec weight(b.weights[r * b.weight_step + i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < COLUMNS; ++j) sums[r][j] = fma(weight, values[j], sums[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < COLUMNS; ++j) add_block(b, r, c + j * Vec::width, sums[r][j]);
+}
+
+// What a row of weights becomes before it multiplies values of T; returns its sum. Here they stay floats.
+template <class T>
+struct Weights {
+  static Vec keep(float* row, int i, Vec weights) {
+    store(row + i, weights, Vec::width);
+    return weights;
+  }
+};
+
+template <class T, int ROWS>
+void add_values(const ValueBlock<T>& b) {
+  constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // of 32 or 16 registers, half are sums
+  int64_t c = 0;
+  for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<T, ROWS, COLUMNS>(b, c, Vec::width);
+  for (; c < b.width; c += Vec::width) add_columns<T, ROWS, 1>(b, c, int(b.width - c < Vec::width ? b.width - c : Vec::width));
+}
+
+#if defined(__AVX512BF16__)
+
+inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? __mmask32(~0u) : __mmask32((1u << n) - 1); }
+inline Vec multiply_pairs(__m512i a, __m512i b, Vec sum) { return _mm512_dpbf16_ps(sum.v, (__m512bh)a, (__m512bh)b); }
+
+template <>
+struct Products<bf16> {
+  using Query = bf16;
+  using Reg = __m512i;
+  static constexpr int step = 32;
+  static Reg key(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(first_of_32(n), p); }
+  static Reg query(const Query* p) { return _mm512_loadu_si512(p); }
+  static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs(k, q, sum); }
+};
+
+// Rounded to bf16, packed at the front of their row: the product takes the weights of two keys at once.
+template <>
+struct Weights<bf16> {
+  static Vec keep(float* row, int i, Vec weights) {
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weights.v);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<bf16*>(row) + i), rounded);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+  }
+};
+
+// 32 * GROUPS columns of two values at a time, their columns interleaved by unpacking. So each group of 32 sums is kept as
+// columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31, see Finished.
+template <int ROWS, int GROUPS>
+void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
+  constexpr int SUMS = 2 * GROUPS;
+  const __mmask32 mask = GROUPS == 1 ? first_of_32(n) : __mmask32(~0u);
+  Vec sums[ROWS][SUMS];
+  for (int i = 0; i < b.count; i += 2) {
+    const bf16* v = b.v + i * b.v_step + c;
+    if (c == 0) fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
+    const __mmask32 second = i + 1 < b.count ? mask : 0;  // no value that is not there: 0 times it may be NaN
+    __m512i values[SUMS];
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) {
+      const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g), odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
+      values[2 * g] = _mm512_unpacklo_epi16(even, odd), values[2 * g + 1] = _mm512_unpackhi_epi16(even, odd);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      int pair;
+      std::memcpy(&pair, reinterpret_cast<const bf16*>(b.weights + r * b.weight_step) + i, 4);
+      const __m512i weight = _mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int j = 0; j < SUMS; ++j) sums[r][j] = multiply_pairs(values[j], weight, sums[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, sums[r][j]);
+}
+
+template <int ROWS>
+void add_pairs(const ValueBlock<bf16>& b) {
+  int64_t c = 0;
+  for (; c + 64 <= b.width; c += 64) add_column_groups<ROWS, 2>(b, c, 64);
+  for (; c < b.width; c += 32) add_column_groups<ROWS, 1>(b, c, b.width - c);
+}
+template <>
+inline void add_values<bf16, 1>(const ValueBlock<bf16>& b) { add_pairs<1>(b); }
+template <>
+inline void add_values<bf16, 2>(const ValueBlock<bf16>& b) { add_pairs<2>(b); }
+template <>
+inline void add_values<bf16, 4>(const ValueBlock<bf16>& b) { add_pairs<4>(b); }
+
+#endif
+
+// Sums of one row in the order of the columns; `room` takes them where they are kept in another.
+template <class T>
+struct Finished {
+  static const float* row(const float* sums, int64_t, float*) { return sums; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Finished<bf16> {
+  static const float* row(const float* sums, int64_t width, float* room) {
+    for (int64_t c = 0; c < width; c += 32) {
+      for (int i = 0; i < 4; ++i) {
+        std::memcpy(room + c + 8 * i, sums + c + 4 * i, 16);
+        std::memcpy(room + c + 8 * i + 4, sums + c + 16 + 4 * i, 16);
+      }
+    }
+    return room;
+  }
+};
+#endif
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse

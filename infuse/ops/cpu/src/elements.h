@@ -1,0 +1,144 @@
+// How blocks of weights and of x are loaded and multiplied, and how rows of x are taken in blocks: shared by all products.
+#pragma once
+
+#include <type_traits>
+
+#include "linear_kernels.h"
+#include "vec.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+constexpr int kMostRows = 8;    // rows of x in registers at once
+constexpr int kPanel = 12;      // weight rows that are used for all rows of x before the next ones
+constexpr int kAhead = 2048;    // bytes: how far ahead of the use weights are asked for
+
+// Inlined by force: g++ takes a function that only prefetches for one without effect, and drops the call.
+[[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// How many weight rows go through the registers with R rows of x: the more, the less often x is read.
+constexpr int weight_rows(int R) {
+#if defined(__AVX512F__)
+  return R == 1 ? 1 : R == 2 ? 2 : R <= 6 ? 4 : 3;
+#else
+  return R == 1 || R > 4 ? 1 : 2;
+#endif
+}
+
+constexpr int coded_weight_rows(int R) {
+#if defined(__AVX512F__)
+  return R == 3 || R == 4 ? 2 : 1;
+#else
+  return 1;
+#endif
+}
+
+// The even ones of 2 * width neighbours, then the odd ones.
+inline void deinterleave(Vec a, Vec b, float* to) {
+#if defined(__AVX512F__)
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(a.v, even, b.v));
+  _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(a.v, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b.v));
+#elif defined(__AVX2__)
+  const auto in_order = [](__m256 v) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xd8)); };
+  _mm256_storeu_ps(to, in_order(_mm256_shuffle_ps(a.v, b.v, 0x88)));
+  _mm256_storeu_ps(to + 8, in_order(_mm256_shuffle_ps(a.v, b.v, 0xdd)));
+#else
+  for (int i = 0; i < Vec::width; ++i) {
+    const float x = 2 * i < Vec::width ? a.v[2 * i] : b.v[2 * i - Vec::width];
+    const float y = 2 * i < Vec::width ? a.v[2 * i + 1] : b.v[2 * i + 1 - Vec::width];
+    to[i] = x, to[Vec::width + i] = y;
+  }
+#endif
+}
+
+// ---- elements: how a block of weights is loaded, and what it is multiplied with ----
+
+// Any type: widened to float.
+template <class T>
+struct Elements {
+  using X = float;
+  using Weights = Vec;
+  static constexpr int block = Vec::width;
+  static void arrange(const T* x, int n, X* to) { store(to, load(x, n), block); }
+  static Weights weights(const T* w, int n) { return load(w, n); }
+  static Vec dot(Weights w, const X* x, Vec acc) { return fma(w, load(x, block), acc); }
+};
+
+#if defined(__AVX512BF16__)
+
+// bf16 as pairs: the products of neighbours are added in float.
+template <>
+struct Elements<bf16> {
+  using X = bf16;
+  using Weights = __m512bh;
+  static constexpr int block = 32;
+  static __mmask32 first_words(int n) { return n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1; }
+  static __m512bh pairs(__m512i bits) { return reinterpret_cast<__m512bh>(bits); }
+  static void arrange(const bf16* x, int n, X* to) { _mm512_store_si512(to, _mm512_maskz_loadu_epi16(first_words(n), x)); }
+  static Weights weights(const bf16* w, int n) {
+    return pairs(n >= 32 ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(first_words(n), w));
+  }
+  static Vec dot(Weights w, const X* x, Vec acc) { return _mm512_dpbf16_ps(acc.v, w, pairs(_mm512_load_si512(x))); }
+};
+
+#elif defined(__AVX2__)
+
+// bf16 without bf16 instructions: a 32-bit lane holds two neighbours; shifted up it is the even one, masked the odd one.
+template <>
+struct Elements<bf16> {
+  using X = float;
+  static constexpr int block = 2 * Vec::width;
+  struct Weights {
+    Vec even, odd;
+  };
+  static void arrange(const bf16* x, int n, X* to) {
+    deinterleave(load(x, n), n > Vec::width ? load(x + Vec::width, n - Vec::width) : Vec(), to);
+  }
+  static Weights weights(const bf16* w, int n) {
+    if (n < block) {
+      bf16 padded[block] = {};
+      std::memcpy(padded, w, size_t(n) * sizeof(bf16));
+      return weights(padded, block);
+    }
+#if defined(__AVX512F__)
+    const __m512i both = _mm512_loadu_si512(w);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))))};
+#else
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))))};
+#endif
+  }
+  static Vec dot(Weights w, const X* x, Vec acc) {
+    return fma(w.odd, load(x + Vec::width, Vec::width), fma(w.even, load(x, Vec::width), acc));
+  }
+};
+
+#endif
+
+// Calls run(std::integral_constant<int, rows>) for rows in 1 .. kMostRows.
+template <class F>
+void with_rows(int64_t rows, const F& run) {
+  switch (rows) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+    case 7: return run(std::integral_constant<int, 7>());
+    case 8: return run(std::integral_constant<int, 8>());
+  }
+}
+
+// Rows of x in blocks of nearly the same size, none larger than kMostRows: run(first, count).
+template <class F>
+void in_row_blocks(int64_t rows, const F& run) {
+  const int64_t blocks = (rows + kMostRows - 1) / kMostRows;
+  for (int64_t b = 0; b < blocks; ++b) run(rows * b / blocks, rows * (b + 1) / blocks - rows * b / blocks);
+}
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse

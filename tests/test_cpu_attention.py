@@ -1,0 +1,246 @@
+"""The C++ bodies of attention, rotary and activations: shapes, strides, masks, threads, and every instruction set of this machine.
+
+The ops' own cases run in test_ops.py for the best instruction set, and here for the lower ones, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tolerance import assert_near
+from torch import Tensor
+
+from infuse import ops
+from infuse.ops.cpu import isa, kernels
+
+REASON = kernels() if isinstance(kernels(), str) else ""
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # as in ops/cpu/src/detect.cpp, lowest first
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def attended(*args: object) -> Tensor:
+    """By the kernel itself, which must not decline."""
+    out = kernels().attention.default(*args)
+    assert out is not None
+    return out
+
+
+def cached(batch: int, kv_heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
+    """A view of a longer storage full of NaN beyond it: strided, and nothing past the end may be used."""
+    storage = torch.full((batch, kv_heads, length + 3, width), float("nan"), dtype=dtype)
+    storage[:, :, :length] = torch.randn(batch, kv_heads, length, width)
+    return storage[:, :, :length]
+
+
+def check(dtype: torch.dtype, *args: object) -> None:
+    q, k, v = args[:3]
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    wanted = ops.attention.reference(q.float(), k.float(), v.float(), *args[3:])
+    found = attended(*args)
+    assert found.dtype == dtype and found.is_contiguous()
+    assert_near(found, wanted, dtype, f"{tuple(q.shape)} over {tuple(k.shape)}")
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8, 24, 33, 64, 80, 128, 256])
+def test_attention_of_awkward_shapes(width: int, dtype: torch.dtype, threads: int) -> None:
+    for batch, heads, kv_heads, tokens in ((1, 4, 1, 1), (3, 6, 2, 1), (1, 3, 3, 1), (2, 10, 2, 3), (1, 2, 1, 8)):
+        for length in (1, 17, 65, 1000):
+            q = torch.randn(batch, heads, tokens, width, dtype=dtype)
+            k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
+            if length >= tokens:
+                check(dtype, q, k, v, None, None, width**-0.5, True, 0, 0.0)
+            check(dtype, q, k, v, None, None, width**-0.5, False, 5, 2.0)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """In float64: over thousands of keys the reference's float32 is less exact than the kernel."""
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+    scores = (q.double() @ keys.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
+    """More threads than key heads: parts begin and end inside heads, some of them in the middle of several."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 3, 5, 7):
+            torch.set_num_threads(threads)
+            for batch, kv_heads in ((1, 1), (3, 1), (1, 2), (2, 2)):
+                q = torch.randn(batch, 4 * kv_heads, 1, 64, dtype=dtype)
+                k, v = (cached(batch, kv_heads, 6000, 64, dtype) for _ in range(2))
+                v += 1  # means around zero lose digits however they are computed
+                mask = torch.rand(batch, 1, 1, 6000) < 0.8
+                mask[0, :, :, :4000] = False  # whole parts without an allowed key
+                found = attended(q, k, v, mask, None, 0.125, True, 0, 0.0)
+                assert_near(found, exact(q, k, v, mask, 0.125), dtype, f"{threads=} {batch}x{kv_heads} masked")
+                found = attended(q, k, v, None, None, 0.25, True, 3000, 0.0)
+                in_window = torch.arange(6000) >= 3000
+                assert_near(found, exact(q, k, v, in_window, 0.25), dtype, f"{threads=} {batch}x{kv_heads} window")
+    finally:
+        torch.set_num_threads(before)
+
+
+def masks(batch: int, heads: int, tokens: int, length: int) -> Iterator[Tensor]:
+    for shape in ((batch, 1, tokens, length), (1, heads, 1, length), (batch, heads, tokens, length), (tokens, length), (length,)):
+        yield torch.rand(shape) < 0.7
+    yield (torch.rand(batch, 1, 1, length) < 0.7).expand(batch, heads, tokens, length)
+    yield (torch.rand(batch, 1, tokens, 2 * length) < 0.7)[..., ::2]
+    yield torch.rand(batch, 1, tokens, 1) < 0.5  # rows that see all or nothing
+    yield torch.zeros(batch, 1, tokens, length, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
+    batch, heads, kv_heads, width = 3, 4, 2, 32
+    for tokens, length in ((1, 1), (1, 130), (4, 130), (2, 1000)):
+        q = torch.randn(batch, heads, tokens, width, dtype=dtype)
+        k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
+        bias = torch.randn(1, heads, 1, length, dtype=dtype)
+        for mask in masks(batch, heads, tokens, length):
+            check(dtype, q, k, v, mask, None, 0.2, False, 0, 0.0)
+            check(dtype, q, k, v, mask, bias, 0.2, True, 7, 3.0)
+            for kind in DTYPES:
+                seen = mask.clone()
+                if kind == torch.float16:  # its least value is small enough for hidden scores to differ by their rounding alone
+                    seen[..., 0] = True
+                added = torch.zeros(mask.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
+                check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
+
+
+def test_a_row_without_an_allowed_key_is_zeros() -> None:
+    q, k, v = torch.randn(2, 2, 1, 16), cached(2, 1, 70, 16, torch.float32), cached(2, 1, 70, 16, torch.float32)
+    mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)
+    mask[1] = False
+    added = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    for hidden in (mask, added):
+        out = attended(q, k, v, hidden, None, 0.25, True, 0, 0.0)
+        assert out[1].eq(0).all() and out[0].ne(0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_what_is_not_finite_is_where_the_reference_has_it(value: float) -> None:
+    for dtype in DTYPES:
+        for which in range(3):
+            for place in (0, 70, 199):
+                q = torch.randn(2, 4, 2, 32, dtype=dtype)
+                args = [q, *(torch.randn(2, 2, 200, 32, dtype=dtype) for _ in range(2))]
+                args[which][1, 1, min(place, args[which].shape[2] - 1), 3] = value
+                mask = torch.rand(2, 1, 2, 200) < 0.9
+                for hidden in (None, mask):
+                    check(dtype, *args, hidden, None, 0.2, False, 0, 0.0)
+
+
+def test_attention_declines_what_it_does_not_take() -> None:
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 9, 16)
+    attend = kernels().attention.default
+    rest = (None, None, 0.25, True, 0, 0.0)
+    assert attend(q, k, k, *rest) is not None
+    assert attend(torch.randn(1, 2, 9, 16), k, k, *rest) is None  # a prefill
+    assert attend(q.double(), k.double(), k.double(), *rest) is None
+    assert attend(q, k.bfloat16(), k.bfloat16(), *rest) is None
+    assert attend(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, *rest) is None
+    assert attend(q, k, k, torch.ones(1, 1, 1, 8, dtype=torch.bool), *rest[1:]) is None
+    assert attend(q, k[:, :, :0], k[:, :, :0], *rest) is None
+    long = torch.randn(1, 2, 9, 16)
+    assert_near(ops.attention.body("cpu")(long, k, k, *rest), ops.attention.reference(long, k, k, *rest), torch.float32)
+
+
+# ---- rotary ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_append_to_a_strided_cache(dtype: torch.dtype, threads: int) -> None:
+    heads, kv_heads, start = 4, 2, 5
+    for batch, tokens, width, turned in ((1, 1, 64, 64), (3, 2, 80, 20), (2, 600, 33, 32), (1, 1, 6, 2)):
+        for interleaved in (False, True):
+            for kind in (dtype, torch.float32):
+                qkv = torch.randn(batch, tokens, heads + 2 * kv_heads, width, dtype=dtype)
+                angles = torch.rand(1, tokens + 1, turned)[:, 1:] * 6
+                cos, sin = angles.cos().to(kind), angles.sin().to(kind)
+                # [B, S, K, D] in memory, as some caches have it
+                found = [torch.zeros(batch, 620, kv_heads, width, dtype=dtype).transpose(1, 2) for _ in range(2)]
+                wanted = [torch.zeros(batch, kv_heads, 620, width) for _ in range(2)]
+                q = kernels().rotary_append.default(qkv, cos, sin, *found, start, heads, interleaved)
+                expected = ops.rotary_append.reference(qkv.float(), cos.float(), sin.float(), *wanted, start, heads, interleaved)
+                for a, b in zip((q, *found), (expected, *wanted), strict=True):
+                    assert_near(a, b, dtype, f"{width} {turned} {interleaved}")
+
+
+def test_append_declines_a_full_cache_and_strange_turns() -> None:
+    append = kernels().rotary_append.default
+    qkv, turns = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 8)
+    keys, values = torch.zeros(1, 1, 6, 8), torch.zeros(1, 1, 6, 8)
+    assert append(qkv, turns, turns, keys, values, 4, 2, False) is not None
+    assert append(qkv, turns, turns, keys, values, 5, 2, False) is None
+    assert append(qkv, turns.double(), turns.double(), keys, values, 0, 2, False) is None
+    assert append(qkv, turns[..., :3], turns[..., :3], keys, values, 0, 2, False) is None
+    assert append(qkv, turns, turns, keys.bfloat16(), values.bfloat16(), 0, 2, False) is None
+
+
+# ---- activations ----
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"])
+def test_activation_over_all_magnitudes(name: str, threads: int) -> None:
+    special = torch.tensor([0.0, -0.0, 1e-39, 1e30, -1e30, float("nan"), -float("inf")])
+    x = torch.cat([torch.linspace(-20, 20, 40001), torch.randn(1000) * 1e-3, torch.randn(1000) * 100, special])
+    found, wanted = (ops.activation.body(body)(x, name).double() for body in ("cpu", "reference"))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    # PyTorch's own gelu loses digits where 1 + erf cancels: there only the absolute error counts.
+    error = (found - wanted).nan_to_num().abs() / (wanted.nan_to_num().abs() + x.nan_to_num().abs().double().clamp(1e-6, 1))
+    assert float(error.max()) <= 1e-6
+    if name not in ("quick_gelu", "tanh"):
+        assert ops.activation.body("cpu")(torch.tensor([float("inf")]), name).item() == float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_activation_of_odd_widths(dtype: torch.dtype, threads: int) -> None:
+    for shape in ((1, 1, 2), (3, 66), (5, 7, 2 * 1001), (14,)):
+        x = torch.randn(shape, dtype=dtype)
+        assert_near(ops.gated_activation.body("cpu")(x, "silu"), ops.gated_activation.reference(x.float(), "silu"), dtype)
+
+
+# ---- instruction sets ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set(level: str) -> None:
+    best = isa()
+    assert best in LEVELS
+    if LEVELS.index(level) >= LEVELS.index(best):
+        pytest.skip(f"{best} is what the other tests run here")
+    here = Path(__file__).parent
+    found = subprocess.run(
+        [sys.executable, "-c", "from infuse.ops.cpu import isa; print(isa())"],
+        env={**os.environ, "INFUSE_CPU_ISA": level}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == level
+    names = ("test_cpu_attention.py", "test_ops.py::test_body_is_the_reference")
+    chosen = [str(here / name) for name in names]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *chosen, "-k", "not instruction_set", "-p", "no:cacheprovider"],
+        env={**os.environ, "INFUSE_CPU_ISA": level}, capture_output=True, text=True, cwd=here.parent,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
