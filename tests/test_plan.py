@@ -254,7 +254,8 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     wanted, before = outputs(model), resident_bytes(model)
     done = applied(model, dtype="fp32", quant="int8")
     assert done.steps and {step.depth for step in done.steps} <= {LINEAR, ATTENTION}
-    for step in (step for step in done.steps if step.depth == LINEAR):  # what the format does not fit may run through a kernel for plain linears, and the plan says so
+    # What the format does not fit may run through a kernel for plain linears, and the plan says so.
+    for step in (step for step in done.steps if step.depth == LINEAR):
         assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), step
     assert any(step.formats for step in done.steps)
     assert resident_bytes(model) == done.after_bytes < before
