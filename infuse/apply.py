@@ -241,8 +241,10 @@ def _mix_in(new: nn.Module, theirs: type, classes: dict[tuple[type, type], type]
 
 
 def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters outside of blocks. Buffers stay: rotary frequencies must not be rounded."""
+    """Cast the parameters outside of blocks. Buffers stay: rotary frequencies must not be rounded.
+
+    `requires_grad` stays too: PyTorch's linear copies the whole weight for a strided x where it is False (2 s for an lm_head).
+    """
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)

@@ -35,7 +35,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 
     The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords,
     or both. Raises ConfigError for wrong configuration, NotAvailable for what this version lacks, and ProofError under
-    verify="strict"; the model is unharmed after any of them. Parameters no longer require gradients afterwards.
+    verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
     """
     return InferenceEngine(model, config, **kwargs)
 
