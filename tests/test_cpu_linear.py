@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prepared import runner
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
@@ -22,13 +23,14 @@ from infuse.quant.format import quant_format
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
 ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
+QUANTIZED_ROWS = (*ROWS, 73)  # which go by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row")
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
-quantized = ops.quantized_linear.body("cpu")
+quantized = runner("quantized_linear", "cpu")
 
 
 def poison(*shape: int, dtype: torch.dtype) -> None:
@@ -72,7 +74,7 @@ def check_plain(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) -> None:
     buffers, weight = quantized_args(text, inputs, outputs)
     bias = torch.randn(outputs).to(dtype)
-    for rows in ROWS:
+    for rows in QUANTIZED_ROWS:
         x = torch.randn(rows, inputs).to(dtype)
         for b in (None, bias):
             poison(rows, outputs, dtype=dtype)
@@ -101,14 +103,23 @@ def test_groups_that_the_kernels_decline(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dequantized_values_are_the_formats_own(dtype: torch.dtype, text: str) -> None:
-    (data, scale, zero), _ = quantized_args(text, 480 if "96" in text else 448, 7)
-    inputs = data.shape[1] * (2 if data.dtype == torch.uint8 else 1)
-    held = quant_format(text).quantize(torch.randn(7, inputs))
-    found = torch.full((7, inputs), float("nan"), dtype=dtype)
-    kernels().dequantize(held.data, held.scale, held.zero, quant_format(text).bits, found)
-    assert torch.equal(found, quant_format(text).dequantize(held, dtype))
+def test_panels_hold_the_codes_and_the_values(text: str) -> None:
+    """Into panels and back is the same weight; whole and by rows, panels give the format's own values."""
+    format, layout = quant_format(text), ops.quantized_linear.bodies["cpu"].layout
+    assert layout is not None
+    for outputs in (1, 7, 16, 33):
+        held = format.quantize(torch.randn(outputs, 480 if "96" in text else 448))
+        panels = layout.prepare(held)
+        back = layout.restore(panels)
+        assert torch.equal(back.data, held.data) and torch.equal(back.scale, held.scale)
+        assert held.zero is None or torch.equal(back.zero, held.zero)
+        index = torch.randint(outputs, (5,))
+        for dtype in DTYPES:
+            wanted = format.dequantize(held, dtype)
+            whole, rows = torch.full_like(wanted, float("nan")), torch.full_like(wanted[index], float("nan"))
+            kernels().dequantize(panels.data, panels.scale, panels.zero, format.bits, whole)
+            kernels().gather_rows(panels.data, panels.scale, panels.zero, format.bits, index, rows)
+            assert torch.equal(whole, wanted) and torch.equal(rows, wanted[index])
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64), (64,), (1, 1, 64), (0, 64), (2, 0, 64)])

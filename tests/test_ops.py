@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from prepared import body_and_args
 from tolerance import assert_near
 from torch import Tensor
 
@@ -62,12 +63,14 @@ def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
     op, mutated = registered()[name], written(name)
     given = own(case.args, mutated)
     wanted = results(op.reference, own(given, []), mutated)
-    found = results(op.body(body), given, mutated)
+    function, given = body_and_args(name, body, given)
+    found = results(function, given, mutated)
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype, case.label
         assert_near(a, b, dtype, f"{name}, {body}, {case.label}")
-    for i, (before, after) in enumerate(zip(case.args, given, strict=True)):
+    _, before_all = body_and_args(name, body, case.args)
+    for i, (before, after) in enumerate(zip(before_all, given, strict=True)):
         if isinstance(before, Tensor) and i not in mutated:
             assert torch.equal(before.nan_to_num(), after.nan_to_num()), f"{case.label}: argument {i} was changed"
 

@@ -57,16 +57,24 @@ class QuantizedLinear(nn.Module):
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
-        self._body = ops.quantized_linear.body(bodies.get("quantized_linear", ops.REFERENCE))
+        self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
+        self._body = self._chosen.function
 
     def hold(self, weight: QuantizedWeight) -> None:
-        """Take the buffers of a quantized weight [out_features, in_features]."""
+        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the reference runs."""
         assert weight.shape == (self.out_features, self.in_features), (weight.shape, self)
-        self.data, self.scale, self.zero = weight.data, weight.scale, weight.zero
+        layout = self._chosen.layout
+        prepared = layout.prepare(weight) if layout else weight
+        self._body = self._chosen.function if prepared is not None else ops.quantized_linear.reference
+        held = prepared or weight
+        self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
     def held(self) -> QuantizedWeight:
+        """The quantized weight as its format defines it."""
         shape = (self.out_features, self.in_features)
-        return QuantizedWeight(self.data, self.scale, self.zero, shape, quant_format(self.format))
+        weight = QuantizedWeight(self.data, self.scale, self.zero, shape, quant_format(self.format))
+        prepared = self._chosen.layout is not None and self._body is self._chosen.function
+        return self._chosen.layout.restore(weight) if prepared and self._chosen.layout else weight
 
     @property
     def weight(self) -> Tensor:

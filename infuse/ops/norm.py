@@ -6,6 +6,7 @@ Suffixes: R any number of rows, H heads, C the normalised width. A weight of sha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -59,13 +60,18 @@ def _rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float)
         return rms_norm.reference(x, weight, eps, offset)
     if x.is_cuda and (weight is None or (weight.dim() == 1 and not offset and weight.dtype == x.dtype)):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # On CPUs F.rms_norm is a dozen small operations. This is half of them: rms = sqrt(|x|^2 + C eps) / sqrt(C).
-    width = x.shape[-1]
+    # On CPUs F.rms_norm is a dozen small operations. This is half of them: 1 / rms = rsqrt(eps + |x|^2 / C).
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    y = x / torch.hypot(length, length.new_full((), (width * eps) ** 0.5)).mul_(width**-0.5)
+    y = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / max(x.shape[-1], 1)).rsqrt_().mul(x)
     if weight is not None:
         y = y.mul_(weight.float() + offset if offset else weight)
-    return y.to(x.dtype)
+    return y if y.dtype is x.dtype else y.to(x.dtype)
+
+
+@cache
+@torch.inference_mode(False)
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
 
 
 @layer_norm.implement("torch")

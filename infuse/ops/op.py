@@ -25,12 +25,21 @@ Needs = Callable[[Device, torch.dtype], str | None]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference), `restore` back."""
+
+    prepare: Callable[[Any], Any]
+    restore: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
 class Body:
     """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines."""
 
     name: str
     function: Callable
     needs: Needs
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,12 @@ class Op:
         self.case_maker = maker
         return maker
 
-    def implement(self, name: str, needs: Needs | None = None) -> Callable[[Callable], Callable]:
-        """Declare a body. `needs(device, dtype)` returns why it declines, or None."""
+    def implement(self, name: str, needs: Needs | None = None, layout: Layout | None = None) -> Callable[[Callable], Callable]:
+        """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` is that of its prepared weights."""
         assert name in PREFERENCE, f"{name} is not in the order of preference {PREFERENCE}"
 
         def declare(function: Callable) -> Callable:
-            self.bodies[name] = Body(name, function, needs or (lambda device, dtype: None))
+            self.bodies[name] = Body(name, function, needs or (lambda device, dtype: None), layout)
             return function
 
         return declare

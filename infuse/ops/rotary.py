@@ -7,6 +7,7 @@ S capacity of the cache, E the rotated width (the first E of D; cos and sin have
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,8 +67,16 @@ def _rotary_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     """The reference in fewer calls, for the pairing (i, i + E/2) over all of D."""
     if interleaved or cos.shape[-1] != x.shape[-1] or cos.dtype != x.dtype:
         return rotary.reference(x, cos, sin, interleaved)
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos.unsqueeze(-2), torch.cat((second.neg(), first), dim=-1), sin.unsqueeze(-2))
+    width = x.shape[-1]
+    signed = (sin * _signs(width, sin.dtype, sin.device)).unsqueeze(-2)
+    return torch.addcmul(x * cos.unsqueeze(-2), x.roll(width // 2, -1), signed)
+
+
+@cache
+@torch.inference_mode(False)
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-1 for the first half of the columns, 1 for the second."""
+    return torch.cat((torch.full((width // 2,), -1.0), torch.ones(width // 2))).to(device, dtype)
 
 
 @rotary_append.implement("torch")
@@ -76,13 +85,14 @@ def _rotary_append_torch(
 ) -> Tensor:
     """The reference less its last copy: a body called directly may return a view."""
     kv_heads, tokens = keys.shape[1], qkv.shape[1]
-    qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
-    if cos is not None and sin is not None:
-        qk = _rotary_torch(qk, cos, sin, interleaved)
-    q, k = qk.transpose(1, 2).split((heads, kv_heads), dim=1)
-    keys.narrow(2, start, tokens).copy_(k)
-    values.narrow(2, start, tokens).copy_(v.transpose(1, 2))
-    return q
+    if cos is None or sin is None:
+        turned = qkv
+    else:
+        turned = _rotary_torch(qkv.narrow(2, 0, heads + kv_heads), cos, sin, interleaved)
+    turned = turned.transpose(1, 2)
+    keys.narrow(2, start, tokens).copy_(turned.narrow(1, heads, kv_heads))
+    values.narrow(2, start, tokens).copy_(qkv.narrow(2, heads + kv_heads, kv_heads).transpose(1, 2))
+    return turned.narrow(1, 0, heads)
 
 
 @rotary.fake

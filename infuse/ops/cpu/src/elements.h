@@ -25,14 +25,6 @@ constexpr int weight_rows(int R) {
 #endif
 }
 
-constexpr int coded_weight_rows(int R) {
-#if defined(__AVX512F__)
-  return R == 3 || R == 4 ? 2 : 1;
-#else
-  return 1;
-#endif
-}
-
 // The even ones of 2 * width neighbours, then the odd ones.
 inline void deinterleave(Vec a, Vec b, float* to) {
 #if defined(__AVX512F__)
@@ -118,26 +110,23 @@ struct Elements<bf16> {
 
 #endif
 
-// Calls run(std::integral_constant<int, rows>) for rows in 1 .. kMostRows.
-template <class F>
+// Calls run(std::integral_constant<int, rows>) for rows in 1 .. Most.
+template <int Most, class F>
 void with_rows(int64_t rows, const F& run) {
-  switch (rows) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    case 4: return run(std::integral_constant<int, 4>());
-    case 5: return run(std::integral_constant<int, 5>());
-    case 6: return run(std::integral_constant<int, 6>());
-    case 7: return run(std::integral_constant<int, 7>());
-    case 8: return run(std::integral_constant<int, 8>());
+  if constexpr (Most > 0) {
+    if (rows == Most) return run(std::integral_constant<int, Most>());
+    with_rows<Most - 1>(rows, run);
   }
 }
 
-// Rows of x in blocks of nearly the same size, none larger than kMostRows: run(first, count).
-template <class F>
-void in_row_blocks(int64_t rows, const F& run) {
-  const int64_t blocks = (rows + kMostRows - 1) / kMostRows;
-  for (int64_t b = 0; b < blocks; ++b) run(rows * b / blocks, rows * (b + 1) / blocks - rows * b / blocks);
+// Rows of x in blocks of nearly the same size, none larger than `most`.
+struct RowBlock {
+  int64_t first, count;
+};
+inline int64_t row_blocks(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
+inline RowBlock row_block(int64_t rows, int64_t most, int64_t b) {
+  const int64_t blocks = row_blocks(rows, most), first = rows * b / blocks;
+  return {first, rows * (b + 1) / blocks - first};
 }
 
 }  // namespace INFUSE_ISA

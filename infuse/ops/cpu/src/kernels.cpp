@@ -17,6 +17,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_NAME(INFUSE_ISA),
       INFUSE_ISA::norm,
       INFUSE_ISA::linear_kernels(),
+      INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),
   };
   return table;

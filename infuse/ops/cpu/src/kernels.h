@@ -27,6 +27,7 @@ struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
   LinearKernels linear;
+  PanelKernels panels;
   AttentionKernels attention;
 };
 

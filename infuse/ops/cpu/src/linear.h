@@ -1,9 +1,8 @@
-// Matrix products with few rows, over plain and quantized weights: each weight is read from memory once, in order, and
-// used for all rows of x. Weights lie as PyTorch stores them; x is brought once into the order that suits them.
+// The matrix products of one instruction set by type and bits.
 #pragma once
 
+#include "panel_tile.h"
 #include "plain_linear.h"
-#include "quantized_linear.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -21,58 +20,55 @@ auto with_type(Type type, const F& run) {
 template <class F>
 auto with_format(const LinearArgs& a, const F& run) {
   return with_type(a.type, [&](auto t) {
-    switch (a.bits) {
-      case 8: return run(t, std::integral_constant<int, 8>());
-      case 4: return run(t, std::integral_constant<int, 4>());
-      default: return run(t, std::integral_constant<int, 0>());
-    }
+    return a.bits == 8 ? run(t, std::integral_constant<int, 8>()) : run(t, std::integral_constant<int, 4>());
   });
 }
 
-inline size_t linear_scratch_bytes(const LinearArgs& a) {
-  return with_format(a, [&](auto t, auto bits) {
-    using T = decltype(t);
-    if constexpr (bits == 0) {
-      using P = Elements<T>;
-      return size_t(a.rows * arranged_columns<P>(a.inputs)) * sizeof(typename P::X);
-    } else {
-      using P = Codes<T, bits>;
-      const size_t group_sums = a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0;
-      return size_t(a.rows * coded_columns<P>(a.inputs)) * sizeof(typename P::X) + group_sums;
-    }
-  });
+inline LinearKernels linear_kernels() {
+  return {
+      [](const LinearArgs& a) {
+        return with_type(a.type, [&](auto t) {
+          using P = Elements<decltype(t)>;
+          return size_t(a.rows * arranged_columns<P>(a.inputs)) * sizeof(typename P::X);
+        });
+      },
+      [](const LinearArgs& a) { with_type(a.type, [&](auto t) { arrange_plain<decltype(t)>(a); }); },
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        with_type(a.type, [&](auto t) { plain_rows<decltype(t)>(a, begin, end); });
+      },
+  };
 }
 
-inline void linear_arrange(const LinearArgs& a) {
-  with_format(a, [&](auto t, auto bits) {
-    if constexpr (bits == 0) {
-      arrange_plain<decltype(t)>(a);
-    } else {
-      arrange_coded<decltype(t), bits>(a);
-    }
-  });
+inline PanelKernels panel_kernels() {
+  PanelKernels made = {
+      kMostRows, 0,
+      [](const LinearArgs& a) {
+        return with_format(a, [&](auto t, auto bits) {
+          return size_t(arranged_bytes<UnitDot<decltype(t), bits>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+        });
+      },
+      [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {
+        with_format(a, [&](auto t, auto bits) { arrange_rows<decltype(t), bits>(a, most, begin, end); });
+      },
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        with_format(a, [&](auto t, auto bits) { panel_rows<decltype(t), bits>(a, begin, end); });
+      },
+      nullptr,
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        with_format(a, [&](auto t, auto bits) { dequantize_rows<decltype(t), bits>(a, begin, end); });
+      },
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        with_format(a, [&](auto t, auto bits) { gather_rows<decltype(t), bits>(a, begin, end); });
+      },
+  };
+#if defined(__AVX512BF16__)
+  made.tile_rows = kTileRows;
+  made.many = [](const LinearArgs& a, int64_t begin, int64_t end, void* tile) {
+    a.bits == 8 ? tile_rows<8>(a, begin, end, tile) : tile_rows<4>(a, begin, end, tile);
+  };
+#endif
+  return made;
 }
-
-inline void linear_rows(const LinearArgs& a, int64_t begin, int64_t end) {
-  with_format(a, [&](auto t, auto bits) {
-    using T = decltype(t);
-    if constexpr (bits == 0) {
-      plain_rows<T>(a, begin, end);
-    } else if (a.inputs / a.groups % Codes<T, bits>::unit == 0) {
-      coded_rows<T, bits, false>(a, begin, end);
-    } else if constexpr (Codes<T, bits>::unit > 32) {
-      coded_rows<T, bits, true>(a, begin, end);
-    }
-  });
-}
-
-inline void linear_dequantize(const LinearArgs& a, int64_t begin, int64_t end) {
-  with_format(a, [&](auto t, auto bits) {
-    if constexpr (bits != 0) dequantize_rows<decltype(t), bits>(a, begin, end);
-  });
-}
-
-inline LinearKernels linear_kernels() { return {linear_scratch_bytes, linear_arrange, linear_rows, linear_dequantize}; }
 
 }  // namespace INFUSE_ISA
 }  // namespace infuse

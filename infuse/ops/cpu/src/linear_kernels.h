@@ -9,20 +9,21 @@
 
 namespace infuse {
 
-// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one has
-// w = scale * (code - zero * unit), as infuse/quant/integer.py stores it.
+// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
+// w = scale * (code - zero * unit), as infuse/quant/integer.py defines it.
 struct LinearArgs {
   const void* x;       // contiguous
-  const void* weight;  // contiguous: elements, or codes of `bits` bits
+  const void* weight;  // elements [O, I], or codes of `bits` bits in panels
   const void* bias;    // or null
   void* y;             // contiguous
   int64_t rows, inputs, outputs;
   Type type;  // of x, y, bias
 
-  int bits;               // 0: a plain weight; 8, 4: a quantized one
-  const uint16_t* scale;  // bf16 [O, groups]
-  const int8_t* zero;     // [O, groups] or null
+  int bits;               // 8 or 4, of a quantized weight
+  const uint16_t* scale;  // bf16
+  const int8_t* zero;     // or null
   int64_t groups;
+  const int64_t* index;   // the rows of the weight that `gather` takes
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
@@ -31,7 +32,18 @@ struct LinearKernels {
   size_t (*scratch_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&);                          // x into the order in which the kernels read it
   void (*rows)(const LinearArgs&, int64_t begin, int64_t end);  // outputs [begin, end)
+};
+
+// Outputs and rows of weights begin at whole panels. `many` is null where there are no bf16 instructions; it takes bf16 only,
+// and a tile of 64 bytes for each input.
+struct PanelKernels {
+  int few_rows, tile_rows;  // the blocks of x in which `few` and `many` read it
+  size_t (*scratch_bytes)(const LinearArgs&);
+  void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
+  void (*few)(const LinearArgs&, int64_t begin, int64_t end);
+  void (*many)(const LinearArgs&, int64_t begin, int64_t end, void* tile);
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`
+  void (*gather)(const LinearArgs&, int64_t begin, int64_t end);      // w[index], into y
 };
 
 }  // namespace infuse

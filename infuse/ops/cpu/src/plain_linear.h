@@ -17,14 +17,15 @@ template <class T>
 void arrange_plain(const LinearArgs& a) {
   using P = Elements<T>;
   const int64_t stride = arranged_columns<P>(a.inputs);
-  in_row_blocks(a.rows, [&](int64_t first, int64_t count) {
+  for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
+    const auto [first, count] = row_block(a.rows, kMostRows, b);
     typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * stride;
     for (int64_t i = 0; i < a.inputs; i += P::block) {
       for (int64_t r = first; r < first + count; ++r, to += P::block) {
         P::arrange(static_cast<const T*>(a.x) + r * a.inputs + i, int(a.inputs - i < P::block ? a.inputs - i : P::block), to);
       }
     }
-  });
+  }
 }
 
 // sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions overlap.
@@ -76,14 +77,15 @@ template <class T>
 void plain_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t o = begin; o < end; o += kPanel) {
     const int64_t stop = end - o < kPanel ? end : o + kPanel;
-    in_row_blocks(a.rows, [&](int64_t first, int64_t count) {
-      with_rows(count, [&](auto rows) {
+    for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
+      const auto [first, count] = row_block(a.rows, kMostRows, b);
+      with_rows<kMostRows>(count, [&, first = first](auto rows) {
         constexpr int R = decltype(rows)::value, N = weight_rows(R);
         int64_t p = o;
         for (; p + N <= stop; p += N) plain_block<T, N, R>(a, p, first);
         for (; p < stop; ++p) plain_block<T, 1, R>(a, p, first);
       });
-    });
+    }
   }
 }
 

@@ -1,0 +1,74 @@
+"""The product with int8 and int4 weights in C++. Weights lie in panels of 16 interleaved rows (src/panels.h), brought there once.
+
+Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/panel_tile.h). Where the
+instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu.linear import fits
+from infuse.ops.linear import quantized_linear
+from infuse.ops.op import Layout
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.integer import IntegerFormat
+
+PANEL_ROWS = 16
+BITS = {torch.int8: 8, torch.uint8: 4}
+
+
+def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
+    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a word."""
+    outputs, inputs = weight.shape
+    groups = weight.scale.shape[1]
+    if not isinstance(weight.format, IntegerFormat) or inputs == 0 or inputs % (groups * 32 // weight.format.bits):
+        return None
+    if weight.data.device.type != "cpu":
+        return None
+    bits, panels = weight.format.bits, -(-outputs // PANEL_ROWS)
+    data = torch.zeros(panels, inputs * bits // 32, 4 * PANEL_ROWS, dtype=weight.data.dtype)
+    kernels().pack_panels.default(weight.data.contiguous(), bits, data)
+    zero = None if weight.zero is None else _interleaved(weight.zero, panels)
+    return replace(weight, data=data, scale=_interleaved(weight.scale, panels), zero=zero)
+
+
+def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """The inverse of _in_panels."""
+    outputs, inputs = weight.shape
+    data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=weight.data.dtype)
+    kernels().unpack_panels.default(weight.data, weight.format.bits, data)
+    scale, zero = (None if t is None else t.transpose(1, 2).flatten(0, 1)[:outputs].contiguous() for t in (weight.scale, weight.zero))
+    assert scale is not None
+    return replace(weight, data=data, scale=scale, zero=zero)
+
+
+def _interleaved(of_rows: Tensor, panels: int) -> Tensor:
+    padded = F.pad(of_rows, (0, 0, 0, panels * PANEL_ROWS - of_rows.shape[0]))
+    return padded.view(panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
+
+
+@quantized_linear.implement("cpu", needs, Layout(_in_panels, _in_rows))
+def _quantized_linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+) -> Any:
+    bits, dtype = BITS[data.dtype], x.dtype
+    if dtype not in DTYPES:
+        x, bias = x.float(), None if bias is None else bias.float()
+        return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
+    if bias is not None and not fits(bias, dtype):
+        bias = bias.to(dtype).contiguous()
+    if not x.is_contiguous():
+        x = x.contiguous()
+    y = kernels().quantized_linear.default(x, data, scale, zero, bias, bits, outputs)
+    if y is not None:
+        return y
+    weight = torch.empty(outputs, inputs, dtype=dtype)
+    kernels().dequantize.default(data, scale, zero, bits, weight)
+    return F.linear(x, weight, bias)

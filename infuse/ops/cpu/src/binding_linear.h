@@ -1,0 +1,95 @@
+// What the bindings of the matrix products share: memory, threads, results.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+
+#include "kernels.h"
+
+namespace infuse {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Type type_of(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
+}
+
+// Weights below this are not worth waking a second thread.
+constexpr int64_t kOneThreadBytes = 1 << 17;
+// A thread takes pieces of this size until none is left: one that is slowed down does not hold up the other.
+constexpr int64_t kPieceBytes = 1 << 18;
+
+// Memory that a thread keeps, since allocating it costs more than filling it.
+enum class Scratch { x, tile };
+template <Scratch purpose>
+void* scratch_of(size_t bytes) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<void, Free> buffer;
+  thread_local size_t size = 0;
+  if (bytes > size) {
+    size = (bytes + 4095) / 4096 * 4096;
+    buffer.reset(std::aligned_alloc(64, size));
+  }
+  return buffer.get();
+}
+
+// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`.
+template <class F>
+void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
+  const int64_t threads = torch::stable::get_num_threads(), bytes = outputs * row_bytes;
+  if (threads == 1 || bytes <= kOneThreadBytes) {
+    run(0, outputs);
+    return;
+  }
+  const int64_t rows = std::min(kPieceBytes, bytes / threads / 2) / std::max<int64_t>(row_bytes, 1);
+  const int64_t piece = std::max<int64_t>(1, rows / unit) * unit;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t o; (o = next.fetch_add(piece, std::memory_order_relaxed)) < outputs;) run(o, std::min(o + piece, outputs));
+    }
+  });
+}
+
+// An uninitialised tensor [..., columns] with the rows and the type of x. Directly, not through the dispatcher: half a microsecond.
+inline Tensor empty_rows(const Tensor& x, int64_t columns) {
+  constexpr int64_t kMostAxes = 8;
+  int64_t sizes[kMostAxes], strides[kMostAxes], stride = 1;
+  const int64_t axes = x.dim();
+  STD_TORCH_CHECK(axes >= 1 && axes <= kMostAxes, "x has ", axes, " axes");
+  for (int64_t i = axes - 1; i >= 0; --i) {
+    sizes[i] = i == axes - 1 ? columns : x.size(i);
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t dtype, device, index;
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(axes, sizes, strides, dtype, device, index, &made));
+  return Tensor(made);
+}
+
+// Where a product reads x and the bias and writes y; the weight's sizes are set.
+inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<Tensor>& bias) {
+  Tensor y = empty_rows(x, a.outputs);
+  a.x = x.const_data_ptr();
+  a.bias = bias ? bias->const_data_ptr() : nullptr;
+  a.y = y.mutable_data_ptr();
+  a.rows = a.inputs ? x.numel() / a.inputs : y.numel() / std::max<int64_t>(a.outputs, 1);
+  a.type = type_of(x);
+  return y;
+}
+
+}  // namespace infuse

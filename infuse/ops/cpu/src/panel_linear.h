@@ -1,0 +1,180 @@
+// Matrix products over quantized weights in panels, and rows of such weights as numbers.
+#pragma once
+
+#include "panels.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+// ---- x ----
+
+template <class P>
+int64_t arranged_bytes(const LinearArgs& a) {
+  return a.rows * (a.inputs / P::per_x) * int64_t(sizeof(typename P::X));
+}
+
+// The sums of the groups of x, [rows][groups], which zero points are multiplied with; behind the arranged x.
+inline float* group_sums(const LinearArgs& a, int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
+
+// Rows [begin, end) of x, which are one block or several.
+template <class T, int Bits>
+void arrange_rows(const LinearArgs& a, int64_t most, int64_t begin_block, int64_t end_block) {
+  using P = UnitDot<T, Bits>;
+  const T* x = static_cast<const T*>(a.x);
+  const int64_t width = a.inputs / P::per_x, length = a.groups ? a.inputs / a.groups : 0;
+  float* sums = group_sums(a, arranged_bytes<P>(a));
+  for (int64_t b = begin_block; b < end_block; ++b) {
+    const auto [first, count] = row_block(a.rows, most, b);
+    typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * width;
+    for (int r = 0; r < count; ++r) P::arrange(x, first + r, a.inputs, int(count), r, to);
+    if (!a.zero) continue;
+    for (int64_t g = first * a.groups; g < (first + count) * a.groups; ++g) {
+      Vec sum;
+      for (int64_t i = 0; i < length; i += Vec::width) {
+        sum = sum + load(x + g * length + i, int(length - i < Vec::width ? length - i : Vec::width));
+      }
+      sums[g] = sum.sum();
+    }
+  }
+}
+
+// ---- single codes ----
+
+struct PanelRow {
+  const uint8_t* codes;
+  const bf16* scale;
+  const int8_t* zero;  // or null
+
+  template <int Bits>
+  static PanelRow of(const LinearArgs& a, int64_t o) {
+    const int64_t panel = o / kPanelRows, lane = o % kPanelRows, scales = panel * a.groups * kPanelRows + lane;
+    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<Bits>) * kUnitBytes + 4 * lane;
+    return {codes, reinterpret_cast<const bf16*>(a.scale) + scales, a.zero ? a.zero + scales : nullptr};
+  }
+  template <int Bits>
+  float value(int64_t i, int64_t g) const {
+    uint32_t word;
+    std::memcpy(&word, codes + i / kUnit<Bits> * kUnitBytes, 4);
+    const float shift = zero ? float(zero[g * kPanelRows]) * kZeroUnit<Bits> : 0.0f;
+    return (float(code_in<Bits>(word, int(i % kUnit<Bits>))) - shift) * widen(scale[g * kPanelRows]);
+  }
+};
+
+// Rows [begin, end), of whole panels, as numbers, rounded to T as the reference rounds them.
+template <class T, int Bits>
+void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
+  const int64_t units = a.inputs / kUnit<Bits>, in_group = units / a.groups;
+  for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
+    for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+      const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes + 4 * lane;
+      const int64_t o = panel * kPanelRows + lane;
+      for (int64_t u = 0; u < units; ++u, p += kUnitBytes) {
+        const int64_t at = (panel * a.groups + u / in_group) * kPanelRows + lane;
+        const Vec scale = load(reinterpret_cast<const bf16*>(a.scale) + at, Vec::width);
+        const Vec shift = a.zero ? load_zeros(a.zero + at) * Vec(kZeroUnit<Bits>) : Vec();
+        alignas(64) float value[kUnit<Bits>][Vec::width];
+        const Words d = load_words(p);
+        for (int j = 0; j < kUnit<Bits>; ++j) store(value[j], (codes<Bits>(d, j) - shift) * scale, Vec::width);
+        for (int r = 0; r < Vec::width && o + r < end; ++r) {
+          T* to = static_cast<T*>(a.y) + (o + r) * a.inputs + u * kUnit<Bits>;
+          for (int j = 0; j < kUnit<Bits>; ++j) narrow(value[j][r], to[j]);
+        }
+      }
+    }
+  }
+}
+
+// The rows that a.index[begin .. end) names, as numbers.
+template <class T, int Bits>
+void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const PanelRow row = PanelRow::of<Bits>(a, a.index[i]);
+    T* to = static_cast<T*>(a.y) + i * a.inputs;
+    for (int64_t k = 0; k < a.inputs; ++k) narrow(row.value<Bits>(k, k / (a.inputs / a.groups)), to[k]);
+  }
+}
+
+// Exactly as the reference, weight by weight: taken where a result is not finite, since a scale or an x that is not finite
+// gives another value after the sum of a group than before it.
+template <class T, int Bits>
+float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
+  const PanelRow row = PanelRow::of<Bits>(a, o);
+  const T* x = static_cast<const T*>(a.x) + r * a.inputs;
+  float sum = 0;
+  for (int64_t i = 0; i < a.inputs; ++i) {
+    T w;
+    narrow(row.value<Bits>(i, i / (a.inputs / a.groups)), w);
+    sum += widen(w) * widen(x[i]);
+  }
+  return sum;
+}
+
+// ---- few rows: codes are exact, and a group's sum is scaled ----
+
+// y of one row and `count` outputs from o on.
+template <class T, int Bits>
+void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
+  if (const float nothing = (acc * Vec(0.0f)).sum(); nothing != 0.0f) {
+    alignas(64) float exact[Vec::width];
+    store(exact, acc, Vec::width);
+    for (int i = 0; i < count; ++i) {
+      if (!std::isfinite(exact[i])) exact[i] = dot_as_reference<T, Bits>(a, o + i, r);
+    }
+    acc = load(exact, Vec::width);
+  }
+  if (a.bias) acc = acc + load(static_cast<const T*>(a.bias) + o, count);
+  store(static_cast<T*>(a.y) + r * a.outputs + o, acc, count);
+}
+
+constexpr int64_t kChainUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
+
+template <class T, int Bits, int R>
+void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
+  using P = UnitDot<T, Bits>;
+  constexpr int chains = R >= 4 ? 1 : 4 / R;
+  const int64_t units = a.inputs / kUnit<Bits>, in_group = units / a.groups;
+  const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
+  const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
+  const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
+  for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
+    const int64_t o = panel * kPanelRows + lane;
+    const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
+    if (count <= 0) return;
+    const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes + 4 * lane;
+    const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * (a.inputs / P::per_x);
+    Vec acc[R];
+    for (int64_t g = 0; g < a.groups; ++g) {
+      const Vec scale = load(scales + g * kPanelRows + lane, Vec::width);
+      for (int64_t left = in_group; left > 0; left -= kChainUnits) {
+        Vec partial[chains][R];
+        const uint8_t* end = p + (left < kChainUnits ? left : kChainUnits) * kUnitBytes;
+        for (; p < end; p += kUnitBytes, x += kUnit<Bits> / P::per_x * R) {
+          prefetch(p + kAhead);
+          P::template add<chains, R>(p, x, partial);
+        }
+        for (int r = 0; r < R; ++r) {
+          for (int c = 1; c < chains; ++c) partial[0][r] = partial[0][r] + partial[c][r];
+          acc[r] = fma(partial[0][r], scale, acc[r]);
+        }
+      }
+      if (zeros) {
+        const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-kZeroUnit<Bits>);
+        for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
+      }
+    }
+    for (int r = 0; r < R; ++r) finish<T, Bits>(a, acc[r], o, count, first + r);
+  }
+}
+
+template <class T, int Bits>
+void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
+  for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
+    for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
+      const auto [first, count] = row_block(a.rows, kMostRows, b);
+      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, Bits, decltype(rows)::value>(a, panel, first); });
+    }
+  }
+}
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse
