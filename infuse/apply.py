@@ -16,11 +16,12 @@ from infuse import verify
 from infuse.config import InferenceConfig
 from infuse.errors import ProofError
 from infuse.layers.block import Block
+from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, ran
-from infuse.layers.linear import make_linear
+from infuse.layers.linear import QuantizedLinear, make_linear
 from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
 from infuse.spec.layer import LayerShape
-from infuse.spec.unknown import LinearShape
+from infuse.spec.unknown import EmbeddingShape, LinearShape
 from infuse.weights.fill import fill_module, moves
 from infuse.weights.reader import LiveReader
 
@@ -97,6 +98,8 @@ class _Run:
         for step in steps:
             if step.depth == BLOCK:
                 by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
+            elif isinstance(step.shape, EmbeddingShape):
+                found[step.path] = verify.embedding_cases(self.model.get_submodule(step.path), step.shape.rows)
             elif isinstance(step.shape, LinearShape):
                 found[step.path] = verify.linear_cases(self.model.get_submodule(step.path), step.shape.inputs)
         for (owner, decodes), members in by_owner.items():
@@ -136,7 +139,7 @@ class _Run:
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
-        module = build(step)
+        module = build(step, self.plan.dtype)
         fill_module(module, step.fills, LiveReader(source), dtype or next(source.parameters()).dtype)
         module.train(False)
         adopt(module, source, step.attn, self.classes)
@@ -144,9 +147,11 @@ class _Run:
 
     def accepted(self) -> list[Step]:
         """The steps that are not refused; those that are become `left`, with the reason."""
-        accepted = []
+        accepted: list[Step] = []
         for step in self.steps:
             reason = self.refused.get(self.key(step))
+            if step.shares and all(other.path != step.shares for other in accepted):
+                reason = reason or f"{step.shares}, whose weight it shares, was refused"
             if reason is None:
                 accepted.append(step)
             else:
@@ -169,6 +174,14 @@ class _Run:
         finally:
             model.set_attn_implementation(before)
 
+    def sharing(self, step: Step) -> nn.Module:
+        """The embedding over the weight of its head, which stands already."""
+        new, head = build(step, self.plan.dtype), self.model.get_submodule(step.shares)
+        assert isinstance(new, QuantizedEmbedding) and isinstance(head, QuantizedLinear)
+        new.share(head)
+        adopt(new.train(False), self.model.get_submodule(step.path), "", self.classes)
+        return new
+
     def swap(self, step: Step) -> None:
         """Put the new module wherever the old one is: some models apply one layer in several places."""
         if step.depth == ATTENTION:
@@ -181,7 +194,7 @@ class _Run:
             if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
                 parameter = parameters[fill.sources[0]]
                 parameter.data = parameter.data.to(self.plan.dtype)
-        new = self.built(step, self.plan.dtype)
+        new = self.sharing(step) if step.shares else self.built(step, self.plan.dtype)
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
                 if child is old:
@@ -199,12 +212,14 @@ def traits(layer: nn.Module) -> tuple:
     )
 
 
-def build(step: Step) -> nn.Module:
-    """The empty module of a step, on meta."""
+def build(step: Step, dtype: torch.dtype) -> nn.Module:
+    """The empty module of a step, on meta; an embedding looks up in `dtype`."""
     bodies = dict(step.bodies)
     with torch.device("meta"):
         if isinstance(step.shape, LayerShape):
             return Block(step.shape, step.index, step.formats, bodies)
+        if isinstance(step.shape, EmbeddingShape):
+            return QuantizedEmbedding(step.shape.rows, step.shape.width, step.formats["weight"], dtype, bodies)
         assert step.shape is not None, step
         return make_linear(step.shape.inputs, step.shape.outputs, step.shape.bias, step.formats.get("weight"), bodies)
 

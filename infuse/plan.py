@@ -25,27 +25,29 @@ from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec import Bound, bind_any, specs_for
 from infuse.spec.layer import LayerShape
 from infuse.spec.packing import Fill
-from infuse.spec.unknown import LinearShape, linear_shape, linears
+from infuse.spec.unknown import EmbeddingShape, LinearShape, embedding_shape, linear_shape, linears
 
-BLOCK, LINEAR, ATTENTION = "block", "linear", "attention"
+BLOCK, LINEAR, EMBEDDING, ATTENTION = "block", "linear", "embedding", "attention"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `depth` is "block", "linear" or "attention" (no shape); `bodies` op → body.
+    """One replacement. `path` names the module, `depth` is "block", "linear", "embedding" or "attention" (no shape); `bodies` op → body.
 
-    `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache.
+    `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is the path of the
+    head whose quantized weight an embedding looks its rows up in.
     """
 
     path: str
     depth: str
     layer: str
-    shape: LayerShape | LinearShape | None
+    shape: LayerShape | LinearShape | EmbeddingShape | None
     fills: tuple[Fill, ...]
     bodies: tuple[tuple[str, str], ...]
     why: str
     index: int | None = None
     attn: str = ""
+    shares: str = ""
 
     @property
     def kind(self) -> tuple:
@@ -121,6 +123,7 @@ class _Decision:
 
     def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, format: QuantFormat | None):
         self.config, self.device, self.dtype, self.format = config, device, dtype, format
+        self.model = model
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
@@ -168,15 +171,25 @@ class _Decision:
             if not name:
                 self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
                 continue
-            if self.format is not None and name in self.shared:
-                self.left.append(Left(name, f"shares its weight with {self.shared[name]}, which is not quantized"))
+            others = self.shared.get(name, ()) if self.format is not None else ()
+            if unlike := [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]:
+                self.left.append(Left(name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"))
                 continue
             fills = tuple(self.with_format(fill, shape, name) for fill in shape.fills)
             bodies = self.bodies(linear_ops(fills))
             if any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, LINEAR, "Linear", shape, fills, bodies, "a linear outside of blocks"))
+                if fills[0].format:
+                    self.steps += [self.embedding(other, name, fills[0]) for other in others]
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
+
+    def embedding(self, path: str, head: str, fill: Fill) -> Step:
+        """The step for an embedding that is tied to a head which is quantized."""
+        self.left = [left for left in self.left if left.path != path]
+        why = f"looks its rows up in the quantized weight of {head}"
+        shape = embedding_shape(self.model.get_submodule(path))
+        return Step(path, EMBEDDING, "Embedding", shape, (fill,), self.bodies(("quantized_embedding",)), why, shares=head)
 
     def hook(self, model: nn.Module) -> None:
         """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains something."""
@@ -228,25 +241,28 @@ def _is_matrix(fill: Fill) -> bool:
     return fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
 
 
-def _inputs_of(fill: Fill, shape: LayerShape | LinearShape) -> int | None:
+def _inputs_of(fill: Fill, shape: LayerShape | LinearShape | EmbeddingShape) -> int | None:
     """The inputs of the matrix that `fill` makes; None for norms, biases and tables."""
     if not _is_matrix(fill):
         return None
     if isinstance(shape, LinearShape):
         return shape.inputs
+    if isinstance(shape, EmbeddingShape):
+        return shape.width
     kind = fill.target.split(".")[-2]
     attn = shape.attn
     return {"qkv": attn.hidden, "out": attn.heads * attn.head_width, "up": shape.mlp.hidden, "down": shape.mlp.inner}[kind]
 
 
-def _shared_weights(model: nn.Module) -> dict[str, str]:
-    """Module path → another module that holds the same weight (tied embeddings)."""
+def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Module path → the other modules that hold the same weight (tied embeddings)."""
     by_weight: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         if leaf == "weight":
             by_weight.setdefault(id(parameter), []).append(owner)
-    return {path: next(other for other in paths if other != path) for paths in by_weight.values() if len(paths) > 1 for path in paths}
+    tied = (paths for paths in by_weight.values() if len(paths) > 1)
+    return {path: tuple(other for other in paths if other != path) for paths in tied for path in paths}
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -268,7 +284,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
         if id(module) in seen:
             continue
         seen.add(id(module))
-        for fill in step.fills:
+        for fill in () if step.shares else step.fills:
             sources = [_tensor(module, name) for name in fill.sources]
             seen.update(id(source) for source in sources)
             numel = sum(source.numel() for source in sources)

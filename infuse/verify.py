@@ -161,7 +161,8 @@ def _run_and_record(
 @contextmanager
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Run `module` in `dtype` for a while. Linears are cast in parts as they run, so that memory hardly grows."""
-    kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
+    # A table is only looked up in: what it gives is exact in any dtype that is wide enough.
+    kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype and type(module) is not nn.Embedding}
     handles, linears = [], []
 
     def cast(owner: nn.Module, args: Any) -> None:
@@ -222,10 +223,11 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype) -> list[Tensor]:
     for call in case.calls:
         args = [_cast(arg, dtype, cache) for arg in call.args]
         kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
-        hidden = call.hidden.to(dtype, copy=True)
+        given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden  # an embedding is given indices
+        hidden = given.clone()
         out = layer(hidden, *args, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
-        if not torch.equal(hidden, call.hidden.to(dtype)):
+        if not torch.equal(hidden, given):
             raise ValueError("the hidden states that were passed in were written to")
         results.append(out.flatten(0, 1) if call.real is None else out[call.real.to(out.device)])
     return results
@@ -319,6 +321,13 @@ def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
     generator = torch.Generator().manual_seed(SEED)
     rows = (torch.randn(1, n, inputs, generator=generator).to(like.device) for n in (1, 7))
     return [Case(f"{x.shape[1]} rows", (Call(x, (), {}, None),), None) for x in rows]
+
+
+def embedding_cases(layer: nn.Module, rows: int) -> list[Case]:
+    """Random rows of a table, and its first and last one."""
+    index = torch.randint(rows, (1, 30), generator=torch.Generator().manual_seed(SEED))
+    index = torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1).to(next(layer.parameters()).device)
+    return [Case(f"{index.shape[1]} rows", (Call(index, (), {}, None),), None)]
 
 
 def decodes(step: Step) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from infuse.ops import REFERENCE, registered
 from infuse.quant.format import QuantizedWeight, quant_format
 
@@ -14,12 +16,14 @@ def body_and_args(name: str, body: str, args: tuple) -> tuple[Callable, tuple]:
     chosen = registered()[name].bodies[body]
     if chosen.layout is None:
         return chosen.function, args
-    assert name == "quantized_linear", f"say here which arguments of {name} are a weight"
-    x, data, scale, zero, bias, outputs, inputs, text = args
-    held = chosen.layout.prepare(QuantizedWeight(data, scale, zero, (outputs, inputs), quant_format(text)))
+    # The arguments of a quantized weight have these names in every op: data, scale, zero, its two sizes, format.
+    names = [argument.name for argument in getattr(torch.ops.infuse, name).default._schema.arguments]
+    data, text = names.index("data"), names.index("format")
+    buffers, sizes = args[data : data + 3], args[text - 2 : text]
+    held = chosen.layout.prepare(QuantizedWeight(*buffers, sizes, quant_format(args[text])))
     if held is None:
         return registered()[name].body(REFERENCE), args
-    return chosen.function, (x, held.data, held.scale, held.zero, bias, outputs, inputs, text)
+    return chosen.function, (*args[:data], held.data, held.scale, held.zero, *args[data + 3 :])
 
 
 def run_body(name: str, body: str, *args: object) -> object:

@@ -23,7 +23,7 @@ from infuse.device import Device
 from infuse.errors import ConfigError
 from infuse.ops import cpu
 from infuse.parallel.mesh import Mesh
-from infuse.plan import ATTENTION, BLOCK, LINEAR, Plan, make_plan
+from infuse.plan import ATTENTION, BLOCK, EMBEDDING, LINEAR, Plan, make_plan
 from infuse.quant.format import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -253,7 +253,7 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     model = UNKNOWN[name](hidden_size=64) if name == "mixtral" else UNKNOWN[name]()
     wanted, before = outputs(model), resident_bytes(model)
     done = applied(model, dtype="fp32", quant="int8")
-    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, ATTENTION}
+    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, ATTENTION}
     # What the format does not fit may run through a kernel for plain linears, and the plan says so.
     for step in (step for step in done.steps if step.depth == LINEAR):
         assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), step
@@ -288,9 +288,11 @@ def test_what_reads_the_weights_of_its_linears_itself_keeps_them() -> None:
 def test_blocks_and_linears_live_in_one_plan() -> None:
     done = applied(family("bert")(hidden_size=64, intermediate_size=128), dtype="fp32", quant="int8")
     depths = {step.path: step.depth for step in done.steps}
-    assert depths == {**{f"bert.encoder.layer.{i}": BLOCK for i in range(3)}, "cls.predictions.transform.dense": LINEAR}
-    tied = next(left.why for left in done.left if left.path == "cls.predictions.decoder")
-    assert "shares its weight with bert.embeddings.word_embeddings" in tied
+    linears = ("cls.predictions.transform.dense", "cls.predictions.decoder")
+    blocks = {f"bert.encoder.layer.{i}": BLOCK for i in range(3)}
+    assert depths == {**blocks, **dict.fromkeys(linears, LINEAR), "bert.embeddings.word_embeddings": EMBEDDING}
+    table = next(step for step in done.steps if step.depth == EMBEDDING)
+    assert table.shares == "cls.predictions.decoder" and table.why in str(done)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,16 @@ class QuantizedLinear(nn.Module):
         held = prepared or weight
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the weight lies in the layout of the chosen body; else the reference runs."""
+        return self._body is self._chosen.function
+
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
         shape = (self.out_features, self.in_features)
         weight = QuantizedWeight(self.data, self.scale, self.zero, shape, quant_format(self.format))
-        prepared = self._chosen.layout is not None and self._body is self._chosen.function
-        return self._chosen.layout.restore(weight) if prepared and self._chosen.layout else weight
+        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
     @property
     def weight(self) -> Tensor:

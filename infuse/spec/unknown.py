@@ -1,6 +1,6 @@
-"""What can be said of layers without a spec: which of their modules are plain linears.
+"""What can be said of layers without a spec: which of their modules are plain linears or embeddings.
 
-A linear needs no spec: its meaning is its own. Subclasses are left alone, since they may do something else.
+Those need no spec: their meaning is their own. Subclasses are left alone, since they may do something else.
 """
 
 from __future__ import annotations
@@ -28,6 +28,25 @@ class LinearShape:
     def fills(self) -> tuple[Fill, ...]:
         weight = Fill("weight", ("weight",), self.transposed)
         return (weight, Fill("bias", ("bias",))) if self.bias else (weight,)
+
+
+@dataclass(frozen=True)
+class EmbeddingShape:
+    """Numbers of one embedding table."""
+
+    rows: int
+    width: int
+
+    @property
+    def fills(self) -> tuple[Fill, ...]:
+        return (Fill("weight", ("weight",)),)
+
+
+def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
+    """The shape of a plain nn.Embedding, None for any other module."""
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return None
+    return EmbeddingShape(module.num_embeddings, module.embedding_dim)
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:

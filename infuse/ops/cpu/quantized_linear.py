@@ -1,4 +1,5 @@
-"""The product with int8 and int4 weights in C++. Weights lie in panels of 16 interleaved rows (src/panels.h), brought there once.
+"""The product with int8 and int4 weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved rows
+(src/panels.h), brought there once.
 
 Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/panel_tile.h). Where the
 instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from infuse.ops.cpu import DTYPES, kernels, needs
 from infuse.ops.cpu.linear import fits
+from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
 from infuse.ops.op import Layout
 from infuse.quant.format import QuantizedWeight
@@ -54,7 +56,10 @@ def _interleaved(of_rows: Tensor, panels: int) -> Tensor:
     return padded.view(panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
 
 
-@quantized_linear.implement("cpu", needs, Layout(_in_panels, _in_rows))
+PANELS = Layout(_in_panels, _in_rows)
+
+
+@quantized_linear.implement("cpu", needs, PANELS)
 def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
 ) -> Any:
@@ -72,3 +77,14 @@ def _quantized_linear(
     weight = torch.empty(outputs, inputs, dtype=dtype)
     kernels().dequantize.default(data, scale, zero, bits, weight)
     return F.linear(x, weight, bias)
+
+
+@quantized_embedding.implement("cpu", needs, PANELS)
+def _quantized_embedding(
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+) -> Any:
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
+    out = torch.empty(*index.shape, width, dtype=dtype)
+    kernels().gather_rows.default(data, scale, zero, BITS[data.dtype], index.to(torch.int64).contiguous(), out)
+    return out

@@ -1,0 +1,40 @@
+"""The look-up of rows in a quantized table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+from infuse.quant.format import QuantizedWeight, quant_format
+
+
+@op(
+    "quantized_embedding(Tensor index, Tensor data, Tensor scale, Tensor? zero, int rows, int width, str format, ScalarType dtype)"
+    " -> Tensor"
+)
+def quantized_embedding(
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+) -> Tensor:
+    """dequantize(data, scale, zero)[index], [..., width] in `dtype`; `index` is integer, each in [0, rows)."""
+    flat, chosen = index.reshape(-1), quant_format(format)
+    taken = QuantizedWeight(data[flat], scale[flat], None if zero is None else zero[flat], (flat.numel(), width), chosen)
+    return chosen.dequantize(taken, dtype).view(*index.shape, width)
+
+
+@quantized_embedding.fake
+def _fake(
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+) -> Tensor:
+    return scale.new_empty(*index.shape, width, dtype=dtype)
+
+
+@quantized_embedding.cases
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for text in ("int8", "int4:32:asymmetric"):
+        held = quant_format(text).quantize(torch.randn(33, 64, device=device))
+        for shape in ((), (1,), (2, 3), (0,)):
+            index = torch.randint(33, shape, device=device)
+            yield Case(f"{text} {shape}", (index, held.data, held.scale, held.zero, 33, 64, text, dtype))
