@@ -20,7 +20,7 @@ MOST_QUANTIZED_ROWS = 24  # where streaming takes as long as dequantizing and F.
 # PyTorch's own product of one row in float16 is faster: 21 GB/s against 16 on one thread.
 SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
 MOST_INPUTS = 65536  # the scales of one weight row lie on the stack (kMostGroups groups of 32)
-BITS = {torch.int8: 8, torch.uint8: 4}
+BITS = {"int8": 8, "int4": 4}  # the formats that there are kernels for
 
 
 @linear.implement("cpu", needs)
@@ -39,10 +39,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
 def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
 ) -> Any:
-    groups = scale.size(1)
-    if inputs == 0 or inputs % (32 * groups) or inputs > MOST_INPUTS or x.dtype not in DTYPES or not data.is_contiguous():
+    groups, bits = scale.size(1), BITS.get(format.partition(":")[0])
+    if bits is None or inputs == 0 or inputs % (32 * groups) or inputs > MOST_INPUTS or x.dtype not in DTYPES or not data.is_contiguous():
         return quantized_linear.reference(x, data, scale, zero, bias, outputs, inputs, format)
-    bits = BITS[data.dtype]
     if x.numel() <= MOST_QUANTIZED_ROWS * inputs and x.is_contiguous() and _fits(bias, x.dtype):
         return kernels().quantized_linear.default(x, data, scale, zero, bias, bits)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
