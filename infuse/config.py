@@ -10,11 +10,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError, field_serializer, model_validator
+from pydantic import ValidationError, field_serializer
 
 from infuse import config_keys
 from infuse import config_values as values
 from infuse.config_keys import Section
+from infuse.config_quant import Quant
 from infuse.config_values import parse_dtype, parse_format
 from infuse.device import Device
 from infuse.errors import ConfigError
@@ -47,63 +48,6 @@ class Moe(Section):
     @classmethod
     def expand(cls, value: Any) -> Any:
         return {"enabled": value} if isinstance(value, bool) else super().expand(value)
-
-
-class WeightQuant(Section):
-    """`quant.weight`: None stands for DeepSpeed's default: 8 bits, symmetric. Any key given asks for quantization."""
-
-    enabled: bool | None = None
-    num_bits: Literal[4, 6, 8] | None = None
-    q_type: values.Symmetry | None = None
-    q_groups: values.Count | None = None
-    quantized_initialization: dict[str, Any] = {}
-    post_init_quant: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _has_a_format(self) -> WeightQuant:
-        if self.num_bits == 6 and self.q_type == "asymmetric":
-            raise ValueError("possible: 6 bits with q_type symmetric; only 8 and 4 bits have an asymmetric form")
-        return self
-
-    @property
-    def format(self) -> str | None:
-        """The canonical text, or None where nothing asks for it. `q_groups` counts the groups of a row, see parse_format."""
-        if self.enabled is False or not (self.enabled or self.num_bits or self.q_type or self.q_groups):
-            return None
-        grouping = f":groups={self.q_groups}" if self.q_groups else ""
-        return parse_format(f"{values.FORMAT_OF_BITS[self.num_bits or 8]}{grouping}:{self.q_type or 'symmetric'}")
-
-
-class ActivationQuant(Section):
-    """`quant.activation`: accepted without effect; activations keep the compute dtype."""
-
-    enabled: bool = True
-    num_bits: Literal[4, 6, 8] = 8
-    q_type: values.Symmetry = "symmetric"
-    q_groups: values.Count = 1
-
-
-class QkvQuant(Section):
-    """`quant.qkv`: accepted without effect; q, k and v are quantized as the other matrices are."""
-
-    enabled: bool = True
-
-
-class Quant(Section):
-    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as they ask."""
-
-    forms = 'a dict, or a format such as "int8", "int4:128", "fp8", "fp6"'
-    enabled: bool | None = None
-    format: values.Format = None
-    weight: WeightQuant = WeightQuant()
-    activation: ActivationQuant = ActivationQuant()
-    qkv: QkvQuant = QkvQuant()
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        if value is None:
-            return {}
-        return {"format": value} if isinstance(value, str) else super().expand(value)
 
 
 class Checkpoint(Section):
@@ -193,13 +137,12 @@ class InferenceConfig(Section):
     @property
     def weight_format(self) -> str | None:
         """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute dtype."""
-        return self._asked_format or ("int8" if self.dtype == torch.int8 else None)
+        return self.quant.everywhere or ("int8" if self.dtype == torch.int8 else None)
 
     @property
-    def _asked_format(self) -> str | None:
-        if self.quant.enabled is False:
-            return None
-        return self.quant.format or self.quant.weight.format or ("int8" if self.quant.enabled else None)
+    def module_formats(self) -> dict[str, str | None]:
+        """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves them alone."""
+        return self.quant.by_name
 
     def resolved_dtype(self, device: Device) -> torch.dtype:
         """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
@@ -241,9 +184,7 @@ class InferenceConfig(Section):
 
     def _contradictions(self) -> Iterator[str]:
         """The keys that are right each and wrong together."""
-        weight = self.quant.weight.format
-        if self.quant.format and weight and self.quant.format != weight:
-            yield f"quant.format: found {self.quant.format!r} beside quant.weight, which says {weight!r}; give one of them"
+        yield from self.quant.contradictions()
         if self.dtype == torch.int8 and self.quant.enabled is False:
             yield "dtype: found torch.int8 beside quant.enabled=False; possible: a 16-bit or 32-bit dtype, or quant enabled"
         elif self.dtype == torch.int8 and not (self.weight_format or "").startswith("int8"):
@@ -297,6 +238,10 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
     ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
     ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
+    ("quant.weight.post_init_quant", lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
+     "group_dim=0: groups lie along the inputs"),
+    ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
+     "groups lie along the inputs"),
     ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
 )
 
@@ -309,11 +254,6 @@ _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
     ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
-    ("weight_format", lambda config: (config.weight_format or "").startswith(("fp8", "fp6")), "this weight format"),
-    ("quant.weight.quantized_initialization", lambda config: config.quant.weight.quantized_initialization,
-     'quantization while a model is built; quant="int4:64" quantizes a model that is there'),
-    ("quant.weight.post_init_quant", lambda config: config.quant.weight.post_init_quant,
-     'quantization of modules chosen by name; quant="int4:64" quantizes all linears'),
     ("checkpoint", lambda config: config.checkpoint, "reading a checkpoint"),
     ("checkpoint_config.checkpoint_dir", lambda config: config.checkpoint_config.checkpoint_dir, "reading a checkpoint"),
     ("base_dir", lambda config: config.base_dir, "reading a checkpoint"),

@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
+from infuse.errors import ConfigError
+from infuse.quant.format import quant_format
+
 _SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType({
     torch.float16: ("fp16", "float16", "half"),
     torch.bfloat16: ("bf16", "bfloat16", "bfloat"),
@@ -52,8 +55,12 @@ def parse_format(value: Any) -> str:
     name, grouping, symmetry = match.groups()
     if symmetry == "asymmetric" and name.startswith("fp"):
         raise ValueError(f"possible: {name} without asymmetric; only int8 and int4 have an asymmetric form")
-    parts = [name, grouping, symmetry if symmetry == "asymmetric" else None]
-    return ":".join(part for part in parts if part)
+    text = ":".join(part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None) if part)
+    try:
+        quant_format(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
 
 
 def _device(value: Any) -> Any:

@@ -17,7 +17,6 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
-from infuse.quant.format import quant_format
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.verify import decodes
@@ -53,8 +52,6 @@ class InferenceEngine(nn.Module):
         self.settings = settings = InferenceConfig.make(config, **kwargs)
         if missing := settings.not_available():
             raise NotAvailable("; ".join(missing))
-        if settings.weight_format:
-            quant_format(settings.weight_format)
         _check_model(model)
         _check_weights(model)
         device = Device.of(settings.device or _device_of(model))

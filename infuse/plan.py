@@ -20,8 +20,8 @@ from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.linear import linear_op
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
 from infuse.plan_text import plan_lines
-from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec import Bound, bind_any, specs_for
 from infuse.spec.layer import LayerShape
 from infuse.spec.packing import Fill
@@ -59,6 +59,12 @@ class Step:
         """Target weight → quantization format."""
         return {fill.target: fill.format for fill in self.fills if fill.format}
 
+    @property
+    def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
+        """Each matrix: its target, its format, and where it has one its bytes, scales and zeros included."""
+        sizes = format_bytes(self.fills, self.shape)
+        return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill in self.fills if is_matrix(fill))
+
 
 @dataclass(frozen=True)
 class Left:
@@ -95,12 +101,15 @@ class Plan:
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
-    """Decide for every module of `model`; pure. Raises ConfigError for a dtype that the device cannot compute in."""
+    """Decide for every module of `model`; pure. Raises ConfigError for what the device or the model does not have:
+
+    a dtype that is not computed in, patterns of `quant.weight.post_init_quant` that match no linear.
+    """
     dtype = config.resolved_dtype(device)
-    asked = config.weight_format
-    decision = _Decision(model, config, device, dtype, quant_format(asked) if asked else None)
+    decision = _Decision(model, config, device, dtype)
     decision.visit(model, "", None)
     decision.hook(model)
+    notes = decision.formats.check(model)
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
     before = parameter_bytes(model)
     steps = tuple(decision.steps)
@@ -112,7 +121,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         steps=steps,
         left=tuple(decision.left),
         declined=decision.declines(),
-        notes=tuple(config.notes(device)),
+        notes=(*config.notes(device), *notes),
         before_bytes=before,
         after_bytes=bytes_after(model, steps, dtype),
     )
@@ -121,15 +130,14 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
 class _Decision:
     """One walk over a model: blocks where a spec fits, else linears where a kernel or a format gains something."""
 
-    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, format: QuantFormat | None):
-        self.config, self.device, self.dtype, self.format = config, device, dtype, format
-        self.model = model
+    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype):
+        self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
         self.shared = _shared_weights(model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-        self.head = next((name for name, module in model.named_modules() if module is head), None)
+        self.formats = Formats(config, next((name for name, module in model.named_modules() if module is head), None))
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and what is below; `config` is that of the nearest model around it."""
@@ -160,9 +168,11 @@ class _Decision:
                 self.visit(child, f"{path}.{name}" if path else name, config)
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
+        name = type(module).__name__
+        if differences := [text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))]:
+            raise SpecMismatch(name, differences)
         fills = tuple(self.with_format(fill, bound.shape, path) for fill in bound.fills)
         bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
-        name = type(module).__name__
         return Step(path, BLOCK, name, bound.shape, fills, bodies, f"spec of {name}", bound.index, bound.attn)
 
     def linears(self, module: nn.Module, path: str) -> None:
@@ -171,7 +181,7 @@ class _Decision:
             if not name:
                 self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
                 continue
-            others = self.shared.get(name, ()) if self.format is not None else ()
+            others = self.shared.get(name, ()) if self.formats.of(name) is not None else ()
             if unlike := [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]:
                 self.left.append(Left(name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"))
                 continue
@@ -203,12 +213,16 @@ class _Decision:
             self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
 
     def with_format(self, fill: Fill, shape: LayerShape | LinearShape, path: str) -> Fill:
-        """The fill with the quantization format, where it is a matrix that the format fits."""
-        inputs = _inputs_of(fill, shape)
-        if self.format is None or inputs is None:
+        """The fill with its quantization format, where it is a matrix that the format fits."""
+        matrix = matrix_shape(fill, shape)
+        if matrix is None:
             return fill
-        format = quant_format("int8") if path == self.head and self.format.bits < 8 else self.format
-        if reason := format.fits(inputs):
+        format = self.formats.of_fill(fill, path)
+        if format is None:
+            if self.formats.left_alone(linears_of(fill, path)[0]):
+                self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone"))
+            return fill
+        if reason := format.fits(matrix[1]):
             self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
             return fill
         return replace(fill, format=str(format))
@@ -226,32 +240,14 @@ class _Decision:
 def fallback(step: Step, model: nn.Module, config: InferenceConfig) -> list[Step]:
     """The next depth for a block that was refused: its linears, where they gain something."""
     device = Device.of(next(model.parameters()).device)
-    asked = config.weight_format
-    decision = _Decision(model, config, device, config.resolved_dtype(device), quant_format(asked) if asked else None)
+    decision = _Decision(model, config, device, config.resolved_dtype(device))
     decision.linears(model.get_submodule(step.path), step.path)
     return decision.steps
 
 
 def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     """The ops of the matrices among `fills`."""
-    return tuple(dict.fromkeys(linear_op(fill.format) for fill in fills if _is_matrix(fill)))
-
-
-def _is_matrix(fill: Fill) -> bool:
-    return fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
-
-
-def _inputs_of(fill: Fill, shape: LayerShape | LinearShape | EmbeddingShape) -> int | None:
-    """The inputs of the matrix that `fill` makes; None for norms, biases and tables."""
-    if not _is_matrix(fill):
-        return None
-    if isinstance(shape, LinearShape):
-        return shape.inputs
-    if isinstance(shape, EmbeddingShape):
-        return shape.width
-    kind = fill.target.split(".")[-2]
-    attn = shape.attn
-    return {"qkv": attn.hidden, "out": attn.heads * attn.head_width, "up": shape.mlp.hidden, "down": shape.mlp.inner}[kind]
+    return tuple(dict.fromkeys(linear_op(fill.format) for fill in fills if is_matrix(fill)))
 
 
 def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -284,14 +280,13 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
         if id(module) in seen:
             continue
         seen.add(id(module))
-        for fill in () if step.shares else step.fills:
+        quantized = format_bytes(step.fills, step.shape)
+        total += 0 if step.shares else sum(quantized.values())
+        for fill in step.fills:
             sources = [_tensor(module, name) for name in fill.sources]
             seen.update(id(source) for source in sources)
-            numel = sum(source.numel() for source in sources)
-            inputs = _inputs_of(fill, step.shape)
-            if fill.format and inputs:
-                total += quant_format(fill.format).nbytes(numel // inputs, inputs)
-            else:
+            if fill.target not in quantized:
+                numel = sum(source.numel() for source in sources)
                 total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
         seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():

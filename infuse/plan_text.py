@@ -14,15 +14,15 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     """The lines of the table: what is replaced, what is left, who declined, notes and memory."""
     dtype = str(plan.dtype).removeprefix("torch.")
     yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
-    grouped = _grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
-    if grouped:
-        widths = [max(len(row[column]) for row in grouped) for column in range(2)]
-        for depth, path, formats, bodies, why in grouped:
+    rows = grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
+    if rows:
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        for depth, path, formats, bodies, why in rows:
             yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {formats}{why}"
             yield f"  {'':<{widths[0]}}  {bodies}"
     else:
         yield "  nothing is replaced"
-    for path, why in _grouped([(left.path, left.why) for left in plan.left], path_column=0):
+    for path, why in grouped([(left.path, left.why) for left in plan.left], path_column=0):
         yield f"  left  {path}: {why}"
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
@@ -35,15 +35,31 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def _step_text(step: Step) -> tuple[str, str, str]:
-    formats = ", ".join(sorted(set(step.formats.values())))
     by_body: dict[str, list[str]] = {}
     for name, body in step.bodies:
         by_body.setdefault(body, []).append(name)
     bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
-    return (f"{formats}, " if formats else "", bodies, step.why)
+    return (_formats_text(step), bodies, step.why)
 
 
-def _grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
+def _formats_text(step: Step) -> str:
+    """Each format with the bytes that it takes in one such module, and with its matrices where not all are alike."""
+    by_format: dict[str, list[tuple[str, int]]] = {}
+    for target, format, size in step.matrices:
+        if format:
+            by_format.setdefault(format, []).append((target.removesuffix(".weight"), size))
+    parts = []
+    for format, members in sorted(by_format.items()):
+        where = "" if len(members) == len(step.matrices) else f" for {' and '.join(name for name, _ in members)}"
+        parts.append(f"{format}{where} {_bytes_text(sum(size for _, size in members))}, ")
+    return "".join(parts)
+
+
+def _bytes_text(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+
+
+def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
     """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
     groups: dict[tuple, list[str]] = {}
     for row in rows:

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from infuse.in_dtype import in_dtype
 from infuse.layers.cache import KVCache
 from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
 TOKENS, PADDING, SEED = 12, 3, 2026  # 12 divides into the chunks of chunked feed-forward layers
-_PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -158,54 +155,6 @@ def _run_and_record(
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run `module` in `dtype` for a while. Linears are cast in parts as they run, so that memory hardly grows."""
-    # A table is only looked up in: what it gives is exact in any dtype that is wide enough.
-    kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype and type(module) is not nn.Embedding}
-    handles, linears = [], []
-
-    def cast(owner: nn.Module, args: Any) -> None:
-        for p in owner.parameters(recurse=False):
-            if p in kept:
-                p.data = kept[p].to(dtype)
-
-    def restore(owner: nn.Module, args: Any, output: Any) -> None:
-        for p in owner.parameters(recurse=False):
-            if p in kept:
-                p.data = kept[p]
-
-    for child in module.modules():
-        if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
-            continue
-        if isinstance(child, nn.Linear):
-            linears.append((child, vars(child).get("forward")))
-            child.forward = partial(_in_parts, child, dtype)  # type: ignore[method-assign]
-        else:
-            handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
-    try:
-        for p, data in kept.items():
-            if p.dim() < 2:
-                p.data = data.to(dtype)
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for child, forward in linears:
-            del child.forward
-            if forward is not None:
-                child.forward = forward  # type: ignore[method-assign]
-        for p, data in kept.items():
-            p.data = data
-
-
-def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """linear(x) with a weight in `dtype` of which only a part exists at a time."""
-    rows = -(-linear.out_features // _PARTS)
-    out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
-    return out if linear.bias is None else out + linear.bias
-
-
 def _cast(value: Any, dtype: torch.dtype, cache: Cache | None) -> Any:
     """An argument of the recorded call for a run in `dtype`, on a cache of its own."""
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -290,8 +239,8 @@ def result_fault(new: nn.Module, step: Step, cases: list[Case], wanted: Expected
 
 
 def _too_far(error: float, dtype: torch.dtype, case: Case, call: int, allowed: float) -> str:
-    name, place = str(dtype).removeprefix("torch."), f"{case.label}, {'decode' if call else 'prefill'}"
-    return f"differs from the original by {error:.1e} of its size in {name} ({place}; {allowed:.1e} is allowed)"
+    place = f"{str(dtype).removeprefix('torch.')} ({case.label}, {'decode' if call else 'prefill'}; {allowed:.1e} is allowed)"
+    return f"differs from the original by {error:.1e} of its size in {place}"
 
 
 def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
@@ -317,17 +266,18 @@ def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tenso
 
 def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
     """Random rows for a linear: one, and several."""
-    like = next(layer.parameters())
     generator = torch.Generator().manual_seed(SEED)
-    rows = (torch.randn(1, n, inputs, generator=generator).to(like.device) for n in (1, 7))
-    return [Case(f"{x.shape[1]} rows", (Call(x, (), {}, None),), None) for x in rows]
+    return [_one_call(layer, torch.randn(1, rows, inputs, generator=generator)) for rows in (1, 7)]
 
 
 def embedding_cases(layer: nn.Module, rows: int) -> list[Case]:
     """Random rows of a table, and its first and last one."""
     index = torch.randint(rows, (1, 30), generator=torch.Generator().manual_seed(SEED))
-    index = torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1).to(next(layer.parameters()).device)
-    return [Case(f"{index.shape[1]} rows", (Call(index, (), {}, None),), None)]
+    return [_one_call(layer, torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1))]
+
+
+def _one_call(layer: nn.Module, x: Tensor) -> Case:
+    return Case(f"{x.shape[1]} rows", (Call(x.to(next(layer.parameters()).device), (), {}, None),), None)
 
 
 def decodes(step: Step) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from infuse.config import InferenceConfig, parse_dtype
+from infuse.config_quant import ModuleQuant
 from infuse.errors import ConfigError
 
 make = InferenceConfig.make
@@ -59,8 +60,16 @@ KEYS = [
     ({"quant": {"weight": {"num_bits": 4}}}, "quant.weight.num_bits", 4),
     ({"quant": {"weight": {"q_type": "asymmetric"}}}, "quant.weight.q_type", "asymmetric"),
     ({"quant": {"weight": {"q_groups": 2}}}, "quant.weight.q_groups", 2),
-    ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}}, "quant.weight.quantized_initialization", {"num_bits": 4}),
-    ({"quant": {"weight": {"post_init_quant": {"fc": {}}}}}, "quant.weight.post_init_quant", {"fc": {}}),
+    ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}}, "quant.weight.quantized_initialization.num_bits", 4),
+    ({"quant": {"weight": {"quantized_initialization": {"group_size": 32, "num_bits": 4}}}},
+     "quant.weight.quantized_initialization.group_size", 32),
+    ({"quant": {"weight": {"quantized_initialization": {"group_dim": 1}}}}, "quant.weight.quantized_initialization.group_dim", 1),
+    ({"quant": {"weight": {"quantized_initialization": {"symmetric": False, "num_bits": 8}}}},
+     "quant.weight.quantized_initialization.symmetric", False),
+    ({"quant": {"weight": {"quantized_initialization": "fp6:32"}}}, "quant.weight.quantized_initialization.format", "fp6:32"),
+    ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4}}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=4)}),
+    ({"quant": {"weight": {"post_init_quant": {"fc": "fp8"}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(format="fp8")}),
+    ({"quant": {"weight": {"post_init_quant": {"fc": None}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=16)}),
     ({"checkpoint": "model.json"}, "checkpoint", "model.json"),
     ({"checkpoint": {"type": "BLOOM", "checkpoints": ["a.bin"]}}, "checkpoint", {"type": "BLOOM", "checkpoints": ["a.bin"]}),
     ({"base_dir": "weights"}, "base_dir", "weights"),

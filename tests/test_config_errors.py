@@ -84,6 +84,23 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"quant": {"weight": {"q_type": "both"}}}, ["possible: 'symmetric' or 'asymmetric'"]),
         ({"quant": {"weight": {"q_groups": 0}}}, ["quant.weight.q_groups: found 0"]),
         ({"quant": {"weight": {"num_bits": 6, "q_type": "asymmetric"}}}, ["quant.weight: found", "6 bits with q_type symmetric"]),
+        ({"quant": "int4:5"}, ["quant.format (given as quant): found 'int4:5'; ", "the group size must be even, not 5"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {}}}}}, ["post_init_quant.fc: found {}; possible: {\"num_bits\": 4, 6, 8 or 16"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 5}}}}}, ["fc.num_bits: found 5; possible: 4, 6, 8 or 16"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"group_size": 64}}}}}, ["fc: found", "num_bits is missing; possible: 4"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bit": 4}}}}}, ["'num_bit' is no key, the nearest one is num_bits"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": "int3"}}}}, ["fc.format: found 'int3'; possible: \"int8\""]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 6, "symmetric": False}}}}}, ["possible: 6 bits with symmetric=True"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4, "group_size": 5}}}}}, ["group size must be even, not 5"]),
+        ({"quant": {"weight": {"post_init_quant": {"fc": {"format": "fp8", "num_bits": 8}}}}}, ["possible: format alone, or num_bits"]),
+        ({"quant": {"weight": {"post_init_quant": ["fc"]}}}, ["post_init_quant: found ['fc']", "dictionary"]),
+        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 3}}}}, ["initialization.num_bits: found 3; possible: 4, 6"]),
+        ({"quant": {"weight": {"quantized_initialization": {"bits": 4}}}}, ["quantized_initialization.bits: unknown key"]),
+        ({"quant": {"weight": {"quantized_initialization": 4}}}, ["quantized_initialization: found 4; possible: a dict with num_bits"]),
+        ({"quant": {"weight": {"num_bits": 8, "quantized_initialization": {"num_bits": 4}}}},
+         ["quantized_initialization: found 'int4' beside num_bits, q_type and q_groups, which say 'int8'"]),
+        ({"quant": {"format": "fp8", "weight": {"quantized_initialization": {"num_bits": 4}}}},
+         ["quant.format: found 'fp8' beside quant.weight, which says 'int4'"]),
         ({"quant": {"format": "int8", "weight": {"num_bits": 4}}}, ["quant.format: found 'int8' beside quant.weight, which says 'int4'"]),
         ({"dtype": "int8", "quant": "int4"}, ["dtype: found torch.int8 beside quant='int4'"]),
         ({"dtype": "int8", "quant": {"weight": {"num_bits": 4}}}, ["dtype: found torch.int8 beside quant='int4'"]),
@@ -114,3 +131,9 @@ def test_a_wrong_value_says_key_found_and_possible(written, parts):
 def test_several_contradictions_are_told_at_once():
     text = error_of(dtype="int8", quant="fp8", min_tokens=5, max_tokens=4)
     assert text.startswith("2 problems") and "beside quant='fp8'" in text and "min_out_tokens: found 5" in text
+
+
+def test_every_module_with_a_wrong_format_is_told_at_once():
+    text = error_of(quant={"weight": {"post_init_quant": {"up": {"num_bits": 5}, "down": "int3", "head": {}, "gate": {"num_bits": 4}}}})
+    assert text.startswith("3 problems") and "gate" not in text
+    assert all(f"quant.weight.post_init_quant.{name}" in text for name in ("up.num_bits", "down.format", "head"))

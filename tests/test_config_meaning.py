@@ -51,6 +51,17 @@ OLD_GPU = Device("cuda", 0, "an old GPU", ("sm_70",), 0, (torch.float32, torch.f
         ({"quant": {"enabled": True, "weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 2}}}, "int4:groups=2:asymmetric"),
         ({"dtype": "int8", "quant": {"weight": {"q_groups": 2}}}, "int8:groups=2"),
         ({"quant": {"activation": {"enabled": True}}}, None),
+        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4, "group_size": 128, "group_dim": 1}}}}, "int4:128"),
+        ({"quant": {"enabled": True, "weight": {"quantized_initialization": {"num_bits": 8, "symmetric": False}}}}, "int8:asymmetric"),
+        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 6, "group_size": 32}}}}, "fp6:32"),
+        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 16}}}}, None),
+        ({"quant": {"weight": {"quantized_initialization": None}}}, None),
+        ({"quant": {"weight": {"num_bits": 4, "quantized_initialization": "int4"}}}, "int4"),
+        ({"quant": {"enabled": False, "weight": {"quantized_initialization": {"num_bits": 4}}}}, None),
+        ({"quant": {"enabled": True, "weight": {"enabled": True, "post_init_quant": {"fc": "int4"}}}}, None),
+        ({"quant": {"weight": {"num_bits": 8, "post_init_quant": {"fc": "int4"}}}}, "int8"),
+        ({"quant": {"format": "fp8", "weight": {"post_init_quant": {"fc": "int4"}}}}, "fp8"),
+        ({"dtype": "int8", "quant": {"weight": {"post_init_quant": {"fc": "int4"}}}}, "int8"),
     ],
     ids=str,
 )
@@ -59,6 +70,28 @@ def test_weight_format(written, weight_format):
     assert config.weight_format == weight_format
     if weight_format is not None:
         assert parse_format(weight_format) == weight_format
+
+
+def test_formats_by_name():
+    written = {
+        "down": {"num_bits": 8, "group_size": 32, "symmetric": False}, "q_proj": {"num_bits": 4, "group_dim": 1}, "up": "fp6",
+        "head": {"num_bits": 16}, "gate": None,
+    }
+    formats = {"down": "int8:32:asymmetric", "q_proj": "int4", "up": "fp6", "head": None, "gate": None}
+    config = make(quant={"weight": {"post_init_quant": written}})
+    assert config.module_formats == formats and config.weight_format is None and config.notes(CPU) == []
+    assert make(quant={"weight": {"enabled": False, "post_init_quant": written}}).module_formats == {}
+    assert make(quant={"enabled": False, "weight": {"post_init_quant": written}}).module_formats == {}
+    assert make(config.model_dump()) == config and make(json.loads(config.model_dump_json())).module_formats == formats
+
+
+@pytest.mark.parametrize("weight", [
+    {"post_init_quant": {"a": {"num_bits": 4, "group_dim": 1}, "b": {"num_bits": 4, "group_dim": 0}}},
+    {"quantized_initialization": {"num_bits": 4, "group_dim": 0}},
+])
+def test_groups_along_the_outputs_are_told_to_have_no_effect(weight):
+    (note,) = make(quant={"weight": weight}).notes(CPU)
+    assert note.startswith(f"quant.weight.{next(iter(weight))}") and "groups lie along the inputs" in note
 
 
 @pytest.mark.parametrize(
@@ -137,11 +170,6 @@ NOT_AVAILABLE = [
     ({"moe": {"ep_size": 2}}, "moe.ep_size=2"),
     ({"moe": {"ep_group": GROUP}}, "moe.ep_group="),
     ({"moe": {"ep_mp_group": GROUP}}, "moe.ep_mp_group="),
-    ({"quant": "fp8"}, "weight_format='fp8'"),
-    ({"quant": "fp6"}, "weight_format='fp6'"),
-    ({"quant": {"weight": {"num_bits": 6}}}, "weight_format='fp6'"),
-    ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}}, "quant.weight.quantized_initialization="),
-    ({"quant": {"weight": {"post_init_quant": {"fc": {}}}}}, "quant.weight.post_init_quant="),
     ({"checkpoint": "model.json"}, "checkpoint='model.json'"),
     ({"ckpt_config": {"checkpoint_dir": "in"}}, "checkpoint_config.checkpoint_dir='in'"),
     ({"base_dir": "weights"}, "base_dir='weights'"),
@@ -159,7 +187,7 @@ def test_what_this_version_cannot_serve_is_listed(written, start):
 
 
 def test_all_that_is_not_available_is_listed_at_once():
-    assert len(make(tp={"tp_size": 2}, quant="fp8", base_dir="weights").not_available()) == 3
+    assert len(make(tp={"tp_size": 2}, checkpoint="in", base_dir="weights").not_available()) == 3
 
 
 def test_frozen():
@@ -183,6 +211,8 @@ def test_dump_and_back():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-@pytest.mark.parametrize("text", ["int8", "int8:row", "int8:groups=2", "int4:128", "int4:32:asymmetric", "int4:groups=4:asymmetric"])
+@pytest.mark.parametrize("text", [
+    "int8", "int8:row", "int8:groups=2", "int4:128", "int4:32:asymmetric", "int4:groups=4:asymmetric", "fp8", "fp8:64", "fp6:groups=2",
+])
 def test_the_formats_are_those_that_quant_reads(text):
     assert quant_format(make(quant=text).weight_format) == quant_format(text)

@@ -128,6 +128,50 @@ def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
                 check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
 
 
+TILED = pytest.mark.skipif(bool(REASON) or isa() != "avx512_bf16", reason="tiles of queries need bf16 instructions")
+
+
+@TILED
+@pytest.mark.parametrize("width", [1, 32, 33, 64, 80, 128])
+def test_many_queries_go_by_tiles(width: int, threads: int) -> None:
+    for batch, heads, kv_heads, tokens, length in (
+        (2, 4, 2, 9, 9), (1, 8, 2, 70, 70), (2, 3, 3, 130, 130), (1, 4, 1, 40, 300), (1, 71, 1, 20, 20)
+    ):  # fmt: skip
+        q = torch.randn(batch, tokens, heads, width).bfloat16().transpose(1, 2)
+        k, v = (cached(batch, kv_heads, length, width, torch.bfloat16) for _ in range(2))
+        for causal in (False, True):
+            for window in (0, 7, 100):
+                check(torch.bfloat16, q, k, v, None, None, width**-0.5, causal, window, 0.0)
+
+
+@TILED
+def test_tiles_with_masks(threads: int) -> None:
+    batch, heads, kv_heads, width = 3, 4, 2, 32
+    for tokens, length in ((9, 130), (40, 40), (17, 400)):
+        q = torch.randn(batch, heads, tokens, width).bfloat16()
+        k, v = (cached(batch, kv_heads, length, width, torch.bfloat16) for _ in range(2))
+        bias = torch.randn(1, heads, 1, length).bfloat16()
+        for mask in masks(batch, heads, tokens, length):
+            check(torch.bfloat16, q, k, v, mask, None, 0.2, False, 0, 0.0)
+            check(torch.bfloat16, q, k, v, mask, bias, 0.2, True, 7, 3.0)
+            added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+            check(torch.bfloat16, q, k, v, added, None, 0.2, False, 0, 0.0)
+            mask = mask.clone()
+            mask[..., 0] = True  # a row of -infinity alone is NaN for the reference, zeros here
+            hidden = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+            check(torch.bfloat16, q, k, v, hidden, None, 0.2, False, 0, 0.0)
+
+
+@TILED
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_what_is_not_finite_passes_through_tiles(value: float) -> None:
+    for which in range(3):
+        for place in (0, 70, 199):
+            args = [torch.randn(2, heads, tokens, 32).bfloat16() for heads, tokens in ((4, 20), (2, 200), (2, 200))]
+            args[which][1, 1, min(place, args[which].shape[2] - 1), 3] = value
+            check(torch.bfloat16, *args, None, None, 0.2, False, 0, 0.0)
+
+
 def test_a_row_without_an_allowed_key_is_zeros() -> None:
     q, k, v = torch.randn(2, 2, 1, 16), cached(2, 1, 70, 16, torch.float32), cached(2, 1, 70, 16, torch.float32)
     mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)

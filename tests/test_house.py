@@ -22,7 +22,7 @@ LEVELS = {
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,
-    "verify": 7, "apply": 7,
+    "in_dtype": 0, "verify": 7, "apply": 7,
     "runtime.loop": 8, "runtime.decode": 8, "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
 }

@@ -8,11 +8,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from infuse.errors import ConfigError, NotAvailable
+from infuse.errors import ConfigError
 from infuse.quant.format import QuantFormat, quant_format
 from infuse.quant.integer import ERROR_LENGTHS, pack_int4, unpack_int4
 
-KINDS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
+INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
+KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
 
@@ -64,14 +65,16 @@ def test_text_reads_back(text: str) -> None:
 @pytest.mark.parametrize(("text", "canonical"), [
     ("int8", "int8"), ("int8:64", "int8"), ("INT8:symmetric", "int8"), ("int8:128", "int8:128"), ("int8:row", "int8:row"),
     ("int4", "int4:64"), ("int4:128:symmetric", "int4:128"), ("int4:asymmetric", "int4:64:asymmetric"), ("int8:groups=2", "int8:groups=2"),
-    ("int8:asymmetric", "int8:asymmetric"), (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
+    ("fp8", "fp8"), ("fp8:row", "fp8"), ("FP8:128", "fp8:128"), ("fp6", "fp6"), ("fp6:64:symmetric", "fp6"), ("fp6:row", "fp6:row"),
+    ("fp6:groups=2", "fp6:groups=2"), ("int8:asymmetric", "int8:asymmetric"), (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
 ])
 def test_canonical_text(text: str, canonical: str) -> None:
     assert str(quant_format(text)) == canonical
 
 
 @pytest.mark.parametrize("text", [
-    "int3", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4", "int4:groups=", 8, None,
+    "int3", "fp", "fp4", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4", "int4:groups=", 8,
+    None,
 ])
 def test_unknown_text_lists_what_is_possible(text: object) -> None:
     with pytest.raises(ConfigError, match="possible: .*int8:GROUP.*int4"):
@@ -86,12 +89,6 @@ def test_impossible_numbers(text: str, reason: str) -> None:
         quant_format(text)
 
 
-@pytest.mark.parametrize("text", ["fp8", "fp6", "fp8:128"])
-def test_formats_of_a_later_version(text: str) -> None:
-    with pytest.raises(NotAvailable, match=text):
-        quant_format(text)
-
-
 # ---- refusals ----
 
 
@@ -101,6 +98,9 @@ def test_formats_of_a_later_version(text: str) -> None:
     ("int8:groups=3", 64, "64 inputs do not divide into 3 groups"),
     ("int4:row", 33, "33 inputs are an odd number"),
     ("int4:groups=2", 6, "6 inputs in 2 groups are 3 for each, an odd number"),
+    ("fp8:128", 320, r"groups of 128 do not divide 320 inputs \(64 or 32 would\)"),
+    ("fp6:row", 66, "66 inputs are not a multiple of 4"),
+    ("fp6:groups=2", 12, "12 inputs in 2 groups are 6 for each"),
 ])
 def test_widths_that_do_not_fit(text: str, columns: int, reason: str) -> None:
     format = quant_format(text)
@@ -151,7 +151,7 @@ def test_a_second_quantization_changes_nothing(kind: str, data: st.DataObject) -
     assert torch.equal(round_trip(once, format), once)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INTEGERS)
 def test_values_on_the_grid_are_exact(kind: str) -> None:
     """Multiples of a bfloat16 step are exact where they fill the grid, and zeros always."""
     half = 128 if "int8" in kind else 8
@@ -248,7 +248,7 @@ def best_possible_error(weight: torch.Tensor, text: str) -> float:
     return (best.sum().sqrt() / weight.norm()).item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("length", [32, 64, 128, 4096])
 def test_normal_weights_lose_at_most_5_percent_more_than_on_the_best_grid(kind: str, length: int) -> None:
     weight = normal(2**15 // length, length, seed=length)

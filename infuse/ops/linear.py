@@ -57,7 +57,7 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric"):
+    for text in ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row"):
         for rows, inputs, outputs in _SHAPES:
             weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
             held = quant_format(text).quantize(weight)

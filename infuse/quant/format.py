@@ -1,22 +1,21 @@
 """What a number format is: QuantFormat, the interface; QuantizedWeight, its result; `quant_format`, which reads a configuration's text.
 
-The arithmetic of each family is in its own file (integer.py). Nothing here knows modules, kernels or models.
+The arithmetic of each family is in its own file (integer.py, floating.py). Nothing here knows modules, kernels or models.
 Legend: weights are [out_features, in_features]; a group is a run of neighbouring inputs of one row that shares one scale.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from infuse.errors import ConfigError, NotAvailable
+from infuse.errors import ConfigError
 
-POSSIBLE = ("int8", "int8:GROUP", "int8:row", "int8:groups=N", "int4", "int4:GROUP", "int4:row", "int4:groups=N",
-            "and each of these with :symmetric or :asymmetric")
-NOT_YET = ("fp8", "fp6")
+POSSIBLE = "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or :asymmetric behind"
 
 # How much larger than on normal weights the error may be before a proof calls it a bug: weights with heavier tails fill their groups worse.
 # Measured in groups of 64, against normal weights: Laplace 1.24 to 1.32 times, Student-t(3) 1.46 to 1.85 times the relative error.
@@ -62,6 +61,11 @@ class QuantFormat(ABC):
         """The relative RMS error up to which a quantized layer is accepted as correct: expected_error * TAIL_FACTOR."""
         return self.expected_error * TAIL_FACTOR
 
+    @property
+    def pack(self) -> int:
+        """The number of neighbouring inputs that share whole bytes: 1 (8 bits), 2 (4 bits) or 4 (6 bits)."""
+        return 8 // math.gcd(8, self.bits)
+
     def fits(self, in_features: int) -> str | None:
         """None where rows of `in_features` can be stored in this format, else the reason with its numbers."""
         if self.group_size is not None and in_features % self.group_size:
@@ -83,6 +87,44 @@ class QuantFormat(ABC):
         return 1 if self.group_size is None else in_features // self.group_size
 
 
+    def shard(self, weight: QuantizedWeight, *, outputs: range | None = None, inputs: range | None = None) -> QuantizedWeight:
+        """The part of `weight` with these outputs (rows) and inputs, in buffers of its own; None: all of them.
+
+        Its values are that part of the values, bit by bit, and where it has its own scales, what quantizing that part of the original
+        gives. Its format is this one, but for `groups=N`, which counts the groups of a row: the part has fewer.
+        Refused with ConfigError: ranges outside of the weight or with a step; inputs that cut a group, unless the row is one group,
+        whose scale each part then has; inputs that cut a byte (4 bits: even limits, 6 bits: multiples of 4).
+        """
+        assert weight.format == self, f"{weight.format} is not {self}"
+        of_outputs, of_inputs = (range(size) for size in weight.shape)
+        outputs, inputs = outputs if outputs is not None else of_outputs, inputs if inputs is not None else of_inputs
+        for what, part, whole in (("outputs", outputs, of_outputs), ("inputs", inputs, of_inputs)):
+            if part.step != 1 or not 0 <= part.start <= part.stop <= len(whole):
+                raise ConfigError(f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} in steps of 1")
+        format, groups = self, slice(None)
+        if inputs != of_inputs:
+            groups = self._groups_of(inputs, weight)
+            if self.groups is not None:
+                format = replace(self, groups=max(1, groups.stop - groups.start))
+        rows, columns = slice(outputs.start, outputs.stop), slice(*(limit * self.bits // 8 for limit in (inputs.start, inputs.stop)))
+        data, scale = weight.data[rows, columns].clone(), weight.scale[rows, groups].clone()
+        zero = None if weight.zero is None else weight.zero[rows, groups].clone()
+        return QuantizedWeight(data, scale, zero, (len(outputs), len(inputs)), format)
+
+    def _groups_of(self, inputs: range, weight: QuantizedWeight) -> slice:
+        """The groups that lie in a part of the inputs."""
+        limits, width = (inputs.start, inputs.stop), weight.shape[1]
+        asked = f"{self}: inputs {inputs.start} to {inputs.stop} of {width}"
+        if cut := [limit for limit in limits if limit % self.pack]:
+            raise ConfigError(f"{asked} cut bytes at {cut}; possible: multiples of {self.pack}")
+        if self.group_size is None and weight.scale.shape[1] == 1:
+            return slice(0, 1 if inputs else 0)
+        length = width // weight.scale.shape[1]
+        if cut := [limit for limit in limits if limit % length]:
+            raise ConfigError(f"{asked} cut groups at {cut}; possible: multiples of {length}")
+        return slice(inputs.start // length, inputs.stop // length)
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """The buffers of one quantized matrix; `format` says what they mean. A plain holder: it never computes."""
@@ -100,24 +142,27 @@ class QuantizedWeight:
 
 
 def quant_format(text: str) -> QuantFormat:
-    """The format that a text of the configuration names: "int8", "int4:128", "int4:64:asymmetric", "int8:row", "int8:groups=2".
+    """The format that a text of the configuration names: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2".
 
-    Refused: an unknown text (ConfigError, with what is possible); a known format that this version lacks (NotAvailable).
+    Refused with ConfigError: an unknown text, with what is possible; numbers that the format cannot have.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {', '.join(POSSIBLE)}")
+        raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {POSSIBLE}")
     name, *options = text.strip().lower().split(":")
-    if name in NOT_YET:
-        raise NotAvailable(f"the format {text!r} is not in this version; possible: {', '.join(POSSIBLE)}")
 
-    from infuse.quant.integer import DEFAULT_GROUP, IntegerFormat  # here: integer.py builds on this file
+    from infuse.quant import floating, integer  # here: they build on this file
 
-    if name not in DEFAULT_GROUP:
-        raise ConfigError(f"unknown quantization format {text!r}; possible: {', '.join(POSSIBLE)}")
+    family: type[QuantFormat]
+    size: int | None
+    if name in integer.DEFAULT_GROUP:
+        family, size = integer.IntegerFormat, integer.DEFAULT_GROUP[name]
+    elif name in floating.DEFAULT_GROUP:
+        family, size = floating.FloatFormat, floating.DEFAULT_GROUP[name]
+    else:
+        raise ConfigError(f"unknown quantization format {text!r}; possible: {POSSIBLE}")
     symmetric = True
     if options and options[-1] in ("symmetric", "asymmetric"):
         symmetric = options.pop() == "symmetric"
-    size: int | None = DEFAULT_GROUP[name]
     groups: int | None = None
     if options:
         option = options.pop(0)
@@ -129,5 +174,5 @@ def quant_format(text: str) -> QuantFormat:
         else:
             options.append(option)
     if options:
-        raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {', '.join(POSSIBLE)}")
-    return IntegerFormat(name, int(name.removeprefix("int")), size, symmetric, groups)
+        raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {POSSIBLE}")
+    return family(name, int(name.lstrip("intfp")), size, symmetric, groups)

@@ -23,7 +23,7 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.integer import IntegerFormat
 
 PANEL_ROWS = 16
-BITS = {torch.int8: 8, torch.uint8: 4}
+BITS = {torch.int8: 8, torch.uint8: 4}  # of the formats that come in panels
 
 
 def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:

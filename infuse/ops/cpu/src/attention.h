@@ -310,7 +310,5 @@ inline void combine(const AttentionArgs& a) {
   }
 }
 
-inline AttentionKernels attention_kernels() { return {rotary, activate, attend, combine, attention_blocks, Scratch::floats}; }
-
 }  // namespace INFUSE_ISA
 }  // namespace infuse

@@ -69,6 +69,10 @@ struct AttentionKernels {
   void (*combine)(const AttentionArgs&);                                  // after all parts
   int64_t (*attention_blocks)(const AttentionArgs&);                      // in all
   int64_t (*attention_scratch)(const AttentionArgs&);                     // floats for each part
+  // For many queries in bf16, or null: one tile of them, in scratch of `tile_bytes`.
+  void (*tile)(const AttentionArgs&, int64_t index, void* scratch);
+  int64_t (*tiles)(const AttentionArgs&);
+  int64_t (*tile_bytes)(const AttentionArgs&);
 };
 
 }  // namespace infuse

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 #include <optional>
 #include <vector>
@@ -145,8 +146,8 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 // ---- attention ----
 
-// Beyond these PyTorch's fused attention, which cuts queries into blocks, is the better choice.
-constexpr int64_t kMaxTokens = 8, kMaxWidth = 1024, kMaxRows = 512;
+// Up to so many queries attend in parts over the keys, more by tiles of queries; where there are no tiles, PyTorch's fused attention.
+constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Keys and values read by one thread at least, in bytes.
 constexpr int64_t kGrainBytes = 1 << 17;
 
@@ -169,14 +170,21 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
   return true;
 }
 
+bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile; }
+
 bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
   const std::optional<Type> type = type_of(q);
   if (!type || k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || !rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
   a.type = *type;
   a.batch = q.size(0), a.heads = q.size(1), a.tokens = q.size(2), a.width = q.size(3), a.kv_heads = k.size(1), a.length = k.size(2);
-  if (a.tokens > kMaxTokens || a.width > kMaxWidth || a.batch * a.heads * a.tokens * a.length * a.width * a.kv_heads == 0) return false;
-  if (a.heads % a.kv_heads || a.heads / a.kv_heads * a.tokens > kMaxRows) return false;
+  if (a.batch * a.heads * a.tokens * a.length * a.width * a.kv_heads == 0 || a.heads % a.kv_heads) return false;
+  const int64_t group = a.heads / a.kv_heads;
+  if (by_tiles(a)) {
+    if (a.width > kMaxTileWidth || group > kMaxTileGroup) return false;
+  } else if (a.tokens > kMaxTokens || a.width > kMaxWidth || group * a.tokens > kMaxRows) {
+    return false;
+  }
   if (k.size(0) != a.batch || v.size(0) != a.batch || v.size(1) != a.kv_heads) return false;
   if (v.size(2) != a.length || k.size(3) != a.width || v.size(3) != a.width) return false;
   a.q = q.const_data_ptr(), a.k = k.const_data_ptr(), a.v = v.const_data_ptr();
@@ -194,7 +202,21 @@ float* scratch_of(int64_t floats) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + line - 1) / line * line);
 }
 
+void run_tiles(const AttentionArgs& a) {
+  const auto& run = kernels().attention;
+  const int64_t tiles = run.tiles(a), floats = (run.tile_bytes(a) + 3) / 4;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      void* scratch = scratch_of(floats);
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) run.tile(a, i, scratch);
+    }
+  });
+}
+
 void run_attention(AttentionArgs& a) {
+  if (by_tiles(a)) return run_tiles(a);
   const auto& run = kernels().attention;
   const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * (a.type == Type::f32 ? 4 : 2);
   a.parts = std::min({int64_t(torch::stable::get_num_threads()), bytes / kGrainBytes + 1, run.attention_blocks(a)});

@@ -1,7 +1,7 @@
 // All kernels of one instruction set. Compiled once for each: INFUSE_ISA names the namespace, the compiler's flags the set.
 #include "kernels.h"
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "linear.h"
 #include "norm.h"
 

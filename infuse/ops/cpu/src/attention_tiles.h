@@ -1,0 +1,231 @@
+// Attention of many queries, in bf16 where there are bf16 instructions: tiles of queries over blocks of keys, with the softmax
+// carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's fused attention is taken.
+#pragma once
+
+#include "attention.h"
+#include "elements.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+#if defined(__AVX512BF16__)
+
+constexpr int kTileQueries = 128;  // rows of a tile: queries times the heads that share a key head
+constexpr int kStepRows = 8;       // rows in registers at once
+constexpr int kPairs = kBlock / 2;
+
+// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums.
+struct Tile {
+  int64_t depth, columns;
+  uint32_t* q;       // [rows][depth] pairs of neighbouring columns
+  uint32_t* k;       // [depth][kBlock]
+  uint32_t* v;       // [kPairs][columns] pairs of neighbouring keys
+  float* sums;       // [rows][columns]
+  float* scores;     // [kStepRows][kBlock + Vec::width]
+  uint32_t* weights; // [kStepRows][kPairs]
+  float *largest, *total, *allowed;  // [rows]
+
+  Tile(const AttentionArgs& a, void* at) : depth((a.width + 1) / 2), columns((a.width + 31) / 32 * 32) {
+    char* p = static_cast<char*>(at);
+    const auto take = [&](int64_t words) {
+      char* from = p;
+      p += (words * 4 + 63) / 64 * 64;
+      return static_cast<void*>(from);
+    };
+    q = static_cast<uint32_t*>(take(kTileQueries * depth));
+    k = static_cast<uint32_t*>(take(depth * kBlock));
+    v = static_cast<uint32_t*>(take(kPairs * columns));
+    sums = static_cast<float*>(take(kTileQueries * columns));
+    scores = static_cast<float*>(take(kStepRows * (kBlock + Vec::width)));
+    weights = static_cast<uint32_t*>(take(kStepRows * kPairs));
+    largest = static_cast<float*>(take(kTileQueries));
+    total = static_cast<float*>(take(kTileQueries));
+    allowed = static_cast<float*>(take(kTileQueries));
+    bytes = p - static_cast<char*>(at);
+  }
+  int64_t bytes;
+};
+
+inline int64_t tile_bytes(const AttentionArgs& a) { return Tile(a, nullptr).bytes; }
+inline int64_t queries_of_tile(const AttentionArgs& a) {
+  const int64_t queries = kTileQueries / group_of(a);
+  return queries < a.tokens ? queries : a.tokens;
+}
+inline int64_t tiles_per_head(const AttentionArgs& a) { return (a.tokens + queries_of_tile(a) - 1) / queries_of_tile(a); }
+inline int64_t attention_tiles(const AttentionArgs& a) { return a.batch * a.kv_heads * tiles_per_head(a); }
+
+// Queries [t, t + count) of the heads of one key head, as rows of (query, head).
+struct Rows {
+  Head head;
+  int64_t t, rows;
+};
+
+inline void load_tile_queries(const AttentionArgs& a, const Rows& of, const Tile& tile) {
+  const int64_t group = group_of(a);
+  for (int64_t r = 0; r < of.rows; ++r) {
+    const bf16* q = static_cast<const bf16*>(a.q) + of.head.b * a.q_b + (of.head.n * group + r % group) * a.q_n + (of.t + r / group) * a.q_t;
+    tile.q[r * tile.depth + tile.depth - 1] = 0;
+    std::memcpy(tile.q + r * tile.depth, q, size_t(a.width) * sizeof(bf16));
+    tile.largest[r] = -kInfinity, tile.total[r] = tile.allowed[r] = 0.0f;
+  }
+  std::memset(tile.sums, 0, size_t(of.rows * tile.columns) * sizeof(float));
+}
+
+inline void load_keys(const AttentionArgs& a, const bf16* k, int count, const Tile& tile) {
+  for (int i = 0; i < kBlock; ++i) {
+    const bf16* row = k + i * a.k_t;
+    for (int64_t c = 0; c < a.width / 2; ++c) {
+      uint32_t pair = 0;
+      if (i < count) std::memcpy(&pair, row + 2 * c, 4);
+      tile.k[c * kBlock + i] = pair;
+    }
+    if (a.width % 2) tile.k[(tile.depth - 1) * kBlock + i] = i < count ? row[a.width - 1].bits : 0;
+  }
+}
+
+inline void load_values(const AttentionArgs& a, const bf16* v, int count, const Tile& tile) {
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const bf16* even = v + 2 * pair * a.v_t;
+    for (int64_t c = 0; c < tile.columns; c += Vec::width) {
+      const int64_t left = a.width - c;
+      const __mmask16 some = left <= 0 ? __mmask16(0) : first(int(left < Vec::width ? left : Vec::width));
+      const __mmask16 low = 2 * pair < count ? some : __mmask16(0), high = 2 * pair + 1 < count ? some : __mmask16(0);
+      const __m512i x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(low, even + c));
+      const __m512i y = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(high, even + a.v_t + c));
+      _mm512_store_si512(tile.v + pair * tile.columns + c, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+    }
+  }
+}
+
+inline __m512bh pairs_at(const uint32_t* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
+inline __m512bh repeated(uint32_t pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
+
+// sums[r][two registers] += the products of x[r][i] with y[i], over `depth` pairs.
+template <int R>
+[[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step, int64_t depth,
+                                                __m512 (&sums)[R][2]) {
+  for (int64_t i = 0; i < depth; ++i) {
+    const __m512bh y0 = pairs_at(y + i * y_step), y1 = pairs_at(y + i * y_step + Vec::width);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512bh both = repeated(x[r * x_step + i]);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, y0);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, y1);
+    }
+  }
+}
+
+constexpr int64_t kTileScoreStep = kBlock + Vec::width;
+
+template <int R>
+void score_tile(const Tile& tile, int64_t row, int count) {
+  for (int key = 0; key < count; key += 2 * Vec::width) {
+    __m512 sums[R][2];
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    add_products<R>(tile.q + row * tile.depth, tile.depth, tile.k + key, kBlock, tile.depth, sums);
+    for (int r = 0; r < R; ++r) {
+      _mm512_storeu_ps(tile.scores + r * kTileScoreStep + key, sums[r][0]);
+      _mm512_storeu_ps(tile.scores + r * kTileScoreStep + key + Vec::width, sums[r][1]);
+    }
+  }
+}
+
+// Scores of a row become weights relative to its largest score so far; returns what that makes of the sums before.
+inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, int count) {
+  float* scores = tile.scores + r * kTileScoreStep;
+  const float before = tile.largest[row + r], now = block_largest > before ? block_largest : before;
+  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity less -infinity is NaN
+  const float keep = now == before ? 1.0f : exp_of(before - now);
+  const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
+  Vec total;
+  for (int i = 0; i < kBlock; i += Vec::width) {
+    const Vec weight = i < written ? exp(load(scores + i, Vec::width) - base) : Vec();
+    total = total + weight;
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tile.weights + r * kPairs + i / 2), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
+  }
+  tile.total[row + r] = tile.total[row + r] * keep + total.sum();
+  tile.largest[row + r] = now;
+  return keep;
+}
+
+template <int R>
+void add_tile_values(const Tile& tile, int64_t row, int count, const float (&keep)[kStepRows]) {
+  for (int64_t c = 0; c < tile.columns; c += 2 * Vec::width) {
+    __m512 sums[R][2];
+    float* to = tile.sums + row * tile.columns + c;
+    for (int r = 0; r < R; ++r) {
+      for (int half = 0; half < 2; ++half) {
+        sums[r][half] = _mm512_mul_ps(_mm512_load_ps(to + r * tile.columns + half * Vec::width), _mm512_set1_ps(keep[r]));
+      }
+    }
+    add_products<R>(tile.weights, kPairs, tile.v + c, tile.columns, (count + 1) / 2, sums);
+    for (int r = 0; r < R; ++r) {
+      for (int half = 0; half < 2; ++half) _mm512_store_ps(to + r * tile.columns + half * Vec::width, sums[r][half]);
+    }
+  }
+}
+
+template <int R>
+void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile, int64_t row, int64_t key, int count) {
+  const int64_t group = group_of(a);
+  score_tile<R>(tile, row, count);
+  const bool each_head = a.mask.n != 0 || a.bias.n != 0, each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
+  Adjustment with;
+  float keep[kStepRows];
+  for (int r = 0; r < R; ++r) {
+    const int64_t n = (row + r) % group, t = of.t + (row + r) / group;
+    if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
+    if (with.any) tile.allowed[row + r] = 1.0f;
+    keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, tile.scores + r * kTileScoreStep), count);
+  }
+  add_tile_values<R>(tile, row, count, keep);
+}
+
+// Divides and rounds, as write_head.
+inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile) {
+  const int64_t group = group_of(a);
+  for (int64_t r = 0; r < of.rows; ++r) {
+    const float total = tile.total[r];
+    const Vec scale(total != 0 ? 1.0f / total : tile.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
+    bf16* out = static_cast<bf16*>(a.out) + ((of.head.b * a.tokens + of.t + r / group) * a.heads + of.head.n * group + r % group) * a.width;
+    for (int64_t c = 0; c < a.width; c += Vec::width) {
+      store(out + c, load(tile.sums + r * tile.columns + c, Vec::width) * scale, int(a.width - c < Vec::width ? a.width - c : Vec::width));
+    }
+  }
+}
+
+inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
+  const Tile tile(a, scratch);
+  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
+  const int64_t count_t = a.tokens - t < queries ? a.tokens - t : queries;
+  const Rows of = {Head(a, index / per_head), t, count_t * group};
+  load_tile_queries(a, of, tile);
+  const int64_t position = a.length - a.tokens + t;  // of the first query among the keys
+  const int64_t low = a.window ? position - a.window + 1 : 0, high = a.causal ? position + count_t : a.length;
+  const int64_t end = high < a.length ? high : a.length;
+  for (int64_t key = low > 0 ? low : 0; key < end; key += kBlock) {
+    const int count = int(end - key < kBlock ? end - key : kBlock);
+    load_keys(a, static_cast<const bf16*>(a.k) + of.head.b * a.k_b + of.head.n * a.k_n + key * a.k_t, count, tile);
+    load_values(a, static_cast<const bf16*>(a.v) + of.head.b * a.v_b + of.head.n * a.v_n + key * a.v_t, count, tile);
+    for (int64_t row = 0; row < of.rows; row += kStepRows) {
+      const int64_t rows = of.rows - row < kStepRows ? of.rows - row : kStepRows;
+      if (a.causal && position + (row + rows - 1) / group < key) continue;  // before all these keys
+      if (a.window && position + row / group - a.window >= key + count - 1) continue;
+      with_rows<kStepRows>(rows, [&](auto R) { attend_rows<decltype(R)::value>(a, of, tile, row, key, count); });
+    }
+  }
+  write_tile(a, of, tile);
+}
+
+#endif
+
+inline AttentionKernels attention_kernels() {
+  AttentionKernels made = {rotary, activate, attend, combine, attention_blocks, Scratch::floats, nullptr, nullptr, nullptr};
+#if defined(__AVX512BF16__)
+  made.tile = attend_tile, made.tiles = attention_tiles, made.tile_bytes = tile_bytes;
+#endif
+  return made;
+}
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse

@@ -1,0 +1,212 @@
+"""fp8 (e4m3) and fp6 (e3m2): one scale for each group of inputs, or for each row. No kernels, but the numbers they must agree with.
+
+    weight[o, i] = scale[o, g] * value(code[o, i])        g = the group of input i
+
+    code   sign, exponent E, mantissa M from the highest bit down; value = ±2**(E - bias) * (1 + M / 2**m), and for E = 0
+           ±2**(1 - bias) * M / 2**m: fp8 4 + 3 bits, bias 7, up to 448; fp6 3 + 2 bits, bias 3, up to 28. Zero is the code 0.
+    data   uint8: a tensor of a floating dtype would be cast by whoever casts the model
+           fp8: the codes, [out, in]
+           fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes the bits 6k to 6k + 5 of the 24-bit little-endian word j
+    scale  bfloat16 [out, groups]               there is no zero
+
+Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from infuse.errors import ConfigError
+from infuse.quant.format import QuantFormat, QuantizedWeight
+from infuse.quant.integer import CPU_BLOCK_VALUES, DEVICE_BLOCK_VALUES, ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, _refuse_unstorable
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of the codes: `mantissa` bits, the smallest normal value, where the highest binade begins, the largest value.
+
+    PyTorch's `carrier` holds a value times `carried` under the same code: e3m2 lies within e5m2, whose bias is larger by 12.
+    """
+
+    mantissa: int
+    smallest_normal: float
+    top_binade: float
+    largest: float
+    carrier: torch.dtype
+    carried: float
+
+
+GRIDS: Mapping[str, Grid] = MappingProxyType({
+    "fp8": Grid(3, 2.0**-6, 256.0, 448.0, torch.float8_e4m3fn, 1.0),
+    "fp6": Grid(2, 2.0**-2, 16.0, 28.0, torch.float8_e5m2, 2.0**-12),
+})
+
+# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): fp8 rows of 4096 2.73, groups of 256 2.68,
+# of 128 2.68, of 64 2.72; fp6 rows 1.72, groups of 256 1.67, of 128 1.67, of 64 1.71, of 32 1.82. A floating grid has its range in
+# itself, so groups gain little: fp8 has the plainest layout, a scale for each row. fp6 reaches only 112 times its smallest normal
+# value: groups keep small weights beside large ones out of its subnormals, and 64 divides the widths that 128 does not.
+DEFAULT_GROUP: Mapping[str, int | None] = MappingProxyType({"fp8": None, "fp6": 64})
+
+# A scale is chosen by where it puts the largest value: at top_binade * (1 + k / 32), up to half a step beyond the largest code, where
+# clamping costs no more than rounding. That is an octave; beyond it the grid repeats. In short groups each finer spacing gains, rows of
+# some hundred values average over the binade. All codes of the top binade are among the positions, which makes a second quantization
+# exact: whatever code the largest value gets, one candidate is the same scale again. A test holds the result within 5 % of brute force.
+FINE, COARSE, SHORTEST_COARSE = range(-2, 29), range(0, 29, 4), 512
+
+# Relative RMS error of a round trip by group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test measures it again.
+ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType({
+    "fp8": (0.0158, 0.0187, 0.0208, 0.0225, 0.0236, 0.0254, 0.0259, 0.0262),
+    "fp6": (0.0330, 0.0383, 0.0423, 0.0453, 0.0474, 0.0507, 0.0516, 0.0522),
+})
+
+
+@dataclass(frozen=True)
+class FloatFormat(QuantFormat):
+    """fp8 or fp6: a floating grid for each group, its scale chosen by search for the least squared error.
+
+    Rounded to nearest, ties to even, subnormals included; beyond the largest code it saturates. Every value comes back within
+    1/16 (fp8) or 1/8 (fp6) of itself, or within half the smallest step. Quantizing a dequantized float32 weight gives the same weight.
+    """
+
+    def __post_init__(self) -> None:
+        assert self.name in GRIDS and self.bits == int(self.name[2:]) and (self.group_size is None or self.groups is None)
+        if not self.symmetric:
+            raise ConfigError(f"{self.name} has no asymmetric form; possible: {self.name}, or int8 and int4 with :asymmetric")
+        for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
+        if self.group_size is not None and self.group_size % self.pack:
+            raise ConfigError(f"{self.name}: four values share three bytes, so the group size is a multiple of 4, not {self.group_size}")
+
+    def __str__(self) -> str:
+        if self.groups is not None:
+            return f"{self.name}:groups={self.groups}"
+        if self.group_size == DEFAULT_GROUP[self.name]:
+            return self.name
+        return f"{self.name}:{self.group_size or 'row'}"
+
+    @property
+    def expected_error(self) -> float:
+        """As measured by group length (ERRORS), that of the next longer length; whole rows count as the longest."""
+        length = min(self.group_size or ERROR_LENGTHS[-1], ERROR_LENGTHS[-1])
+        return next(error for known, error in zip(ERROR_LENGTHS, ERRORS[self.name], strict=True) if known >= length)
+
+    def fits(self, in_features: int) -> str | None:
+        """As QuantFormat.fits; fp6 also needs a multiple of 4 inputs in each group."""
+        if in_features % self.pack:
+            return f"{self}: four values share three bytes, and {in_features} inputs are not a multiple of 4"
+        if reason := super().fits(in_features):
+            return reason
+        if self.groups is not None and (length := in_features // self.groups) % self.pack:
+            return f"{self}: four values share three bytes, and {in_features} inputs in {self.groups} groups are {length} for each"
+        return None
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """Codes and bfloat16 scales."""
+        return out_features * (in_features * self.bits // 8 + self.group_count(in_features) * SCALE_DTYPE.itemsize)
+
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
+        """As QuantFormat.quantize; row by row independent, so a shard of rows quantizes to the shard of the codes."""
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ConfigError(f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}")
+        rows, columns = weight.shape
+        groups = self.group_count(columns)
+        data = torch.empty(rows, columns * self.bits // 8, dtype=torch.uint8, device=weight.device)
+        scale = torch.empty(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
+        quantized = QuantizedWeight(data, scale, None, (rows, columns), self)
+        if weight.is_meta or weight.numel() == 0:
+            return quantized
+        for part in _row_blocks(weight):
+            block = weight[part].float()
+            _refuse_unstorable(block, part.start, weight)
+            w_GN = block.reshape(-1, columns // groups)
+            scale_G1 = _best_scale(w_GN, self.name)
+            data[part] = _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name).reshape(len(block), -1)
+            scale[part] = scale_G1.reshape(-1, groups)
+        return quantized
+
+    @torch.no_grad()
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """As QuantFormat.dequantize; float32 inside, a block of rows at a time."""
+        assert weight.format == self, f"{weight.format} is not {self}"
+        out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
+        if out.is_meta or out.numel() == 0:
+            return out
+        for part in _row_blocks(out):
+            scale = weight.scale[part].unsqueeze(-1)
+            values = _values(weight.data[part], self.name).reshape(*scale.shape[:2], -1)
+            out[part] = values.mul_(scale).reshape(-1, out.shape[1])
+        return out
+
+
+def pack_fp6(codes: torch.Tensor) -> torch.Tensor:
+    """Codes in [0, 63], uint8 [..., 4n], as uint8 [..., 3n]: the first of four in the lowest bits of the first byte."""
+    a, b, c, d = (codes[..., k::4] for k in range(4))
+    return torch.stack((a | (b & 3) << 6, b >> 2 | (c & 15) << 4, c >> 4 | d << 2), dim=-1).flatten(-2)
+
+
+def unpack_fp6(data: torch.Tensor) -> torch.Tensor:
+    """The inverse of pack_fp6: uint8 [..., 3n] as codes [..., 4n]."""
+    a, b, c = (data[..., k::3] for k in range(3))
+    return torch.stack((a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2), dim=-1).flatten(-2)
+
+
+def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    step = max(1, (CPU_BLOCK_VALUES if matrix.device.type == "cpu" else DEVICE_BLOCK_VALUES) // matrix.shape[1])
+    return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
+
+
+def _codes(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Values on the grid as bytes."""
+    grid = GRIDS[name]
+    carried = (values * grid.carried).to(grid.carrier).view(torch.uint8)
+    return carried if name == "fp8" else pack_fp6((carried >> 2) & 32 | carried & 31)
+
+
+def _values(data: torch.Tensor, name: str) -> torch.Tensor:
+    """The inverse of _codes, float32."""
+    grid = GRIDS[name]
+    if name == "fp6":
+        codes = unpack_fp6(data)
+        data = (codes & 32) << 2 | codes & 31
+    return data.contiguous().view(grid.carrier).to(torch.float32).mul_(1 / grid.carried)
+
+
+def _rounded(steps: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The nearest value of the grid, of two equally near ones that with the even code; never -0."""
+    steps = steps.clamp(-grid.largest, grid.largest)
+    binade = (steps.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(grid.smallest_normal)
+    rounder = binade.mul_(1.5 * 2 ** (23 - grid.mantissa))  # float32 beside it has the spacing of the grid: the sum is rounded to it
+    return steps.add_(rounder).sub_(rounder)
+
+
+def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
+    """For each group the scale with the least squared error, as it will be stored, [G, 1]; of equals the first."""
+    grid, largest_G1 = GRIDS[name], w_GN.abs().amax(dim=-1, keepdim=True)
+    best_G1 = best_error_G1 = None
+    for position in _positions(grid, w_GN.shape[1]):
+        # At least SMALLEST_SCALE: it is normal, so no flush-to-zero mode can turn its reciprocal into infinity.
+        scale_G1 = (largest_G1 / position).to(SCALE_DTYPE).float().clamp_min_(SMALLEST_SCALE)
+        steps_GN = w_GN * scale_G1.reciprocal()
+        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for tiny or huge weights.
+        error_G1 = torch.linalg.vector_norm(steps_GN.sub_(_rounded(steps_GN, grid)), dim=-1, keepdim=True) * scale_G1
+        if best_G1 is None or best_error_G1 is None:
+            best_G1, best_error_G1 = scale_G1, error_G1
+            continue
+        best_G1 = torch.where(error_G1 < best_error_G1, scale_G1, best_G1)
+        best_error_G1 = torch.minimum(error_G1, best_error_G1)
+    assert best_G1 is not None
+    return best_G1
+
+
+def _positions(grid: Grid, length: int) -> Iterator[float]:
+    """Where the candidates put the largest value of a group of `length`."""
+    farthest = grid.largest + grid.top_binade / 2 ** (grid.mantissa + 1)
+    for part in FINE if length < SHORTEST_COARSE else COARSE:
+        if (position := grid.top_binade * (1 + part / 32)) <= farthest:
+            yield position
