@@ -4,17 +4,19 @@ import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
+from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
     "attention", "attention_weights", "both_masks",
-    "gated_activation", "layer_norm", "linear", "quantized_linear", "registered", "rms_norm",
+    "gated_activation", "layer_norm", "linear", "quantize", "quantized_linear", "registered", "rms_norm",
     "rotary", "rotary_append",
 ]  # fmt: skip

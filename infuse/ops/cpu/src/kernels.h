@@ -5,6 +5,7 @@
 
 #include "attention_kernels.h"
 #include "linear_kernels.h"
+#include "quantize_kernels.h"
 #include "types.h"
 
 namespace infuse {
@@ -28,6 +29,7 @@ struct Kernels {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
   LinearKernels linear;
   AttentionKernels attention;
+  QuantizeKernel quantize;
 };
 
 // Defined by kernels.cpp, compiled once for each instruction set.
