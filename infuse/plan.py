@@ -220,8 +220,10 @@ def fallback(step: Step, model: nn.Module, config: InferenceConfig) -> list[Step
 
 
 def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
-    """The ops of the matrices among `fills`."""
-    return tuple(dict.fromkeys(linear_op(fill.format) for fill in fills if _is_matrix(fill)))
+    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
+    matrices = [fill for fill in fills if _is_matrix(fill)]
+    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
+    return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *quantized)
 
 
 def _is_matrix(fill: Fill) -> bool:
