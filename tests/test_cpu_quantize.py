@@ -90,7 +90,8 @@ def test_odd_rows_as_one_group(columns: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_inputs(kind: str) -> None:
-    for found, wanted in zip(quantize(torch.randn(4, 0), kind.format(64)), ops.quantize.reference(torch.randn(4, 0), kind.format(64)), strict=True):
+    weight, text = torch.randn(4, 0), kind.format(64)
+    for found, wanted in zip(quantize(weight, text), ops.quantize.reference(weight, text), strict=True):
         assert (found is None) == (wanted is None)
         assert found is None or (found.shape == wanted.shape and found.dtype == wanted.dtype)
 
@@ -119,8 +120,8 @@ def test_values_without_a_code(kind: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(("weight", "text"), [
-    (torch.zeros(64), "int8"), (torch.zeros(2, 2, 64), "int8"), (torch.zeros(2, 64, dtype=torch.int8), "int4"), (torch.zeros(2, 65), "int8"),
-    (torch.zeros(2, 64), "int3"),
+    (torch.zeros(64), "int8"), (torch.zeros(2, 2, 64), "int8"), (torch.zeros(2, 64, dtype=torch.int8), "int4"),
+    (torch.zeros(2, 65), "int8"), (torch.zeros(2, 64), "int3"),
 ])  # fmt: skip
 def test_what_the_reference_refuses(weight: Tensor, text: str) -> None:
     with pytest.raises(ConfigError) as wanted:
@@ -139,9 +140,9 @@ def test_the_kernel_runs_and_not_the_reference(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_dtypes_and_meta_are_left_to_the_reference() -> None:
     weight = torch.randn(5, 128, dtype=torch.float64)
-    for kind in KINDS:
-        assert_same_quantization(quantize(weight, kind.format(64)), ops.quantize.reference(weight, kind.format(64)), weight, kind.format(64))
-        assert quantize(weight.float().to("meta"), kind.format(64))[0].is_meta
+    for text in (kind.format(64) for kind in KINDS):
+        assert_same_quantization(quantize(weight, text), ops.quantize.reference(weight, text), weight, text)
+        assert quantize(weight.float().to("meta"), text)[0].is_meta
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,7 +189,7 @@ def all_cases() -> None:
     """Some of the cases above for each dtype and kind, for a process whose instruction set is forced."""
     for kind in KINDS:
         for dtype in DTYPES:
-            for length in (2, 18, 63, 64, 130):
+            for length in (18, 63, 130):
                 if "int8" in kind or length % 2 == 0:
                     check_values(kind, length, dtype)
         test_numbers_of_rows(kind)

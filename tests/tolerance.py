@@ -48,6 +48,7 @@ def assert_same_quantization(found: tuple, wanted: tuple, weight: Tensor, text: 
     differs = torch.stack([(a != b).any(dim=1) for a, b in zip(by_group[::2], by_group[1::2], strict=True)]).any(dim=0)
     assert int(differs.sum()) <= 1 + groups // ONE_GROUP_IN, f"{what}: {int(differs.sum())} of {groups} groups differ"
     exact = weight.double().reshape(groups, -1)
-    errors = [(format.dequantize(QuantizedWeight(*b, shape, format)).double().reshape(groups, -1) - exact).norm(dim=1) for b in (found, wanted)]
+    values = [format.dequantize(QuantizedWeight(*buffers, shape, format)).double() for buffers in (found, wanted)]
+    errors = [(v.reshape(groups, -1) - exact).norm(dim=1) for v in values]
     allowed = SAME_ERROR * errors[1] + 1e-6 * exact.norm(dim=1)  # 1e-6: what float32 loses where a group is on its grid
     assert bool(((errors[0] - errors[1]).abs() <= allowed)[differs].all()), f"{what}: groups differ, and their errors too"

@@ -34,7 +34,8 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Call
     else:
         tensor = sources[0] if len(sources) == 1 else torch.cat(sources)
     if fill.format is not None:
-        return QuantizedWeight(*quantize(tensor, fill.format), (tensor.size(0), tensor.size(1)), quant_format(fill.format))
+        data, scale, zero = quantize(tensor, fill.format)
+        return QuantizedWeight(data, scale, zero, (tensor.size(0), tensor.size(1)), quant_format(fill.format))
     return tensor if dtype is None else tensor.to(dtype)
 
 
