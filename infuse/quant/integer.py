@@ -35,7 +35,7 @@ SMALLEST_SCALE = 2.0**-126  # groups of zeros get this one: it is normal, so no 
 INT4_CLIPS = tuple(1.05**i for i in range(16))  # the largest value is stored as 7 or -8 although it is this many times larger
 INT4_DIVISORS = tuple(code * clip for clip in INT4_CLIPS for code in (7, -8))  # symmetric: the step is the largest value by one of these
 # Asymmetric: the part of half the span that is cut off at the (high, low) end. With ends that differ by more than two places the error
-# of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, and the search takes a third longer.
+# of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, with 44 candidates instead of 34.
 INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
 INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT4_CUTS[max(0, i - 2) : i + 3])
 INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is cut
