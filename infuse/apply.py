@@ -140,7 +140,7 @@ class _Run:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype)
-        fill_module(module, step.fills, LiveReader(source), dtype or next(source.parameters()).dtype)
+        fill_module(module, step.fills, LiveReader(source), dtype or next(source.parameters()).dtype, dict(step.bodies))
         module.train(False)
         adopt(module, source, step.attn, self.classes)
         return module

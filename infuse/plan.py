@@ -199,7 +199,7 @@ class _Decision:
         self.left = [left for left in self.left if left.path != path]
         why = f"looks its rows up in the quantized weight of {head}"
         shape = embedding_shape(self.model.get_submodule(path))
-        return Step(path, EMBEDDING, "Embedding", shape, (fill,), self.bodies(("quantized_embedding",)), why, shares=head)
+        return Step(path, EMBEDDING, "Embedding", shape, (fill,), self.bodies(("quantized_embedding", "quantize")), why, shares=head)
 
     def hook(self, model: nn.Module) -> None:
         """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains something."""
@@ -246,8 +246,11 @@ def fallback(step: Step, model: nn.Module, config: InferenceConfig) -> list[Step
 
 
 def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
-    """The ops of the matrices among `fills`."""
-    return tuple(dict.fromkeys(linear_op(fill.format) for fill in fills if is_matrix(fill)))
+    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
+    matrices = [fill for fill in fills if is_matrix(fill)]
+    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
+    fused = ("linear_activation",) if any(fill.target == "mlp.up.weight" and not fill.format for fill in matrices) else ()
+    return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *fused, *quantized)
 
 
 def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -88,6 +88,27 @@ def test_plain_is_the_exact_product(dtype: torch.dtype) -> None:
             check_plain(dtype, inputs, outputs)
 
 
+@pytest.mark.skipif(isa() != "avx512_bf16", reason="tiles need bf16 instructions")
+@pytest.mark.parametrize("rows", [0, 1, 9, 13, 50, 129])
+@pytest.mark.parametrize("inputs", [2, 66, 130, 384])
+def test_tiled_is_the_exact_product_and_activates_it(rows: int, inputs: int) -> None:
+    for outputs in (1, 2, 16, 17, 32, 34, 100):
+        x, weight = torch.randn(rows, inputs).bfloat16(), (torch.randn(outputs, inputs) / inputs**0.5).bfloat16()
+        for bias in (None, torch.randn(outputs).bfloat16()):
+            wanted = exact(x, weight, bias)
+            poison(rows, outputs, dtype=torch.bfloat16)
+            if (found := kernels().tiled_linear(x, weight, bias, -1, False)) is None:
+                pytest.skip("this machine has AMX, and PyTorch's product is taken")
+            assert_product(found, x, weight, bias, f"{rows}x{inputs}->{outputs}")
+            for number, name in enumerate(("silu", "gelu")):
+                poison(rows, outputs, dtype=torch.bfloat16)
+                assert_near(kernels().tiled_linear(x, weight, bias, number, False), ops.activation(wanted, name), torch.bfloat16)
+                if outputs % 2 == 0:
+                    poison(rows, outputs // 2, dtype=torch.bfloat16)
+                    found = kernels().tiled_linear(x, weight, bias, number, True)
+                    assert_near(found, ops.gated_activation(wanted, name), torch.bfloat16, f"gated {rows}x{inputs}->{outputs}")
+
+
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:

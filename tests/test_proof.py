@@ -164,8 +164,8 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, layer: nn.Module) -> None:
     """Weights of what replaces `layer` go wrong on their way."""
     fill = APPLY.fill_module
 
-    def wrong(module: nn.Module, fills: Any, reader: Any, dtype: Any) -> None:
-        fill(module, fills, reader, dtype)
+    def wrong(module: nn.Module, fills: Any, reader: Any, *how: Any) -> None:
+        fill(module, fills, reader, *how)
         if reader._module is layer:
             with torch.no_grad():  # the merged matrix is new; the original's own must stay as they are
                 module.get_parameter("mlp.up.weight").mul_(1.01)

@@ -18,6 +18,11 @@ def direct(module: nn.Module, x: Tensor) -> Tensor:
     return module.forward(x)
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether nothing listens to the module's calls or replaces its forward, so that what it does may be done without it."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def linear_op(format: str | None) -> str:
     """The name of the op behind a weight of `format` (None: plain)."""
     return "quantized_linear" if format else "linear"

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.layers.linear import direct, make_linear
+from infuse.layers.linear import Linear, direct, make_linear, untouched
 from infuse.spec.layer import MLPShape
 
 
 def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
+    """What follows the product; with a plain weight both are one op (`linear_activation`)."""
     return ("gated_activation" if shape.gated else "activation",)
 
 
@@ -23,11 +24,17 @@ class MLP(nn.Module):
         super().__init__()
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.body(bodies.get(act.name, ops.REFERENCE))
-        self._activation = shape.activation
+        self._fused = ops.linear_activation.body(bodies.get("linear_activation", ops.REFERENCE))
+        self._activation, self._gated = shape.activation, shape.gated
         rows = shape.inner * (2 if shape.gated else 1)
         self.up = make_linear(shape.hidden, rows, shape.in_bias, formats.get("mlp.up.weight"), bodies)
         self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies)
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules
-        return direct(held["down"], self._act(direct(held["up"], x), self._activation))
+        up = held["up"]
+        if isinstance(up, Linear) and untouched(up):
+            inner = self._fused(x, up._parameters["weight"], up._parameters["bias"], self._activation, self._gated)
+        else:
+            inner = self._act(direct(up, x), self._activation)
+        return direct(held["down"], inner)

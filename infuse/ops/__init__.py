@@ -4,19 +4,22 @@ import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import linear, quantized_linear
+from infuse.ops.linear_activation import linear_activation
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
+from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
     "attention", "attention_weights", "both_masks",
-    "gated_activation", "layer_norm", "linear", "quantized_embedding", "quantized_linear", "registered", "rms_norm",
-    "rotary", "rotary_append",
+    "gated_activation", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
+    "registered", "rms_norm", "rotary", "rotary_append",
 ]  # fmt: skip

@@ -33,7 +33,11 @@ SMALLEST_SCALE = 2.0**-126  # groups of zeros get this one: it is normal, so no 
 
 # Candidates for each group's step; the best of them by squared error is stored. The tests hold the result within 5 % of brute force.
 INT4_CLIPS = tuple(1.05**i for i in range(16))  # the largest value is stored as 7 or -8 although it is this many times larger
-INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)  # asymmetric: the part of half the span that is cut off at an end
+INT4_DIVISORS = tuple(code * clip for clip in INT4_CLIPS for code in (7, -8))  # symmetric: the step is the largest value by one of these
+# Asymmetric: the part of half the span that is cut off at the (high, low) end. With ends that differ by more than two places the error
+# of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, with 44 candidates instead of 34.
+INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
+INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT4_CUTS[max(0, i - 2) : i + 3])
 INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is cut
 INT8_SPANS = (253, 255, 254, *range(252, 239, -1))  # asymmetric: the codes between smallest and largest; 253 is always possible
 
@@ -123,7 +127,7 @@ class IntegerFormat(QuantFormat):
         quantized = QuantizedWeight(data, scale, zero, (rows, columns), self)
         if weight.is_meta or weight.numel() == 0:
             return quantized
-        step = max(1, (CPU_BLOCK_VALUES if weight.device.type == "cpu" else DEVICE_BLOCK_VALUES) // columns)
+        step = _block_rows(weight, columns)
         for start in range(0, rows, step):
             block = weight[start : start + step].float()
             _refuse_unstorable(block, start, weight)
@@ -143,12 +147,22 @@ class IntegerFormat(QuantFormat):
         rows, columns = weight.shape
         if rows * columns == 0:
             return torch.empty(rows, columns, dtype=dtype, device=weight.data.device)
-        codes = unpack_int4(weight.data) if self.bits == 4 else weight.data
-        values = codes.reshape(rows, weight.scale.shape[1], -1).to(torch.float32)
-        if weight.zero is not None:
-            values -= weight.zero.unsqueeze(-1) * self.zero_unit
-        values *= weight.scale.unsqueeze(-1)
-        return values.reshape(rows, columns).to(dtype)
+        step = _block_rows(weight.data, columns)
+        if rows <= step:
+            return self._values(weight.data, weight.scale, weight.zero).to(dtype)
+        values = torch.empty(rows, columns, dtype=dtype, device=weight.data.device)
+        for start in range(0, rows, step):
+            block = slice(start, start + step)
+            values[block] = self._values(weight.data[block], weight.scale[block], None if weight.zero is None else weight.zero[block])
+        return values
+
+    def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        codes = unpack_int4(data) if self.bits == 4 else data
+        values = codes.reshape(*scale.shape, -1).to(torch.float32)
+        if zero is not None:
+            values -= zero.unsqueeze(-1) * self.zero_unit
+        values *= scale.unsqueeze(-1)
+        return values.flatten(1)
 
     def _codes(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
         steps = w_GN / scale_G1
@@ -180,6 +194,11 @@ def pack_int4(codes: torch.Tensor) -> torch.Tensor:
 def unpack_int4(data: torch.Tensor) -> torch.Tensor:
     """The inverse of pack_int4: uint8 [..., n] as int8 codes [..., 2n]."""
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+
+
+def _block_rows(weight: torch.Tensor, columns: int) -> int:
+    """How many rows are worked on at once."""
+    return max(1, (CPU_BLOCK_VALUES if weight.device.type == "cpu" else DEVICE_BLOCK_VALUES) // columns)
 
 
 def _range(bits: int) -> tuple[int, int]:
@@ -241,9 +260,8 @@ def _symmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
 
 def _symmetric_int4(w_GN: torch.Tensor) -> Iterator[Grid]:
     extreme_G1 = w_GN.gather(-1, w_GN.abs().argmax(dim=-1, keepdim=True))
-    for clip in INT4_CLIPS:
-        yield Grid(4, _stored(extreme_G1 / (7 * clip)), None)
-        yield Grid(4, _stored(extreme_G1 / (-8 * clip)), None)
+    for divisor in INT4_DIVISORS:
+        yield Grid(4, _stored(extreme_G1 / divisor), None)
 
 
 def _span(w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,9 +289,8 @@ def _asymmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
 def _asymmetric_int4(w_GN: torch.Tensor) -> Iterator[Grid]:
     low_G1, high_G1 = _span(w_GN)
     half_G1 = high_G1 / 2 - low_G1 / 2
-    for i, cut_high in enumerate(INT4_CUTS):
-        for cut_low in INT4_CUTS[max(0, i - 3) : i + 4]:  # ends that differ more than that never win
-            top_G1 = high_G1 - cut_high * half_G1
-            scale_G1 = _stored_below((2 - cut_high - cut_low) / 15 * half_G1)
-            zero_G1 = (16 * (7 - top_G1 / scale_G1)).round_().clamp_(-128, 112) / 16
-            yield Grid(4, scale_G1, zero_G1)
+    for cut_high, cut_low in INT4_ENDS:
+        top_G1 = high_G1 - cut_high * half_G1
+        scale_G1 = _stored_below((2 - cut_high - cut_low) / 15 * half_G1)
+        zero_G1 = (16 * (7 - top_G1 / scale_G1)).round_().clamp_(-128, 112) / 16
+        yield Grid(4, scale_G1, zero_G1)

@@ -1,5 +1,5 @@
-"""The matrix products of ops/linear.py with plain weights in C++, for few rows (src/plain_linear.h): weights are streamed once, as
-they lie. With more rows the product is bound by arithmetic, and PyTorch's own is taken.
+"""The matrix products of ops/linear.py with plain weights in C++. Few rows stream the weight once, as it lies (src/plain_linear.h); more
+in bfloat16 go by tiles of it (src/tile.h), unless the processor has AMX, which PyTorch's product uses and ours does not.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.ops.activation import activation, gated_activation
 from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import linear
+from infuse.ops.linear_activation import linear_activation
 
 MOST_ROWS = 8
+MOST_TILED = 1 << 21  # values of x, 4 MiB: beyond, tiles read x from memory again and again, and F.linear is as fast or faster
 # F.linear is as fast over weights that stay in a core's cache: of this many elements with one row, or with more rows in float32.
 # PyTorch's own product of one row in float16 is faster: 21 GB/s against 16 on one thread.
 SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
@@ -24,11 +28,33 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     inputs, dtype = weight.size(1), x.dtype
     values = x.numel()
     small = SMALL_ONE_ROW if values <= inputs else SMALL_FLOAT32 if dtype is torch.float32 else 0
-    if values > MOST_ROWS * inputs or weight.numel() <= small or (dtype is torch.float16 and values <= inputs):
+    if weight.numel() <= small or not _takes(x, weight, bias) or (dtype is torch.float16 and values <= inputs):
         return F.linear(x, weight, bias)
-    if dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype):
+    if values <= MOST_ROWS * inputs:
         return kernels().linear.default(x, weight, bias)
-    return F.linear(x, weight, bias)
+    y = _tiled(x, weight, bias, -1, False)
+    return F.linear(x, weight, bias) if y is None else y
+
+
+@linear_activation.implement("cpu", needs)
+def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, gated: bool) -> Any:
+    if x.numel() > MOST_ROWS * weight.size(1) and _takes(x, weight, bias):
+        y = _tiled(x, weight, bias, ACTIVATION_NUMBERS[name], gated)
+        if y is not None:
+            return y
+    return (gated_activation if gated else activation).body("cpu")(_linear(x, weight, bias), name)
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    dtype = x.dtype
+    return dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype)
+
+
+def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
+    """The product by tiles; None where it cannot be had or F.linear is the better choice."""
+    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2:
+        return None
+    return kernels().tiled_linear.default(x, weight, bias, act, gated)
 
 
 def fits(bias: Tensor | None, dtype: torch.dtype) -> bool:

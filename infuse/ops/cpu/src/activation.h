@@ -26,6 +26,19 @@ inline Vec activated(Vec x) {
   if constexpr (ACT == Act::tanh) return tanh(x);
 }
 
+// Where the activation is not known when this is compiled. Not inlined: seven of them would be, wherever it is called.
+[[gnu::noinline]] inline Vec activated(Act act, Vec x) {
+  switch (act) {
+    case Act::silu: return activated<Act::silu>(x);
+    case Act::gelu: return activated<Act::gelu>(x);
+    case Act::gelu_tanh: return activated<Act::gelu_tanh>(x);
+    case Act::quick_gelu: return activated<Act::quick_gelu>(x);
+    case Act::relu: return activated<Act::relu>(x);
+    case Act::relu2: return activated<Act::relu2>(x);
+    default: return activated<Act::tanh>(x);
+  }
+}
+
 template <class T, Act ACT>
 void activate_range(const ActivationArgs& a, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(a.x);

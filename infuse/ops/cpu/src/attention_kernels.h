@@ -22,8 +22,6 @@ struct RotaryArgs {
   Type type;
 };
 
-enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
-
 // y = act(x), or where gated act(gate) * up over rows [gate | up] of 2 * columns.
 struct ActivationArgs {
   const void* x;

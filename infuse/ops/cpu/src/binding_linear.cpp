@@ -1,4 +1,4 @@
-// Matrix products with few rows over plain weights, as a PyTorch operator. Shapes, dtypes and layouts are checked by ops/cpu/linear.py.
+// Matrix products over plain weights as PyTorch operators: few rows stream the weight, many in bf16 go by tiles of it. Shapes, dtypes and layouts are checked by ops/cpu/linear.py.
 #include "binding_linear.h"
 
 namespace infuse {
@@ -8,7 +8,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   LinearArgs a{};
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
-  Tensor y = begin_product(a, x, bias);
+  Tensor y = begin_product(a, x, bias, a.outputs);
   if (a.rows == 0 || a.outputs == 0) return y;
   const LinearKernels& kernel = kernels().linear;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
@@ -18,10 +18,34 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return y;
 }
 
+// With many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half where gated. None where there are no tiles.
+std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t act, bool gated) {
+  const LinearKernels& kernel = kernels().linear;
+  if (!kernel.many || multiplies_tiles()) return std::nullopt;
+  LinearArgs a{};
+  a.weight = weight.const_data_ptr();
+  a.outputs = weight.size(0), a.inputs = weight.size(1);
+  a.activates = act >= 0, a.gated = gated;
+  if (a.activates) a.act = Act(act);
+  const int64_t columns = gated ? a.outputs / 2 : a.outputs;
+  Tensor y = begin_product(a, x, bias, columns);
+  if (a.rows == 0 || columns == 0) return y;
+  a.scratch = scratch_of<Scratch::x>(size_t(a.rows * a.inputs) * 2);
+  over_blocks(a, (a.rows + kernel.tile_rows - 1) / kernel.tile_rows, [&](int64_t begin, int64_t end) { kernel.arrange_many(a, begin, end); });
+  over_tiles(a, columns, gated ? 16 : 32, kernel.many);
+  return y;
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("tiled_linear(Tensor x, Tensor weight, Tensor? bias, int act, bool gated) -> Tensor?");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("tiled_linear", TORCH_BOX(&tiled_linear));
+}
 
 }  // namespace infuse

@@ -81,15 +81,36 @@ inline Tensor empty_rows(const Tensor& x, int64_t columns) {
   return Tensor(made);
 }
 
-// Where a product reads x and the bias and writes y; the weight's sizes are set.
-inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<Tensor>& bias) {
-  Tensor y = empty_rows(x, a.outputs);
+// Where a product reads x and the bias and writes y [..., columns]; the weight's sizes are set.
+inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<Tensor>& bias, int64_t columns) {
+  Tensor y = empty_rows(x, columns);
   a.x = x.const_data_ptr();
   a.bias = bias ? bias->const_data_ptr() : nullptr;
   a.y = y.mutable_data_ptr();
-  a.rows = a.inputs ? x.numel() / a.inputs : y.numel() / std::max<int64_t>(a.outputs, 1);
+  a.rows = a.inputs ? x.numel() / a.inputs : y.numel() / std::max<int64_t>(columns, 1);
   a.type = type_of(x);
   return y;
+}
+
+// x is brought into order by one thread up to this size.
+constexpr int64_t kOneThreadX = 1 << 15;
+
+template <class F>
+void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
+  if (a.rows * a.inputs <= kOneThreadX) return arrange(0, blocks);
+  torch::stable::parallel_for(0, blocks, 1, arrange);
+}
+
+// Tile by tile, each thread in a tile of its own.
+template <class F>
+void over_tiles(const LinearArgs& a, int64_t outputs, int64_t unit, const F& many) {
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    auto* tile = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(a.inputs) * 64));
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t o; (o = next.fetch_add(unit, std::memory_order_relaxed)) < outputs;) many(a, o, std::min(o + unit, outputs), tile);
+    }
+  });
 }
 
 }  // namespace infuse

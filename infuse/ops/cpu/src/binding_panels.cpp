@@ -11,8 +11,6 @@ constexpr int64_t kPanelRows = 16;
 // Up to so many rows of x, weights are decoded for each block of x anew; beyond, a tile of them is decoded once (where both take
 // as long, 8192 x 2048, bf16) or the whole weight (1024 x 1024, float32).
 constexpr int64_t kFewRows8 = 48, kFewRows4 = 72, kFewRowsFloat = 24;
-// x is brought into order by one thread up to this size.
-constexpr int64_t kOneThreadX = 1 << 15;
 
 void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t bits, int64_t outputs) {
   a.weight = data.const_data_ptr();
@@ -32,23 +30,15 @@ std::optional<Tensor> quantized_linear(
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
   const int64_t few = !bf16 ? kFewRowsFloat : bits == 4 ? kFewRows4 : kFewRows8;
   const bool many = x.numel() > few * a.inputs;
-  if (many && !(bf16 && kernel.many)) return std::nullopt;
-  Tensor y = begin_product(a, x, bias);
+  if (many && (!bf16 || !kernel.many || multiplies_tiles())) return std::nullopt;
+  Tensor y = begin_product(a, x, bias, a.outputs);
   if (a.rows == 0 || a.outputs == 0) return y;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   const int64_t most = many ? kernel.tile_rows : kernel.few_rows, blocks = (a.rows + most - 1) / most;
-  const auto arrange = [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); };
-  if (a.rows * a.inputs <= kOneThreadX) {
-    arrange(0, blocks);
-  } else {
-    torch::stable::parallel_for(0, blocks, 1, arrange);
-  }
+  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
   const int64_t row_bytes = a.inputs * bits / 8 + a.groups * (zero ? 3 : 2);
   if (many) {
-    const size_t tile_bytes = size_t(a.inputs) * 64;
-    over_outputs(a.outputs, row_bytes * 8, 2 * kPanelRows, [&](int64_t begin, int64_t end) {
-      kernel.many(a, begin, end, scratch_of<Scratch::tile>(tile_bytes));
-    });
+    over_tiles(a, a.outputs, 2 * kPanelRows, kernel.many);
   } else {
     over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
   }

@@ -1,5 +1,9 @@
 // Which instruction set runs. Compiled without instruction set flags, since it must run everywhere.
 // INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces a lower one than the machine has.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 
@@ -43,6 +47,18 @@ const Kernels& chosen() {
 }
 
 }  // namespace
+
+bool multiplies_tiles() {
+#if defined(__x86_64__)
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);  // AMX-BF16
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
 
 const Kernels& kernels() {
   static const Kernels& table = chosen();

@@ -4,6 +4,7 @@
 #include "attention_tiles.h"
 #include "linear.h"
 #include "norm.h"
+#include "quantize.h"
 
 #define INFUSE_JOIN(a, b) a##b
 #define INFUSE_TABLE(isa) INFUSE_JOIN(kernels_, isa)
@@ -19,6 +20,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::linear_kernels(),
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),
+      INFUSE_ISA::quantize,
   };
   return table;
 }

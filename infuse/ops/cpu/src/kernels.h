@@ -5,6 +5,7 @@
 
 #include "attention_kernels.h"
 #include "linear_kernels.h"
+#include "quantize_kernels.h"
 #include "types.h"
 
 namespace infuse {
@@ -29,6 +30,7 @@ struct Kernels {
   LinearKernels linear;
   PanelKernels panels;
   AttentionKernels attention;
+  QuantizeKernel quantize;
 };
 
 // Defined by kernels.cpp, compiled once for each instruction set.
@@ -39,5 +41,7 @@ const Kernels& kernels_avx512_bf16();
 
 // Defined by detect.cpp, compiled without instruction set flags.
 const Kernels& kernels();
+// Whether the processor multiplies tiles of bf16 itself (AMX): PyTorch's products use it, ours do not.
+bool multiplies_tiles();
 
 }  // namespace infuse

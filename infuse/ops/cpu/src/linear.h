@@ -1,8 +1,8 @@
 // The matrix products of one instruction set by type and bits.
 #pragma once
 
-#include "panel_tile.h"
 #include "plain_linear.h"
+#include "tile.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -25,7 +25,7 @@ auto with_format(const LinearArgs& a, const F& run) {
 }
 
 inline LinearKernels linear_kernels() {
-  return {
+  LinearKernels made = {
       [](const LinearArgs& a) {
         return with_type(a.type, [&](auto t) {
           using P = Elements<decltype(t)>;
@@ -36,7 +36,14 @@ inline LinearKernels linear_kernels() {
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_type(a.type, [&](auto t) { plain_rows<decltype(t)>(a, begin, end); });
       },
+      nullptr, nullptr, 0,
   };
+#if defined(__AVX512BF16__)
+  made.arrange_many = [](const LinearArgs& a, int64_t begin, int64_t end) { arrange_rows<bf16, 4>(a, kTileRows, begin, end); };
+  made.many = plain_tile_rows;
+  made.tile_rows = kTileRows;
+#endif
+  return made;
 }
 
 inline PanelKernels panel_kernels() {
@@ -63,7 +70,7 @@ inline PanelKernels panel_kernels() {
   };
 #if defined(__AVX512BF16__)
   made.tile_rows = kTileRows;
-  made.many = [](const LinearArgs& a, int64_t begin, int64_t end, void* tile) {
+  made.many = [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
     a.bits == 8 ? tile_rows<8>(a, begin, end, tile) : tile_rows<4>(a, begin, end, tile);
   };
 #endif

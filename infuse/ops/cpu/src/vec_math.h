@@ -1,5 +1,8 @@
-// exp, tanh and erf over Vec, to 1-2 units in the last place of float32; NaN, infinities and overflow as in PyTorch.
+// Over Vec: comparisons, roundings, a transposition; exp, tanh and erf to 1-2 units in the last place of float32, with NaN,
+// infinities and overflow as in PyTorch.
 #pragma once
+
+#include <utility>
 
 #include "vec.h"
 
@@ -7,6 +10,8 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 // smaller(limit, x) and larger(limit, x) return x where x is NaN: the second operand decides, as in x86's min and max.
+// nearest(x): the nearest integer, of two the even one; |x| < 2^22. apart(x): x, not to be merged into an fma with what follows.
+// swap_blocks<S>(a, b): where bit S of a lane's number is set, a takes lane - S of b; where it is not, b takes lane + S of a.
 #if defined(__AVX512F__)
 
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
@@ -21,6 +26,27 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
 inline Vec times_power(Vec x, Vec n) { return _mm512_scalef_ps(x.v, n.v); }
 inline Vec power(Vec n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n.v); }
 inline Vec swapped_pairs(Vec x) { return _mm512_permute_ps(x.v, 0xB1); }
+inline Vec root(Vec x) { return _mm512_sqrt_ps(x.v); }
+inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec apart(Vec x) {
+  asm("" : "+v"(x.v));
+  return x;
+}
+inline Vec bf16_towards_zero(Vec x) { return _mm512_and_ps(x.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000)))); }
+inline Vec nearest_bf16(Vec x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(x.v)), 16));
+}
+inline void store(int8_t* p, Vec whole, int n) {
+  _mm_mask_storeu_epi8(p, first(n), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v)));
+}
+template <int S>
+inline void swap_blocks(Vec& a, Vec& b) {
+  alignas(64) int32_t to_a[16], to_b[16];
+  for (int i = 0; i < 16; ++i) to_a[i] = i & S ? 16 + i - S : i, to_b[i] = i & S ? 16 + i : i + S;
+  const __m512 old = a.v;
+  a = _mm512_permutex2var_ps(old, _mm512_load_si512(to_a), b.v);
+  b = _mm512_permutex2var_ps(old, _mm512_load_si512(to_b), b.v);
+}
 
 #elif defined(__AVX2__)
 
@@ -37,6 +63,32 @@ inline Vec times_power(Vec x, Vec n) {  // in two steps, since 2^n alone may not
   return x * power(half) * power(n - half);
 }
 inline Vec swapped_pairs(Vec x) { return _mm256_permute_ps(x.v, 0xB1); }
+inline Vec root(Vec x) { return _mm256_sqrt_ps(x.v); }
+inline Vec nearest(Vec x) { return _mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec apart(Vec x) {
+  asm("" : "+x"(x.v));
+  return x;
+}
+inline Vec bf16_towards_zero(Vec x) { return _mm256_and_ps(x.v, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000)))); }
+inline Vec nearest_bf16(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x.v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  return bf16_towards_zero(_mm256_castsi256_ps(_mm256_add_epi32(bits, up)));
+}
+inline void store(int8_t* p, Vec whole, int n) {
+  const __m256i wide = _mm256_cvtps_epi32(whole.v);
+  __m128i codes = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  codes = _mm_packs_epi16(codes, codes);
+  const int64_t eight = _mm_cvtsi128_si64(codes);
+  std::memcpy(p, &eight, size_t(n < 8 ? n : 8));
+}
+template <int S>
+inline void swap_blocks(Vec& a, Vec& b) {
+  const __m256 x = a.v, y = b.v;
+  if constexpr (S == 4) a = _mm256_permute2f128_ps(x, y, 0x20), b = _mm256_permute2f128_ps(x, y, 0x31);
+  if constexpr (S == 2) a = _mm256_shuffle_ps(x, y, 0x44), b = _mm256_shuffle_ps(x, y, 0xEE);
+  if constexpr (S == 1) a = _mm256_blend_ps(x, _mm256_moveldup_ps(y), 0xAA), b = _mm256_blend_ps(_mm256_movehdup_ps(x), y, 0xAA);
+}
 
 #else
 
@@ -84,8 +136,57 @@ inline Vec swapped_pairs(Vec x) {
   }
   return x;
 }
+inline Vec root(Vec x) {
+  for (int i = 0; i < Vec::width; ++i) x.v[i] = std::sqrt(x.v[i]);
+  return x;
+}
+inline Vec apart(Vec x) {
+#if defined(__FP_FAST_FMAF)
+  asm("" : "+m"(x.v));
+#endif
+  return x;
+}
+inline Vec nearest(Vec x) {
+  const Vec magic(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  return x + magic - magic;
+}
+inline Vec bf16_towards_zero(Vec x) {
+  for (int i = 0; i < Vec::width; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &x.v[i], 4);
+    bits &= 0xffff0000;
+    std::memcpy(&x.v[i], &bits, 4);
+  }
+  return x;
+}
+inline Vec nearest_bf16(Vec x) {
+  for (int i = 0; i < Vec::width; ++i) {
+    bf16 rounded;
+    narrow(x.v[i], rounded);
+    x.v[i] = widen(rounded);
+  }
+  return x;
+}
+inline void store(int8_t* p, Vec whole, int n) {
+  for (int i = 0; i < (n < Vec::width ? n : Vec::width); ++i) p[i] = int8_t(whole.v[i]);
+}
+template <int S>
+inline void swap_blocks(Vec& a, Vec& b) {
+  for (int i = 0; i < Vec::width; ++i) {
+    if (i & S) std::swap(a.v[i], b.v[i - S]);
+  }
+}
 
 #endif
+
+// A square of Vec::width rows and lanes; blocks of 2S x 2S swap their off-diagonal halves, S from half the width down to 1.
+template <int S = Vec::width / 2>
+inline void transpose(Vec* rows) {
+  for (int r = 0; r < Vec::width; ++r) {
+    if (!(r & S)) swap_blocks<S>(rows[r], rows[r + S]);
+  }
+  if constexpr (S > 1) transpose<S / 2>(rows);
+}
 
 // e^x = 2^n (1 + p): p = e^r - 1 with |r| <= ln(2) / 2. The polynomial is the minimax fit of (e^r - 1 - r) / r^2,
 // off by 3e-9; ln(2) comes in two parts so that n * ln(2) is exact.

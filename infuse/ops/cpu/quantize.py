@@ -1,0 +1,40 @@
+"""The search for each group's grid of ops/quantize.py in C++ (src/quantize.h), over the candidates of infuse/quant/integer.py.
+
+Scales, zeros and codes are the reference's own, but where two candidates' errors are equal up to the order in which they are added up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.quantize import Buffers, quantize, quantized_like
+from infuse.quant.format import quant_format
+from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, LARGEST_WEIGHT, IntegerFormat
+
+COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transposed one, at a time: 4 MiB in float32
+
+
+@quantize.implement("cpu", needs)
+def _quantize(weight: Tensor, format: str) -> Buffers:
+    chosen = quant_format(format)
+    if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu" or not isinstance(chosen, IntegerFormat):
+        return quantize.reference(weight, format)
+    buffers = data, scale, zero = quantized_like(weight, format)
+    rows = len(weight) if weight.is_contiguous() else max(1, COPIED_VALUES // max(weight.size(1), 1))
+    for start in range(0, len(weight), max(rows, 1)):
+        part = slice(start, start + rows)
+        written = (data[part], scale[part], None if zero is None else zero[part])
+        if not kernels().quantize(weight.detach()[part].contiguous(), _candidates(chosen), LARGEST_WEIGHT, chosen.bits, *written):
+            return quantize.reference(weight, format)  # which says what is wrong with the weight
+    return buffers
+
+
+def _candidates(format: IntegerFormat) -> Tensor:
+    """As `enum class Grids` in src/quantize_kernels.h has them, float32."""
+    if format.bits == 8:
+        return torch.tensor(INT8_LARGEST if format.symmetric else INT8_SPANS, dtype=torch.float32)
+    if format.symmetric:
+        return torch.tensor(INT4_DIVISORS, dtype=torch.float32)
+    return torch.tensor([(high, (2 - high - low) / 15) for high, low in INT4_ENDS], dtype=torch.float32)

@@ -1,0 +1,55 @@
+// The search for each group's grid as a PyTorch operator. Shapes, dtypes and layouts are checked by ops/cpu/quantize.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <atomic>
+#include <optional>
+
+#include "kernels.h"
+
+namespace infuse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Values that one thread takes at least: a hundred microseconds of work.
+constexpr int64_t kGrainElements = 1 << 16;
+
+// Fills data, scale and zero; false, and nothing of use in them, where a value cannot be stored.
+bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t bits, Tensor data, Tensor scale,
+              std::optional<Tensor> zero) {
+  QuantizeArgs a{};
+  a.weight = weight.const_data_ptr();
+  a.data = data.mutable_data_ptr();
+  a.scale = static_cast<uint16_t*>(scale.mutable_data_ptr());
+  a.zero = zero ? static_cast<int8_t*>(zero->mutable_data_ptr()) : nullptr;
+  a.candidates = static_cast<const float*>(candidates.const_data_ptr());
+  a.count = candidates.size(0);
+  a.largest_weight = float(largest_weight);
+  a.grids = bits == 8 ? (zero ? Grids::int8_asymmetric : Grids::int8_symmetric)
+                      : (zero ? Grids::int4_asymmetric : Grids::int4_symmetric);
+  const auto type = weight.scalar_type();
+  a.type = type == ScalarType::BFloat16 ? Type::bf16 : type == ScalarType::Half ? Type::f16 : Type::f32;
+  const int64_t groups = scale.numel();
+  a.length = groups ? weight.numel() / groups : 0;
+  if (a.length == 0) return true;
+  const auto run = kernels().quantize;
+  std::atomic<bool> good{true};
+  torch::stable::parallel_for(0, groups, kGrainElements / a.length + 1, [&](int64_t begin, int64_t end) {
+    if (!run(a, begin, end)) good = false;
+  });
+  return good;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
+  m.def("quantize(Tensor weight, Tensor candidates, float largest_weight, int bits, Tensor(a!) data, Tensor(b!) scale, "
+        "Tensor(c!)? zero) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("quantize", TORCH_BOX(&quantize)); }
+
+}  // namespace infuse

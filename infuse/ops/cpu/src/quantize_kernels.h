@@ -1,0 +1,34 @@
+// Arguments and table of the search for a group's grid (quantize.h).
+//
+// Suffixes: G groups, N values of a group.
+#pragma once
+
+#include "types.h"
+
+namespace infuse {
+
+// What each number among the candidates means, as infuse/quant/integer.py has them.
+enum class Grids {
+  int8_symmetric,   // code of the largest value
+  int8_asymmetric,  // codes between the smallest and the largest value; the first is always possible
+  int4_symmetric,   // the step is the extreme value by this
+  int4_asymmetric,  // two numbers: the part of half the span cut off at the high end, and the step in half spans
+};
+
+struct QuantizeArgs {
+  const void* weight;  // [G, N] contiguous
+  void* data;          // int8: codes [G, N]; int4: code + 8, two in each byte [G, N / 2]
+  uint16_t* scale;     // bf16 [G]
+  int8_t* zero;        // [G], or null where the grids are symmetric
+  int64_t length;      // N; even for int4
+  const float* candidates;
+  int64_t count;  // of candidates
+  float largest_weight;
+  Grids grids;
+  Type type;
+};
+
+// Groups [begin, end); false where one of them holds NaN, an infinity or more than `largest_weight`.
+using QuantizeKernel = bool (*)(const QuantizeArgs&, int64_t begin, int64_t end);
+
+}  // namespace infuse

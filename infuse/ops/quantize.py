@@ -1,0 +1,44 @@
+"""A weight matrix in a quantization format.
+
+Suffixes: I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infuse.ops.op import Case, op
+from infuse.quant.format import quant_format
+
+Buffers = tuple[Tensor, Tensor, Tensor | None]
+
+
+@op("quantize(Tensor weight, str format) -> (Tensor, Tensor, Tensor?)")
+def quantize(weight_OI: Tensor, format: str) -> Buffers:
+    """The buffers data, scale and zero (None where symmetric) of the weight's QuantizedWeight in `format`; ConfigError as there."""
+    held = quant_format(format).quantize(weight_OI)
+    return held.data, held.scale, held.zero
+
+
+@quantize.fake
+def quantized_like(weight: Tensor, format: str) -> Buffers:
+    """Uninitialised buffers for `weight` in `format`, on its device."""
+    planned = quant_format(format).quantize(weight.new_empty(weight.shape, device="meta"))
+    zero = None if planned.zero is None else torch.empty_like(planned.zero, device=weight.device)
+    return torch.empty_like(planned.data, device=weight.device), torch.empty_like(planned.scale, device=weight.device), zero
+
+
+_TEXTS = ("int8", "int8:7", "int8:row:asymmetric", "int8:groups=2", "int4:32", "int4:6:asymmetric", "int4:row", "int4:groups=2:asymmetric")
+_SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
+
+
+@quantize.cases
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for text in _TEXTS:
+        for outputs, inputs in _SHAPES:
+            if quant_format(text).fits(inputs) is None:
+                weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
+                yield Case(f"{text} {outputs}x{inputs}", (weight.to(dtype), text))
