@@ -206,7 +206,7 @@ def _bound(model: Any, products: int) -> Speed:
         tensors.pop(id(table), None)  # of a table that is only looked up, a step reads one row
     step_bytes = sum(tensor.nbytes for tensor in tensors.values())
     rate = matmul_rate(model.dtype, device=model.device)
-    return Speed(2 * products / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES))
+    return Speed(2 * products / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best)
 
 
 def _bench_table(title: str, speeds: dict[str, Speed], batch: int) -> Table:

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "probe.h"
 
 #define INFUSE_JOIN(a, b) a##b
 #define INFUSE_TABLE(isa) INFUSE_JOIN(kernels_, isa)
@@ -18,6 +19,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::norm,
       INFUSE_ISA::linear_kernels(),
       INFUSE_ISA::attention_kernels(),
+      INFUSE_ISA::read_bytes,
   };
   return table;
 }

@@ -28,6 +28,7 @@ struct Kernels {
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
   LinearKernels linear;
   AttentionKernels attention;
+  uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
 };
 
 // Defined by kernels.cpp, compiled once for each instruction set.
@@ -38,5 +39,7 @@ const Kernels& kernels_avx512_bf16();
 
 // Defined by detect.cpp, compiled without instruction set flags.
 const Kernels& kernels();
+// Every level of this binary from the highest, one a line, with " missing" behind those that this machine lacks.
+const char* level_names();
 
 }  // namespace infuse
