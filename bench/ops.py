@@ -83,9 +83,9 @@ def runs(op: Op, case: Case, size: int) -> tuple[list[str], list[Callable[[], ob
     inputs = [case.args, *(copied(case.args) for _ in range(copies - 1))]
     dtype = case.args[0].dtype
     names = [name for name, body in op.bodies.items() if body.needs(Device.of(CPU), dtype) is None]
+    following = cycle(inputs)  # one for all: a body must not find in the cache what the one before has read
 
     def over(function: Callable) -> Callable[[], object]:
-        following = cycle(inputs)
         return lambda: function(*next(following))
 
     return names, [over(op.body(name)) for name in names]
