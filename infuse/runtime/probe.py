@@ -33,7 +33,7 @@ class MemoryReader:
     """A buffer of `size_bytes` on `device`, and what reads it once from end to end: on CPUs all of PyTorch's threads.
 
     On CPUs that is the kernel `read_bytes` (src/probe.h), torch.sum of float32 where there are no kernels. `huge_pages` asks Linux
-    for pages of 2 MiB: in a virtual machine pages of 4 KiB cost a fifth to a third of the rate. `size_bytes` must be well beyond
+    for pages of 2 MiB: in a virtual machine pages of 4 KiB cost a tenth to a third of the rate. `size_bytes` must be well beyond
     the caches, or they serve a part of it.
     """
 
