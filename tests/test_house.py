@@ -16,9 +16,9 @@ HOUSE = ROOT / "infuse"
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
     "errors": 0, "device": 0,
-    "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.profile": 1, "runtime.probe": 1,
+    "quant": 1, "parallel": 1, "runtime.graph": 1,
     "ops": 2,
-    "spec": 3,
+    "spec": 3, "runtime.probe": 3, "runtime.profile": 3,
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,

@@ -93,7 +93,7 @@ class Profile:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.bandwidth = read_bandwidth(device=self._device, size_bytes=_PROBE_BYTES, repeats=3)
+        self.bandwidth = read_bandwidth(device=self._device, size_bytes=_PROBE_BYTES).best
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._stack.append([self._clock(), 0.0])

@@ -46,3 +46,18 @@ def isa() -> str | None:
     """The instruction set that the kernels run with here, None without kernels."""
     found = kernels()
     return None if isinstance(found, str) else found.isa()
+
+
+def described() -> dict[str, str]:
+    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none."""
+    found = kernels()
+    if isinstance(found, str):
+        return {"C++ kernels": f"none: {found}"}
+    levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; " missing" follows what this CPU lacks
+    names, runs = [name for name, _, _ in levels], found.isa()
+    forced = f"INFUSE_CPU_ISA={os.environ.get('INFUSE_CPU_ISA')}"
+    return {
+        "C++ kernels": f"{runs} runs, of {', '.join(names)}",
+        **{f"  not {name}": "this CPU does not have it" if missing else forced for name, _, missing in levels[: names.index(runs)]},
+        "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
+    }

@@ -6,8 +6,15 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "kernels.h"
+
+#if defined(__GLIBC__)
+// Of our own and hidden, so that the binary needs no glibc 2.32 for it; 0: always count references atomically.
+extern "C" char __libc_single_threaded = 0;
+#endif
 
 namespace infuse {
 namespace {
@@ -20,7 +27,8 @@ struct Level {
   Table table;
 };
 
-const Kernels& chosen() {
+// From the highest.
+std::vector<Level> levels() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -28,18 +36,21 @@ const Kernels& chosen() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  const Level levels[] = {
+  return {
       {"avx512_bf16", avx512_bf16, kernels_avx512_bf16},
       {"avx512", avx512, kernels_avx512},
       {"avx2", avx2, kernels_avx2},
       {"generic", true, kernels_generic},
   };
 #else
-  const Level levels[] = {{"generic", true, kernels_generic}};
+  return {{"generic", true, kernels_generic}};
 #endif
+}
+
+const Kernels& chosen() {
   const char* forced = std::getenv("INFUSE_CPU_ISA");
   bool allowed = forced == nullptr || *forced == 0;
-  for (const Level& level : levels) {
+  for (const Level& level : levels()) {
     allowed = allowed || std::strcmp(forced, level.name) == 0;
     if (allowed && level.there) return level.table();
   }
@@ -63,6 +74,15 @@ bool multiplies_tiles() {
 const Kernels& kernels() {
   static const Kernels& table = chosen();
   return table;
+}
+
+const char* level_names() {
+  static const std::string names = [] {
+    std::string text;
+    for (const Level& level : levels()) text += std::string(text.empty() ? "" : "\n") + level.name + (level.there ? "" : " missing");
+    return text;
+  }();
+  return names.c_str();
 }
 
 }  // namespace infuse

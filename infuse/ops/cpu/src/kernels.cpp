@@ -5,6 +5,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "quantize.h"
+#include "probe.h"
 
 #define INFUSE_JOIN(a, b) a##b
 #define INFUSE_TABLE(isa) INFUSE_JOIN(kernels_, isa)
@@ -21,6 +22,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),
       INFUSE_ISA::quantize,
+      INFUSE_ISA::read_bytes,
   };
   return table;
 }

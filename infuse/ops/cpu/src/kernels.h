@@ -31,6 +31,7 @@ struct Kernels {
   PanelKernels panels;
   AttentionKernels attention;
   QuantizeKernel quantize;
+  uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
 };
 
 // Defined by kernels.cpp, compiled once for each instruction set.
@@ -43,5 +44,7 @@ const Kernels& kernels_avx512_bf16();
 const Kernels& kernels();
 // Whether the processor multiplies tiles of bf16 itself (AMX): PyTorch's products use it, ours do not.
 bool multiplies_tiles();
+// Every level of this binary from the highest, one a line, with " missing" behind those that this machine lacks.
+const char* level_names();
 
 }  // namespace infuse

@@ -1,0 +1,71 @@
+// What the binary says of itself, and the read of memory that probes time, as PyTorch operators.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "kernels.h"
+
+namespace infuse {
+namespace {
+
+using torch::stable::Tensor;
+
+// Long enough for one sequential stream at full speed (of 256 KiB it is 7 % slower), short enough that a thread which the system
+// stops does not hold up the others.
+constexpr int64_t kPieceBytes = 4 << 20;
+
+// The exclusive or of the 64-bit words of x: contiguous, its bytes a multiple of 8. All of PyTorch's threads read.
+int64_t read_bytes(Tensor x) {
+  const int64_t bytes = x.numel() * int64_t(x.element_size());
+  STD_TORCH_CHECK(x.is_contiguous() && bytes % 8 == 0, "read_bytes takes a contiguous tensor of a multiple of 8 bytes, not of ", bytes);
+  const char* data = static_cast<const char*>(x.const_data_ptr());
+  const auto read = kernels().read_bytes;
+  const int64_t threads = torch::stable::get_num_threads();
+  std::atomic<int64_t> next{0};
+  std::atomic<uint64_t> result{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    uint64_t sum = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t at; (at = next.fetch_add(kPieceBytes, std::memory_order_relaxed)) < bytes;) {
+        sum ^= read(data + at, std::min(kPieceBytes, bytes - at));
+      }
+    }
+    result.fetch_xor(sum, std::memory_order_relaxed);
+  });
+  return int64_t(result.load());
+}
+
+#if defined(__clang__)
+constexpr char kCompiler[] = "clang " __clang_version__;
+#elif defined(__GNUC__)
+constexpr char kCompiler[] = "g++ " __VERSION__;
+#else
+constexpr char kCompiler[] = "an unknown compiler";
+#endif
+
+std::string levels() { return level_names(); }
+std::string compiler() { return kCompiler; }
+std::string torch_version() { return TORCH_VERSION; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
+  m.def("read_bytes(Tensor x) -> int");
+  m.def("levels() -> str");
+  m.def("compiler() -> str");
+  m.def("torch_version() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("read_bytes", TORCH_BOX(&read_bytes));
+  m.impl("levels", TORCH_BOX(&levels));
+  m.impl("compiler", TORCH_BOX(&compiler));
+  m.impl("torch_version", TORCH_BOX(&torch_version));
+}
+
+}  // namespace infuse

@@ -1,0 +1,84 @@
+"""The probes: the kernel reads every word once, on every instruction set; what a figure is made of; who reads where there are no kernels.
+
+Run as a program, it prints the instruction set and the kernel's results: so the tests force lower sets in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import reduce
+from operator import xor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from infuse.ops.cpu import isa, kernels
+from infuse.runtime import probe
+
+# In words: none, tails of the unrolled loop, several pieces (of 4 MiB) with a tail.
+WORDS = (0, 1, 15, 16, 17, 127, (1 << 19) + 3, (1 << 20) + 16)
+built = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+
+
+def words(count: int) -> Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
+
+
+def read() -> list[int]:
+    return [kernels().read_bytes(words(count)) for count in WORDS]
+
+
+@built
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_word_is_read_once(threads: int) -> None:
+    torch.set_num_threads(threads)
+    try:
+        assert read() == [reduce(xor, words(count).tolist(), 0) for count in WORDS]
+    finally:
+        torch.set_num_threads(1)
+    shifted = words(1000)[3:]  # not at the start of a cache line
+    assert kernels().read_bytes(shifted) == reduce(xor, shifted.tolist())
+
+
+@built
+@pytest.mark.parametrize("level", ["generic", "avx2", "avx512", "avx512_bf16"])
+def test_every_instruction_set_reads_the_same(level: str) -> None:
+    environment = {**os.environ, "INFUSE_CPU_ISA": level, "PYTHONPATH": str(Path(probe.__file__).parents[2])}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ran, found = done.stdout.splitlines()
+    if ran != level:
+        pytest.skip(f"this machine runs {ran}")
+    assert found == str(read())
+
+
+@built
+def test_what_the_kernel_does_not_take() -> None:
+    for wrong in (torch.zeros(3, dtype=torch.float32), torch.zeros(4, 4).T[1:]):
+        with pytest.raises(RuntimeError, match="read_bytes takes a contiguous tensor"):
+            kernels().read_bytes(wrong)
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_a_probe_is_bytes_by_time(huge_pages: bool) -> None:
+    reader = probe.MemoryReader(size_bytes=1 << 20, huge_pages=huge_pages)
+    found = reader.bandwidth([0.5, 0.25, 1.0])
+    assert (found.best, found.median) == ((1 << 20) / 0.25, (1 << 20) / 0.5)
+    found = probe.read_bandwidth(size_bytes=1 << 22, repeats=3, huge_pages=huge_pages)
+    assert found.best >= found.median > 1e8
+    assert found.reader == reader.name and (isa() or "torch.sum") in found.reader
+
+
+def test_without_kernels_torch_reads_and_the_probe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "kernels", lambda: "there are none")
+    found = probe.read_bandwidth(size_bytes=1 << 20, repeats=2)
+    assert found.reader == "torch.sum (there are none)" and found.best > 0
+
+
+if __name__ == "__main__":
+    print(isa())
+    print(read())
