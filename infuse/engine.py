@@ -16,6 +16,7 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
+from infuse.load import load
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
@@ -33,8 +34,9 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
 
     The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords,
-    or both. Raises ConfigError for wrong configuration, NotAvailable for what this version lacks, and ProofError under
-    verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
+    or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError for wrong
+    configuration, NotAvailable for what this version lacks, CheckpointError for files that are missing, broken or another
+    model's, and ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
     """
     return InferenceEngine(model, config, **kwargs)
 
@@ -53,13 +55,17 @@ class InferenceEngine(nn.Module):
         if missing := settings.not_available():
             raise NotAvailable("; ".join(missing))
         _check_model(model)
-        _check_weights(model)
+        source, _ = settings.checkpoint_files
+        if source is None:
+            _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
-        decided = make_plan(model, settings, device)
-        model.to(device.torch_device)
-        model.eval()
         with _bar(settings.progress) as progress:
-            self.plan = apply(decided, model, settings, progress)
+            if source is None:
+                decided = make_plan(model, settings, device)
+                model.to(device.torch_device).eval()
+                self.plan = apply(decided, model, settings, progress)
+            else:
+                decided, self.plan = load(model, settings, device, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
@@ -150,9 +156,10 @@ class InferenceEngine(nn.Module):
 
 @contextmanager
 def _bar(wanted: bool | None) -> Iterator[Any]:
-    """A progress callback with a bar on standard error; None where no bar is wanted: nothing is written then."""
+    """A progress callback with a bar on standard error; None where no bar is wanted, or on another rank than 0."""
     console = Console(stderr=True)
-    if wanted is False or (wanted is None and not console.is_terminal):
+    rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    if rank or wanted is False or (wanted is None and not console.is_terminal):
         yield None
         return
     with Progress(transient=True, console=console) as bar:
@@ -180,7 +187,8 @@ def _check_weights(model: nn.Module) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta:
         raise ConfigError(
-            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first; infuse.plan works without"
+            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give checkpoint=; "
+            "infuse.plan works without"
         )
 
 
