@@ -21,9 +21,10 @@ from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, ran
 from infuse.layers.linear import QuantizedLinear, make_linear
 from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
+from infuse.saved import is_packed
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
-from infuse.weights.fill import fill_module, moves
+from infuse.weights.fill import fill_module, fill_saved, is_computed, moves
 from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader
 
@@ -76,7 +77,7 @@ class _Run:
         self.steps = list(self.plan.steps)
         if self.config.verify == "off":
             return
-        self.prove_steps(self.steps, progress)
+        self.prove_steps([step for step in self.steps if not self.was_saved(step)], progress)
         refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
         deeper = [linear for step in refused for linear in fallback(step, self.model, self.config)]
         self.prove_steps(deeper, None)
@@ -128,6 +129,10 @@ class _Run:
                 found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
         return found
 
+    def was_saved(self, step: Step) -> bool:
+        """Whether a step is read back: it was proven when it was saved."""
+        return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device
 
@@ -168,7 +173,11 @@ class _Run:
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype)
         reader = LiveReader(source) if self.placing is None else self.placing.source(step.path)
-        fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype)
+        if self.placing is not None and self.was_saved(step):
+            fill_saved(module, step.path, step.fills, self.placing.stored, self.plan.dtype)
+            fill_module(module, [fill for fill in step.fills if is_computed(fill, source)], reader, self.plan.dtype)
+        else:
+            fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype)
         module.train(False)
         adopt(module, source, step.attn, self.classes)
         return module

@@ -145,10 +145,11 @@ class InferenceConfig(Section):
         return self.quant.by_name
 
     @property
-    def checkpoint_files(self) -> tuple[Any, str]:
-        """What weights are read from (None: the model has them), and where relative paths begin."""
+    def checkpoint_files(self) -> tuple[Any, str, str | None]:
+        """What weights are read from (None: the model has them), where relative paths begin, and where the result is saved."""
         group = self.checkpoint_config
-        return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or ""
+        save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
+        return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
 
     def resolved_dtype(self, device: Device) -> torch.dtype:
         """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
@@ -261,8 +262,5 @@ _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
     ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
-    ("save_mp_checkpoint_path", lambda config: config.save_mp_checkpoint_path, "saving a sharded checkpoint"),
-    ("checkpoint_config.save_mp_checkpoint_path", lambda config: config.checkpoint_config.save_mp_checkpoint_path,
-     "saving a sharded checkpoint"),
     ("injection_policy", lambda config: config.injection_policy, "injection by a policy of the caller"),
 )

@@ -16,10 +16,13 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
-from infuse.load import load
+from infuse.layers.block import Block
+from infuse.layers.linear import QuantizedLinear
+from infuse.load import load, load_values
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
+from infuse.saved import check_folder, save
 from infuse.verify import decodes
 
 
@@ -55,7 +58,9 @@ class InferenceEngine(nn.Module):
         if missing := settings.not_available():
             raise NotAvailable("; ".join(missing))
         _check_model(model)
-        source, _ = settings.checkpoint_files
+        source, _, save_path = settings.checkpoint_files
+        if save_path:
+            check_folder(save_path)
         if source is None:
             _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
@@ -65,7 +70,10 @@ class InferenceEngine(nn.Module):
                 model.to(device.torch_device).eval()
                 self.plan = apply(decided, model, settings, progress)
             else:
-                decided, self.plan = load(model, settings, device, progress)
+                loaded = load(model, settings, device, progress)
+                decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
+            if save_path:
+                save(model, self.plan, settings, save_path, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
@@ -128,8 +136,15 @@ class InferenceEngine(nn.Module):
     # -- the end, and what comes later
 
     def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
-        """Not in this version: load weights before `init_inference`."""
-        raise NotAvailable("load_model_with_checkpoint: load the weights into the model before init_inference")
+        """Give `r_module`, a model in which nothing was replaced, the values of this engine's `checkpoint`, in the plan's dtype.
+
+        Raises ConfigError without a checkpoint or for a replaced model, CheckpointError for one that is not r_module's.
+        """
+        if self.settings.checkpoint_files[0] is None:
+            raise ConfigError("load_model_with_checkpoint: the engine was made without checkpoint=, which says what to read")
+        if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
+            raise ConfigError("load_model_with_checkpoint: r_module is replaced already, and has its values; give a model as it was made")
+        load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
         """Give the memory back, also where others still hold the module: its weights are gone afterwards."""

@@ -170,8 +170,6 @@ NOT_AVAILABLE = [
     ({"moe": {"ep_size": 2}}, "moe.ep_size=2"),
     ({"moe": {"ep_group": GROUP}}, "moe.ep_group="),
     ({"moe": {"ep_mp_group": GROUP}}, "moe.ep_mp_group="),
-    ({"save_mp_checkpoint_path": "out"}, "save_mp_checkpoint_path='out'"),
-    ({"ckpt_config": {"save_mp_checkpoint_path": "out"}}, "checkpoint_config.save_mp_checkpoint_path='out'"),
     ({"injection_policy": {LAYER: "linear2"}}, "injection_policy={"),
 ]
 

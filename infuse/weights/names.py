@@ -44,6 +44,11 @@ class ModelReader:
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.pieces[self.names[name]].dtype
 
+    def stored(self, name: str) -> Tensor | None:
+        """The tensor of that name in the checkpoint itself, None where it has none."""
+        pieces = self.checkpoint.pieces.get(name)
+        return None if pieces is None else pieces.files[0].read(name)
+
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
         return self.checkpoint.pieces[self.names[name]].read(self.shapes[name], self.layouts[name], part)
@@ -52,10 +57,10 @@ class ModelReader:
 def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[str], bool] = lambda name: False) -> ModelReader:
     """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
 
-    Names for which `without` holds are not looked for. A persistent buffer that transformers lets be missing may be missing.
+    Names for which `without` holds are not looked for, nor looked at. A persistent buffer that transformers lets be missing may be missing.
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
-    names, left = _matched(model, checkpoint.pieces, expected)
+    names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         by_tensor.setdefault(id(tensor), []).append(name)

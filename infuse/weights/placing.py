@@ -27,13 +27,14 @@ _Spot = tuple[nn.Module, str]
 class Placing:
     """`with placing:` takes the model over; leaving by an exception gives it back as it was.
 
-    `layers` are the paths of the modules that will be replaced. Raises CheckpointError, before the `with`, where a computed
-    buffer that is on meta cannot be made again.
+    `layers` are the paths of the modules that will be replaced; `saved`: the checkpoint has what replaces them. Raises
+    CheckpointError, before the `with`, where a computed buffer that is on meta cannot be made again.
     """
 
-    def __init__(self, model: nn.Module, reader: ModelReader, layers: Iterable[str], dtype: torch.dtype, device: torch.device):
+    def __init__(self, model: nn.Module, reader: ModelReader, layers: Iterable[str], dtype: torch.dtype, device: torch.device, *,
+                 saved: bool = False):
         self.model, self.reader, self.dtype, self.device = model, reader, dtype, device
-        self.layers = tuple(dict.fromkeys(layers))
+        self.layers, self.saved = tuple(dict.fromkeys(layers)), saved
         self._computed = computed_tensors(model)
         self._before: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._names: dict[int, str] = {}  # by placeholder
@@ -122,6 +123,11 @@ class Placing:
     def source(self, path: str) -> LayerReader:
         """The values of the layer at `path`, by their names in it."""
         return LayerReader(self, path)
+
+    def stored(self, name: str) -> Tensor | None:
+        """A tensor of the checkpoint by its name there, None where it has none."""
+        found = self.reader.stored(name)
+        return None if found is None else found.to(self.device)
 
     def value(self, name: str, part: Part = ()) -> Tensor:
         return self.reader.read(name, part).to(self.device)
