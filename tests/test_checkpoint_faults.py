@@ -168,6 +168,12 @@ def test_all_keys_that_are_wrong_are_listed_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_layers_that_deepspeed_replaced_are_told(tmp_path: Path) -> None:
+    state = {"model.layers.0.attention.attn_qkvw": torch.ones(144, 48), "model.layers.0.mlp.inter_w": torch.ones(80, 48)}
+    save(state, tmp_path / "pytorch_model.bin")
+    assert refused(str(tmp_path), "2 unexpected").endswith("give the checkpoint that they were made from")
+
+
 def test_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:
     """transformers would untie them; a model that is tied in memory cannot hold both."""
     state = {name: tensor.clone() for name, tensor in BY_NAME["llama-bias"].make().state_dict().items()}

@@ -192,4 +192,6 @@ def _raise_all(form: str, missing: list[str], unexpected: list[str], misshaped: 
     lines = [f"  {kind}  {line}" for kind, found in kinds.items() for line in found]
     if lines:
         counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found)
+        if any(name.endswith((".attn_qkvw", ".inter_w")) for name in unexpected):
+            lines.append("these are layers as DeepSpeed replaces them; give the checkpoint that they were made from")
         raise CheckpointError(f"the checkpoint ({form}) is not this model's: {counts}\n" + "\n".join(lines))
