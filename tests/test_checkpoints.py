@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import infuse
 import infuse.deepspeed as deepspeed
 from infuse.layers.block import Block
+from infuse.weights.placing import Placing
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 
@@ -283,3 +285,54 @@ def test_old_names_and_old_buffers(tmp_path: Path) -> None:
         state = {change(key): tensor for key, tensor in BY_NAME[name].make().state_dict().items()} | extra
         save(state, tmp_path / name / "pytorch_model.bin")
         assert torch.equal(outputs(loaded(name, str(tmp_path / name)), name), wanted(name))
+
+
+# ---- in use ----
+
+
+@pytest.mark.parametrize("name", ["llama", "albert"])
+def test_all_layers_are_proven_one_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two original layers have values at once, neither while inputs are recorded nor in the proofs."""
+    alive: list[str] = []
+    most: list[int] = []
+    loaded_layer = Placing.loaded
+
+    @contextlib.contextmanager
+    def counted(self: Placing, path: str, dtype: torch.dtype | None) -> Iterator[None]:
+        with loaded_layer(self, path, dtype):
+            alive.append(path)
+            most.append(len(alive))
+            yield
+            alive.remove(path)
+
+    monkeypatch.setattr(Placing, "loaded", counted)
+    engine = loaded(name, safetensors(BY_NAME[name].make(), tmp_path), verify="all")
+    assert not [left for left in engine.plan.left if left.why.startswith("refused")]
+    assert set(most) == {1} and not alive and len(most) > 6
+    assert torch.equal(outputs(engine, name), wanted(name))
+
+
+def test_generate_and_hooks_after_loading(tmp_path: Path) -> None:
+    live, meta = BY_NAME["llama"].make(), on_meta("llama")
+    meta.generation_config = live.generation_config
+    seen: list[tuple] = []
+    meta.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    engine = infuse.init_inference(meta, checkpoint=safetensors(live, tmp_path), dtype="fp32", progress=False)
+    prompt = torch.tensor([[5, 7, 9]])
+    seen.clear()
+    assert torch.equal(
+        engine.generate(prompt, max_new_tokens=8, do_sample=False), live.generate(prompt, max_new_tokens=8, do_sample=False)
+    )
+    assert len(seen) == 8 and not meta.training
+
+
+def test_the_bar_is_on_rank_0_alone_and_tells_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    source = safetensors(BY_NAME["llama"].make(), tmp_path)
+    capsys.readouterr()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    loaded("llama", source, progress=True)
+    assert "loading" in capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    loaded("llama", source, progress=True)
+    assert capsys.readouterr().err == ""
