@@ -24,7 +24,7 @@ from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_
 from infuse.saved import is_packed
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
-from infuse.weights.fill import fill_module, fill_saved, is_computed, moves
+from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader
 
@@ -174,8 +174,9 @@ class _Run:
         module = build(step, self.plan.dtype)
         reader = LiveReader(source) if self.placing is None else self.placing.source(step.path)
         if self.placing is not None and self.was_saved(step):
-            fill_saved(module, step.path, step.fills, self.placing.stored, self.plan.dtype)
-            fill_module(module, [fill for fill in step.fills if is_computed(fill, source)], reader, self.plan.dtype)
+            there = [fill for fill in step.fills if is_there(fill, source)]
+            fill_module(module, there, reader, self.plan.dtype)
+            fill_saved(module, step.path, [fill for fill in step.fills if fill not in there], self.placing.stored, self.plan.dtype)
         else:
             fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype)
         module.train(False)

@@ -18,8 +18,9 @@ from infuse.plan import Plan, Step, make_plan
 from infuse.saved import is_packed, read_index, saved_config, saved_files, saved_plan
 from infuse.weights.checkpoint import Checkpoint, in_words
 from infuse.weights.fill import saved_tensors
-from infuse.weights.names import model_reader
+from infuse.weights.names import held, model_reader
 from infuse.weights.placing import Placing
+from infuse.weights.reader import tensor_at
 from infuse.weights.sources import SAVED, find_files
 
 
@@ -51,8 +52,8 @@ def load(model: nn.Module, config: InferenceConfig, device: Device, progress: Pr
     if index is not None:
         decided = saved_plan(decided, index)
         packed = [step for step in decided.steps if is_packed(step)]
-        _check_saved(checkpoint, packed)
     inside = tuple(f"{step.path}." for step in packed)
+    _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
     reader = model_reader(model, checkpoint, lambda name: name.startswith(inside))
     layers = (step.path for step in decided.steps if step.shape is not None)
     with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
@@ -86,11 +87,15 @@ def _folder(source: Any, base_dir: str) -> Path | None:
     return path.parent if path.name == SAVED else path
 
 
-def _check_saved(checkpoint: Checkpoint, packed: Iterable[Step]) -> None:
-    """All tensors of the saved layers are there, in their shapes."""
+def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]) -> None:
+    """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers are there."""
     wrong = []
     for step in packed:
-        for name, shape in saved_tensors(build(step), step.path, step.fills).items():
+        if step.shares:  # it has no tensors of its own
+            continue
+        old = model.get_submodule(step.path)
+        own = [fill for fill in step.fills if id(tensor_at(old, fill.sources[0])) not in outside]
+        for name, shape in saved_tensors(build(step, dtype), step.path, own).items():
             if name not in checkpoint.pieces:
                 wrong.append(f"missing  {name}")
             elif checkpoint.pieces[name].shapes[0] != shape:

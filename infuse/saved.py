@@ -38,7 +38,8 @@ def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, pro
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
-    """All that `model` holds, tied tensors once, quantized matrices as their format defines them."""
+    """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
+    inside = tuple(f"{step.path}." for step in plan.steps if is_packed(step))
     turned = {f"{step.path}.weight" for step in plan.steps if step.shape and not is_packed(step) and step.fills[0].transposed}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -46,7 +47,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
-    for name, tensor in held(model).items():
+    for name, tensor in sorted(held(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it

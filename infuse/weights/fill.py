@@ -18,9 +18,9 @@ def moves(fill: Fill) -> bool:
     return len(fill.sources) == 1 and not fill.transposed and fill.packing is None and fill.merge != STACK and fill.format is None
 
 
-def is_computed(fill: Fill, source: nn.Module) -> bool:
-    """Whether the target is a table that the model computes, not a weight."""
-    return not isinstance(tensor_at(source, fill.sources[0]), nn.Parameter)
+def is_there(fill: Fill, source: nn.Module) -> bool:
+    """Whether `source` has what the target is made from: a table that it computes, or a weight that it shares with others."""
+    return not tensor_at(source, fill.sources[0]).is_meta
 
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor | QuantizedWeight:
@@ -56,10 +56,7 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
 
 
 def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str], Tensor | None], dtype: torch.dtype) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives None for what is not there.
-
-    Tables that a model computes are not saved: they are not among the targets that this fills.
-    """
+    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives None for what is not there."""
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
