@@ -229,14 +229,15 @@ def test_each_way_to_a_model_without_values(name: str, empty: Callable[[str], nn
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_live_model_takes_the_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [dict(dtype="bf16"), dict(dtype="bf16", quant="int8:16")], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_live_model_takes_the_values_of_the_checkpoint(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     source, other = safetensors(BY_NAME[name].make(), tmp_path), BY_NAME[name].make()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
-    engine = infuse.init_inference(other, checkpoint=source, dtype="bf16", progress=False)
-    assert engine.module.dtype == torch.bfloat16 and torch.equal(outputs(engine, name), wanted(name, dtype="bf16"))
+    engine = infuse.init_inference(other, checkpoint=source, verify="strict", progress=False, **keys)
+    assert engine.module.dtype == torch.bfloat16 and torch.equal(outputs(engine, name), wanted(name, **keys))
 
 
 @pytest.mark.parametrize("keys", ["checkpoint", "checkpoint_config", "base_dir", "path", "list"])
