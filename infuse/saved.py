@@ -97,9 +97,13 @@ def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceCon
     """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format."""
     asked = config.weight_format
     stored = index["format_of_weights"]
-    if asked is not None and asked != stored:
-        raise ConfigError(f"quant: found {asked!r}, and the shards hold {stored or index['dtype']}; leave it out, or shard again")
-    update = {"quant": type(config.quant)(**index["quant"])}
+    quant = type(config.quant)(**index["quant"])
+    by_name = config.module_formats and config.module_formats != quant.by_name
+    if (asked is not None and asked != stored) or by_name or (config.quant.enabled is False and index["quant"]):
+        found = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
+        what = stored or quant.by_name or index["dtype"]
+        raise ConfigError(f"quant: found {found}, and the shards hold {what}; leave it out, or shard again")
+    update = {"quant": quant}
     if config.dtype is None or config.dtype == torch.int8:
         update["dtype"] = getattr(torch, index["dtype"])
     return config.model_copy(update=update)

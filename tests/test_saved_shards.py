@@ -23,6 +23,8 @@ from infuse.quant.integer import IntegerFormat
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 FORMATS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16:asymmetric")]
+BY_NAME_QUANT = {"weight": {"post_init_quant": {"mlp": {"num_bits": 8, "group_size": 16, "symmetric": True}}}}
+MORE = [dict(dtype="bf16", quant="fp8"), dict(dtype="bf16", quant="fp6:16"), dict(dtype="fp32", quant=BY_NAME_QUANT)]
 
 
 def saved(name: str, folder: Path, **keys: Any) -> infuse.InferenceEngine:
@@ -63,6 +65,15 @@ def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, mon
 def test_tables_norms_and_shared_layers_read_back(name: str, tmp_path: Path) -> None:
     first = saved(name, tmp_path, dtype="fp32", quant="int8:16")
     assert torch.equal(outputs(read_back(name, tmp_path), name), outputs(first, name))
+
+
+@pytest.mark.parametrize("keys", MORE, ids=str)
+def test_other_formats_and_formats_by_name_read_back(keys: dict, tmp_path: Path) -> None:
+    first = saved("llama", tmp_path, **keys)
+    assert any(step.formats for step in first.plan.steps)
+    second = read_back("llama", tmp_path)
+    assert [step.formats for step in second.plan.steps] == [step.formats for step in first.plan.steps]
+    assert torch.equal(outputs(second, "llama"), outputs(first, "llama"))
 
 
 def test_into_a_live_model_and_by_the_index_itself(tmp_path: Path) -> None:
@@ -126,8 +137,9 @@ def test_another_format_is_refused_and_another_dtype_casts(tmp_path: Path) -> No
     first = saved("llama", tmp_path, dtype="bf16", quant="int8:16")
     meta = on_meta("llama")
     before = state_of(meta)
-    with pytest.raises(infuse.ConfigError, match="quant: found 'int4', and the shards hold int8:16"):
-        infuse.init_inference(meta, checkpoint=str(tmp_path), quant="int4", progress=False)
+    for quant, found in (("int4", "'int4'"), (BY_NAME_QUANT, "formats by name"), ({"enabled": False}, "enabled=False")):
+        with pytest.raises(infuse.ConfigError, match=f"quant: found {found}, and the shards hold int8:16"):
+            infuse.init_inference(meta, checkpoint=str(tmp_path), quant=quant, progress=False)
     assert state_of(meta) == before
     engine = read_back("llama", tmp_path, dtype="fp32", quant="int8:16")
     assert engine.plan.dtype == torch.float32 and (outputs(engine, "llama") - outputs(first, "llama")).abs().max() < 0.2
