@@ -5,7 +5,8 @@ Peak memory is the model plus what one layer's merged matrices take. A step that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,34 +15,43 @@ from torch import nn
 
 from infuse import verify
 from infuse.config import InferenceConfig
-from infuse.errors import ProofError
+from infuse.errors import CheckpointError, ProofError
 from infuse.layers.block import Block
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, ran
 from infuse.layers.linear import QuantizedLinear, make_linear
 from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
+from infuse.saved import is_packed
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
-from infuse.weights.fill import fill_module, moves
+from infuse.weights.fill import fill_module, fill_saved, is_there, moves
+from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
 
 
-def apply(plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None) -> Plan:
+def apply(
+    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, placing: Placing | None = None
+) -> Plan:
     """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
 
-    Raises ProofError under verify="strict" where a step fails its proof; nothing has been swapped then.
+    Values are the model's own or, with `placing` (entered), a checkpoint's. Raises ProofError under verify="strict" where a
+    step fails its proof; nothing has been swapped then.
     """
-    run = _Run(plan, model, config)
+    run = _Run(plan, model, config, placing)
     with torch.no_grad():
+        if placing is not None:
+            placing.place_rest(progress)
         run.prove(progress)
         accepted = run.accepted()
         for done, step in enumerate(accepted):
             run.swap(step)
             if progress:
                 progress(done + 1, len(accepted), "replacing")
+        if placing is not None:
+            placing.place_left()
         cast_rest(model, plan.dtype)
     return plan.with_left(run.left, run.swapped, parameter_bytes(model))
 
@@ -51,6 +61,7 @@ class _Run:
     plan: Plan
     model: nn.Module
     config: InferenceConfig
+    placing: Placing | None = None
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
@@ -66,7 +77,7 @@ class _Run:
         self.steps = list(self.plan.steps)
         if self.config.verify == "off":
             return
-        self.prove_steps(self.steps, progress)
+        self.prove_steps([step for step in self.steps if not self.was_saved(step)], progress)
         refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
         deeper = [linear for step in refused for linear in fallback(step, self.model, self.config)]
         self.prove_steps(deeper, None)
@@ -99,13 +110,16 @@ class _Run:
             if step.depth == BLOCK:
                 by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
-                found[step.path] = verify.embedding_cases(self.model.get_submodule(step.path), step.shape.rows)
+                found[step.path] = verify.embedding_cases(step.shape.rows, self.device())
             elif isinstance(step.shape, LinearShape):
-                found[step.path] = verify.linear_cases(self.model.get_submodule(step.path), step.shape.inputs)
+                found[step.path] = verify.linear_cases(step.shape.inputs, self.device())
         for (owner, decodes), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:
-                recorded = verify.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+                with self.running():
+                    recorded = verify.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+            except CheckpointError:
+                raise
             except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
                 recorded = {}
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -114,6 +128,21 @@ class _Run:
             for path in layers:
                 found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
         return found
+
+    def was_saved(self, step: Step) -> bool:
+        """Whether a step is read back: it was proven when it was saved."""
+        return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
+    def device(self) -> torch.device:
+        return self.placing.device if self.placing is not None else next(self.model.parameters()).device
+
+    def running(self) -> AbstractContextManager[None]:
+        """Where the model can run: from a checkpoint, layer by layer."""
+        return nullcontext() if self.placing is None else self.placing.streaming()
+
+    def original(self, step: Step) -> AbstractContextManager[None]:
+        """Where the module that `step` replaces has its values."""
+        return nullcontext() if self.placing is None else self.placing.loaded(step.path, None)
 
     def owner(self, path: str) -> str:
         """The path of the nearest model around a layer: what has embeddings and a config."""
@@ -128,11 +157,14 @@ class _Run:
         """Why the step's new module is not the original, None if it is."""
         old = self.model.get_submodule(step.path)
         try:
-            wanted = verify.expected(old, cases, self.plan.dtype)
-            plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
-            # A linear has no structure to be wrong: what it computes is the next comparison.
-            structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-            return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+            with self.original(step):
+                wanted = verify.expected(old, cases, self.plan.dtype)
+                plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
+                # A linear has no structure to be wrong: what it computes is the next comparison.
+                structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
+                return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+        except CheckpointError:
+            raise
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
@@ -140,7 +172,14 @@ class _Run:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype)
-        fill_module(module, step.fills, LiveReader(source), dtype or next(source.parameters()).dtype, dict(step.bodies))
+        reader = LiveReader(source) if self.placing is None else self.placing.source(step.path)
+        bodies = dict(step.bodies)
+        if self.placing is not None and self.was_saved(step):
+            there = [fill for fill in step.fills if is_there(fill, source)]
+            fill_module(module, there, reader, self.plan.dtype, bodies)
+            fill_saved(module, step.path, [fill for fill in step.fills if fill not in there], self.placing.stored, self.plan.dtype)
+        else:
+            fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype, bodies)
         module.train(False)
         adopt(module, source, step.attn, self.classes)
         return module
@@ -163,12 +202,15 @@ class _Run:
         model: Any = self.model
         before = model.config._attn_implementation
         try:
-            wanted = verify.model_outputs(model)
-            body = dict(step.bodies)["attention"]
-            model.set_attn_implementation(hook_name(body))
-            before_ran = ran[body]
-            fault = verify.hook_fault(verify.model_outputs(model), wanted)
+            with self.running():
+                wanted = verify.model_outputs(model)
+                body = dict(step.bodies)["attention"]
+                model.set_attn_implementation(hook_name(body))
+                before_ran = ran[body]
+                fault = verify.hook_fault(verify.model_outputs(model), wanted)
             return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
+        except CheckpointError:
+            raise
         except Exception as error:  # what cannot be run cannot be proven
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
         finally:
@@ -190,7 +232,7 @@ class _Run:
             return
         old = self.model.get_submodule(step.path)
         parameters = dict(old.named_parameters())
-        for fill in step.fills:
+        for fill in step.fills if self.placing is None else ():
             if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
                 parameter = parameters[fill.sources[0]]
                 parameter.data = parameter.data.to(self.plan.dtype)
@@ -198,8 +240,14 @@ class _Run:
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
                 if child is old:
-                    module._modules[name] = new
+                    self.put(module._modules, name, new)
         self.swapped.append(step)
+
+    def put(self, modules: MutableMapping[str, Any], name: str, new: nn.Module) -> None:
+        if self.placing is not None:  # which gives the old back should anything fail from here on
+            self.placing.put(modules, name, new)
+        else:
+            modules[name] = new
 
 
 def traits(layer: nn.Module) -> tuple:

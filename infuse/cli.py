@@ -1,4 +1,4 @@
-"""The command line: infuse plan | generate | bench | env. Reads model folders, prints; decides nothing.
+"""The command line: infuse plan | generate | bench | shard | env. Reads model folders, prints; decides nothing.
 
 torch and transformers are imported inside the commands, so that `--help` and wrong arguments answer at once.
 Exit codes: 0 done, 1 the work failed, 2 the command was wrong (an option, a path, a folder without the needed files).
@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import platform
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from infuse.errors import ConfigError, InfuseError
+from infuse.cli_folder import (
+    WRONG_USE,
+    bar,
+    copy_rest,
+    empty_model,
+    fail,
+    load_generative,
+    read_config,
+    read_tokenizer,
+    remarks,
+    start_engine,
+    told_errors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +42,6 @@ app = typer.Typer(
     help="Make a Hugging Face model run near the limit of the hardware, and see what was done to it.",
 )
 
-FAILED, WRONG_USE = 1, 2
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 PROBE_BYTES = 1 << 28  # a quarter of what bench/probe.py reads: large beside any cache, and quick
 
 Folder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too.")]
@@ -52,18 +58,11 @@ def show_plan(
     model_dir: Folder, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None
 ) -> None:
     """Print what would be done to a model and why. Reads config.json alone: no weights, no memory."""
-    config = _config(model_dir)
-    with _told_errors():
-        import torch
-        import transformers
-
+    config = read_config(model_dir)
+    with told_errors():
         import infuse
 
-        kind = _model_class(config)
-        with torch.device("meta"):
-            model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
-        model.to(config.dtype or torch.float32).eval()
-        print(infuse.plan(model, **_settings(dtype, quant, verify, device)))
+        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device)))
 
 
 @app.command()
@@ -79,20 +78,18 @@ def generate(
 ) -> None:
     """Continue a prompt; the text appears as it comes."""
     if not sample and (temperature, top_p, seed) != (None, None, None):
-        _fail("--temperature, --top-p and --seed have a meaning only with --sample", WRONG_USE)
-    config = _config(model_dir, weights=True)
-    with _told_errors():
+        fail("--temperature, --top-p and --seed have a meaning only with --sample", WRONG_USE)
+    config = read_config(model_dir, weights=True)
+    with told_errors():
         import torch
         import transformers
 
-        import infuse
-
-        tokenizer = _tokenizer(model_dir)
+        tokenizer = read_tokenizer(model_dir)
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         prompt_tokens = inputs["input_ids"].shape[1]
         if prompt_tokens == 0:
-            _fail("the prompt holds no token; give at least one character", WRONG_USE)
-        engine = infuse.init_inference(_load_generative(model_dir, config), **_settings(dtype, quant, verify, device))
+            fail("the prompt holds no token; give at least one character", WRONG_USE)
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device))
         if seed is not None:
             torch.manual_seed(seed)
         sampling = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
@@ -102,7 +99,7 @@ def generate(
             **inputs.to(engine.module.device), streamer=streamer, max_new_tokens=max_new_tokens, do_sample=sample, **sampling
         )
         seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
-        _remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included")
+        remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included")
 
 
 @app.command()
@@ -116,21 +113,19 @@ def bench(
     dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
 ) -> None:
     """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set."""
-    config = _config(model_dir, weights=True)
-    with _told_errors():
+    config = read_config(model_dir, weights=True)
+    with told_errors():
         import torch
 
-        import infuse
 
-        model: Any = _load_generative(model_dir, config)
-        products = _products(model)
-        model = infuse.init_inference(model, **_settings(dtype, quant, verify, device)).module
+        products = _products(empty_model(model_dir, config))
+        model: Any = start_engine(model_dir, config, _settings(dtype, quant, verify, device)).module
         models = {"infuse": model}
         if against == "eager":
-            models["transformers eager"] = _load_generative(model_dir, config, dtype=model.dtype).to(model.device)
+            models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
         ids = torch.randint(config.get_text_config().vocab_size, (batch, prompt_tokens), device=model.device)
         runs: dict[str, list[Speed]] = {name: [] for name in models}
-        for _ in _bar(range(1 + repeats), "timing"):
+        for _ in bar(range(1 + repeats), "timing"):
             for name, timed in models.items():  # in turns: a machine that slows down slows both
                 runs[name].append(_speed(timed, ids, new_tokens))
         speeds = {name: _median(timed[1:]) for name, timed in runs.items()}  # the first run warms up
@@ -140,9 +135,29 @@ def bench(
 
 
 @app.command()
+def shard(
+    model_dir: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")],
+    dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+) -> None:
+    """Replace and quantize a model once, and save it so that `infuse generate OUT` reads it at the speed of the disk."""
+    config = read_config(model_dir, weights=True)
+    if out.resolve() == model_dir.resolve():
+        fail("OUT is MODEL_DIR; the shards need a folder of their own", WRONG_USE)
+    with told_errors():
+        import infuse
+
+        paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
+        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device))
+        copy_rest(model_dir, out)
+        print(engine.plan)
+        remarks().print(f"{sum(file.stat().st_size for file in out.glob('*.safetensors')) / 1e6:,.1f} MB in {out}")
+
+
+@app.command()
 def env() -> None:
     """Print what this machine offers: devices, instruction sets, compiler, versions."""
-    with _told_errors():
+    with told_errors():
         import torch
 
         from infuse.device import Device
@@ -230,93 +245,6 @@ def _settings(dtype: str | None, quant: str | None, verify: str, device: str | N
     device = device or ("cuda" if torch.cuda.is_available() else None)
     given = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _config(model_dir: Path, weights: bool = False) -> Any:
-    """The folder's configuration; an exit that says what is missing where the folder does not hold what is needed."""
-    if not model_dir.exists():
-        _fail(f"{model_dir} does not exist; give a folder with a saved model", WRONG_USE)
-    if not model_dir.is_dir():
-        _fail(f"{model_dir} is a file; give the folder that holds config.json", WRONG_USE)
-    if not (model_dir / "config.json").is_file():
-        _fail(f"{model_dir} has no config.json; give a folder as model.save_pretrained writes it", WRONG_USE)
-    if weights and not any(any(model_dir.glob(pattern)) for pattern in WEIGHT_FILES):
-        _fail(f"{model_dir} has a config.json but no weights; needed: {' or '.join(WEIGHT_FILES)}", WRONG_USE)
-    import transformers
-
-    try:
-        return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError) as error:
-        _fail(f"{model_dir / 'config.json'} cannot be read: {error}", WRONG_USE)
-
-
-def _model_class(config: Any) -> Any:
-    """The class that the checkpoint was saved from, or AutoModel where config.json does not name one."""
-    import transformers
-
-    if not config.architectures:
-        return transformers.AutoModel
-    found = getattr(transformers, config.architectures[0], None)
-    if found is None:
-        _fail(f"config.json names {config.architectures[0]}, which transformers {transformers.__version__} does not have", WRONG_USE)
-    return found
-
-
-def _load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "auto") -> Any:
-    """The model of a folder, in evaluation mode; an exit where it does not generate or its weights cannot be read."""
-    from safetensors import SafetensorError
-    from transformers.utils.logging import set_tqdm_hook
-
-    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _bar(args[0], "loading") if args else factory(**kwargs)
-
-    kind = _model_class(config)
-    before = set_tqdm_hook(bar)
-    try:
-        model = kind.from_pretrained(model_dir, config=config, dtype=dtype, local_files_only=True).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        _fail(f"the weights in {model_dir} cannot be loaded: {error}", FAILED)
-    finally:
-        set_tqdm_hook(before)
-    if not model.can_generate():
-        _fail(f"{kind.__name__} does not generate text; `infuse plan` shows what would be done to it", WRONG_USE)
-    return model
-
-
-def _tokenizer(model_dir: Path) -> Any:
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        _fail(f"{model_dir} has no tokenizer that transformers can read: {error}", WRONG_USE)
-
-
-@contextmanager
-def _told_errors() -> Iterator[None]:
-    """Errors that a user can act on, told without a traceback; anything else keeps its own."""
-    try:
-        yield
-    except ConfigError as error:
-        _fail(str(error), WRONG_USE)
-    except BrokenPipeError:  # `infuse plan ... | head`: typer ends quietly
-        raise
-    except (InfuseError, OSError, MemoryError) as error:
-        _fail(f"{type(error).__name__}: {error}", FAILED)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    _remarks().print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(code)
-
-
-def _bar(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """A progress bar on terminals, nothing elsewhere."""
-    return track(items, description=description, console=_remarks(), transient=True, disable=not sys.stderr.isatty())
-
-
-def _remarks() -> Console:
-    return Console(stderr=True)
 
 
 def _short(dtype: torch.dtype) -> str:

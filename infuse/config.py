@@ -144,6 +144,13 @@ class InferenceConfig(Section):
         """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves them alone."""
         return self.quant.by_name
 
+    @property
+    def checkpoint_files(self) -> tuple[Any, str, str | None]:
+        """What weights are read from (None: the model has them), where relative paths begin, and where the result is saved."""
+        group = self.checkpoint_config
+        save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
+        return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
+
     def resolved_dtype(self, device: Device) -> torch.dtype:
         """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
         if self.dtype is None or self.dtype == torch.int8:
@@ -191,10 +198,10 @@ class InferenceConfig(Section):
             yield f'dtype: found torch.int8 beside quant={self.weight_format!r}; possible: quant="int8[:group_size]", or another dtype'
         if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
             yield f"min_out_tokens: found {self.min_out_tokens}; possible: at most max_out_tokens={self.max_out_tokens}"
-        for key in ("base_dir", "save_mp_checkpoint_path"):
-            outer, inner = getattr(self, key), getattr(self.checkpoint_config, key)
+        for key, name in (("checkpoint", "checkpoint_dir"), ("base_dir",) * 2, ("save_mp_checkpoint_path",) * 2):
+            outer, inner = getattr(self, key), getattr(self.checkpoint_config, name)
             if outer and inner and outer != inner:
-                yield f"{key}: found {outer!r} beside checkpoint_config.{key}={inner!r}; give one of them"
+                yield f"{key}: found {outer!r} beside checkpoint_config.{name}={inner!r}; give one of them"
 
     @field_serializer("dtype", "device", when_used="json-unless-none")
     def _as_text(self, value: torch.dtype | torch.device) -> str:
@@ -242,6 +249,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
      "group_dim=0: groups lie along the inputs"),
     ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
      "groups lie along the inputs"),
+    ("base_dir", lambda config, kind: bool(config.base_dir) and config.checkpoint_files[0] is None, "no checkpoint is given"),
     ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
 )
 
@@ -254,12 +262,5 @@ _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
     ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
-    ("checkpoint", lambda config: config.checkpoint, "reading a checkpoint"),
-    ("checkpoint_config.checkpoint_dir", lambda config: config.checkpoint_config.checkpoint_dir, "reading a checkpoint"),
-    ("base_dir", lambda config: config.base_dir, "reading a checkpoint"),
-    ("checkpoint_config.base_dir", lambda config: config.checkpoint_config.base_dir, "reading a checkpoint"),
-    ("save_mp_checkpoint_path", lambda config: config.save_mp_checkpoint_path, "saving a sharded checkpoint"),
-    ("checkpoint_config.save_mp_checkpoint_path", lambda config: config.checkpoint_config.save_mp_checkpoint_path,
-     "saving a sharded checkpoint"),
     ("injection_policy", lambda config: config.injection_policy, "injection by a policy of the caller"),
 )

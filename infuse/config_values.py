@@ -5,6 +5,7 @@ A parser returns the canonical value or raises ValueError("possible: ..."); pyda
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -97,10 +98,13 @@ def _policy(value: Any) -> Any:
 
 
 def _checkpoint(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     files = value.get("checkpoints") if isinstance(value, Mapping) else value
-    if not (files and isinstance(files, (str, list, dict) if isinstance(value, Mapping) else str)):
-        raise ValueError('possible: the path of a checkpoint or of its JSON description, or that description: a dict with "checkpoints"')
-    return value
+    listed = isinstance(value, (list, tuple)) and all(isinstance(path, (str, os.PathLike)) for path in value)
+    if not (files and (listed or isinstance(files, (str, list, dict) if isinstance(value, Mapping) else str))):
+        raise ValueError('possible: the path of a checkpoint or of its JSON description, a list of files, or a dict with "checkpoints"')
+    return [os.fspath(path) for path in value] if listed else value
 
 
 def _listed(value: Any) -> Any:
@@ -119,4 +123,4 @@ Format = Annotated[str | None, _when_given(parse_format)]
 DeviceName = Annotated[torch.device | None, _when_given(_device)]
 Mpu = Annotated[Any, _when_given(_mpu)]
 Policy = Annotated[dict[Any, tuple[str, ...]] | None, _when_given(_policy)]
-CheckpointSource = Annotated[str | dict[str, Any] | None, _when_given(_checkpoint)]
+CheckpointSource = Annotated[str | list[str] | dict[str, Any] | None, _when_given(_checkpoint)]

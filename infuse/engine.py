@@ -16,9 +16,13 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
+from infuse.layers.block import Block
+from infuse.layers.linear import QuantizedLinear
+from infuse.load import load, load_values
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
+from infuse.saved import check_folder, save
 from infuse.verify import decodes
 
 
@@ -33,8 +37,9 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
 
     The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords,
-    or both. Raises ConfigError for wrong configuration, NotAvailable for what this version lacks, and ProofError under
-    verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
+    or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError for wrong
+    configuration, NotAvailable for what this version lacks, CheckpointError for files that are missing, broken or another
+    model's, and ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
     """
     return InferenceEngine(model, config, **kwargs)
 
@@ -53,13 +58,22 @@ class InferenceEngine(nn.Module):
         if missing := settings.not_available():
             raise NotAvailable("; ".join(missing))
         _check_model(model)
-        _check_weights(model)
+        source, _, save_path = settings.checkpoint_files
+        if save_path:
+            check_folder(save_path)
+        if source is None:
+            _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
-        decided = make_plan(model, settings, device)
-        model.to(device.torch_device)
-        model.eval()
         with _bar(settings.progress) as progress:
-            self.plan = apply(decided, model, settings, progress)
+            if source is None:
+                decided = make_plan(model, settings, device)
+                model.to(device.torch_device).eval()
+                self.plan = apply(decided, model, settings, progress)
+            else:
+                loaded = load(model, settings, device, progress)
+                decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
+            if save_path:
+                save(model, self.plan, settings, save_path, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
@@ -122,8 +136,15 @@ class InferenceEngine(nn.Module):
     # -- the end, and what comes later
 
     def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
-        """Not in this version: load weights before `init_inference`."""
-        raise NotAvailable("load_model_with_checkpoint: load the weights into the model before init_inference")
+        """Give `r_module`, a model in which nothing was replaced, the values of this engine's `checkpoint`, in the plan's dtype.
+
+        Raises ConfigError without a checkpoint or for a replaced model, CheckpointError for one that is not r_module's.
+        """
+        if self.settings.checkpoint_files[0] is None:
+            raise ConfigError("load_model_with_checkpoint: the engine was made without checkpoint=, which says what to read")
+        if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
+            raise ConfigError("load_model_with_checkpoint: r_module is replaced already, and has its values; give a model as it was made")
+        load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
         """Give the memory back, also where others still hold the module: its weights are gone afterwards."""
@@ -150,9 +171,10 @@ class InferenceEngine(nn.Module):
 
 @contextmanager
 def _bar(wanted: bool | None) -> Iterator[Any]:
-    """A progress callback with a bar on standard error; None where no bar is wanted: nothing is written then."""
+    """A progress callback with a bar on standard error; None where no bar is wanted, or on another rank than 0."""
     console = Console(stderr=True)
-    if wanted is False or (wanted is None and not console.is_terminal):
+    rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    if rank or wanted is False or (wanted is None and not console.is_terminal):
         yield None
         return
     with Progress(transient=True, console=console) as bar:
@@ -180,7 +202,8 @@ def _check_weights(model: nn.Module) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta:
         raise ConfigError(
-            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first; infuse.plan works without"
+            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give checkpoint=; "
+            "infuse.plan works without"
         )
 
 

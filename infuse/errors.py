@@ -4,6 +4,7 @@ InfuseError
 ├── ConfigError (ValueError)        a configuration key or value; raised before any weight is touched
 ├── SpecMismatch                    a layer is not what its spec says: all differences at once
 ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
+├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
 ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
 └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
@@ -31,6 +32,10 @@ class SpecMismatch(InfuseError):
 
 class ProofError(InfuseError):
     """A step's new module disagrees with the module that it would replace."""
+
+
+class CheckpointError(InfuseError):
+    """A checkpoint cannot be read into the model: the text names the files, or lists all keys that are wrong."""
 
 
 class ContextLimitError(InfuseError, ValueError):

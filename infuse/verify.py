@@ -79,13 +79,13 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
 def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
-    device = next(owner.parameters()).device
+    like = _like(owner)
     config: Any = getattr(owner, "config", None)
     batch = 2
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
-        yield {"pixel_values": pixels.to(device, next(owner.parameters()).dtype)}, None
+        yield {"pixel_values": pixels.to(like)}, None
         return
     tokens = min(TOKENS, (getattr(config, "max_position_embeddings", None) or TOKENS + 1) - 1)
     mask = torch.ones(batch, tokens, dtype=torch.long)
@@ -94,10 +94,10 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterat
     elif padded:
         mask[0, -PADDING:] = 0
     caching: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
-    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(device)} | caching, mask.bool()
+    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(like.device)} | caching, mask.bool()
     if cache is not None:
         longer = torch.cat((mask, torch.ones(batch, 1, dtype=torch.long)), dim=1)
-        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(device)} | caching, None
+        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(like.device)} | caching, None
 
 
 def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) 
         embedding = owner.get_input_embeddings()  # type: ignore[operator]
     except AttributeError:  # some users delete the table and pass embeddings alone
         embedding = None
-    like = next(owner.parameters())
+    like = _like(owner)
     if isinstance(embedding, nn.Embedding):
         ids = torch.randint(3, max(embedding.num_embeddings, 4), shape, generator=generator)
         padding = getattr(getattr(owner, "config", None), "pad_token_id", None)
@@ -114,6 +114,11 @@ def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) 
         return {"input_ids": ids.to(like.device)}
     width: int = getattr(embedding, "embedding_dim", None) or owner.config.hidden_size  # type: ignore[union-attr,assignment]
     return {"inputs_embeds": torch.randn(*shape, width, generator=generator).to(like.device, like.dtype)}
+
+
+def _like(owner: nn.Module) -> Tensor:
+    """A parameter whose device and dtype are the model's: while a checkpoint is being placed, layers are on meta."""
+    return min(owner.parameters(), key=lambda parameter: parameter.is_meta)
 
 
 def _run_and_record(
@@ -264,20 +269,20 @@ def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tenso
     return None
 
 
-def linear_cases(layer: nn.Module, inputs: int) -> list[Case]:
+def linear_cases(inputs: int, device: torch.device) -> list[Case]:
     """Random rows for a linear: one, and several."""
     generator = torch.Generator().manual_seed(SEED)
-    return [_one_call(layer, torch.randn(1, rows, inputs, generator=generator)) for rows in (1, 7)]
+    return [_one_call(torch.randn(1, rows, inputs, generator=generator), device) for rows in (1, 7)]
 
 
-def embedding_cases(layer: nn.Module, rows: int) -> list[Case]:
+def embedding_cases(rows: int, device: torch.device) -> list[Case]:
     """Random rows of a table, and its first and last one."""
     index = torch.randint(rows, (1, 30), generator=torch.Generator().manual_seed(SEED))
-    return [_one_call(layer, torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1))]
+    return [_one_call(torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1), device)]
 
 
-def _one_call(layer: nn.Module, x: Tensor) -> Case:
-    return Case(f"{x.shape[1]} rows", (Call(x.to(next(layer.parameters()).device), (), {}, None),), None)
+def _one_call(x: Tensor, device: torch.device) -> Case:
+    return Case(f"{x.shape[1]} rows", (Call(x.to(device), (), {}, None),), None)
 
 
 def decodes(step: Step) -> bool:

@@ -72,7 +72,7 @@ def greedy(folder, tokens):
 
 def test_help_names_the_commands():
     out, _ = run("--help")
-    assert all(command in out for command in ("plan", "generate", "bench", "env"))
+    assert all(command in out for command in ("plan", "generate", "bench", "shard", "env"))
 
 
 def test_plan_needs_no_weights(copy):

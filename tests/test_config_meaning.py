@@ -170,12 +170,6 @@ NOT_AVAILABLE = [
     ({"moe": {"ep_size": 2}}, "moe.ep_size=2"),
     ({"moe": {"ep_group": GROUP}}, "moe.ep_group="),
     ({"moe": {"ep_mp_group": GROUP}}, "moe.ep_mp_group="),
-    ({"checkpoint": "model.json"}, "checkpoint='model.json'"),
-    ({"ckpt_config": {"checkpoint_dir": "in"}}, "checkpoint_config.checkpoint_dir='in'"),
-    ({"base_dir": "weights"}, "base_dir='weights'"),
-    ({"ckpt_config": {"base_dir": "weights"}}, "checkpoint_config.base_dir='weights'"),
-    ({"save_mp_checkpoint_path": "out"}, "save_mp_checkpoint_path='out'"),
-    ({"ckpt_config": {"save_mp_checkpoint_path": "out"}}, "checkpoint_config.save_mp_checkpoint_path='out'"),
     ({"injection_policy": {LAYER: "linear2"}}, "injection_policy={"),
 ]
 
@@ -187,7 +181,7 @@ def test_what_this_version_cannot_serve_is_listed(written, start):
 
 
 def test_all_that_is_not_available_is_listed_at_once():
-    assert len(make(tp={"tp_size": 2}, checkpoint="in", base_dir="weights").not_available()) == 3
+    assert len(make(tp={"tp_size": 2}, moe={"ep_size": 2}, injection_policy={LAYER: "linear2"}).not_available()) == 3
 
 
 def test_frozen():

@@ -22,14 +22,20 @@ LEVELS = {
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,
-    "in_dtype": 0, "verify": 7, "apply": 7,
+    "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
     "runtime.loop": 8, "runtime.decode": 8, "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
 }
 # The imports between different rooms of one level: (who, whom).
-NEIGHBOURS = {("apply", "verify"), ("engine", "runtime.decode"), ("deepspeed", "__init__"), ("cli", "__init__")}
+NEIGHBOURS = {
+    ("apply", "verify"), ("apply", "saved"), ("load", "apply"), ("load", "saved"), ("engine", "runtime.decode"),
+    ("deepspeed", "__init__"), ("cli", "__init__"),
+}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
-TRANSFORMERS = {"cli.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/decode.py", "runtime/loop.py", "verify.py"}
+TRANSFORMERS = {
+    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/decode.py", "runtime/loop.py", "verify.py",
+    "weights/names.py",
+}
 LONGEST_FILE, LONGEST_FUNCTION = 330, 60
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 

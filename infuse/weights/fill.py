@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.packing import STACK, Fill, split_qkv
-from infuse.weights.reader import Reader
+from infuse.weights.reader import Reader, tensor_at
 
 
 def moves(fill: Fill) -> bool:
     """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
     return len(fill.sources) == 1 and not fill.transposed and fill.packing is None and fill.merge != STACK and fill.format is None
+
+
+def is_there(fill: Fill, source: nn.Module) -> bool:
+    """Whether `source` has what the target is made from: a table that it computes, or a weight that it shares with others."""
+    return not tensor_at(source, fill.sources[0]).is_meta
 
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Callable) -> Tensor | QuantizedWeight:
@@ -53,3 +59,37 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
         else:
             assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
             place._buffers[leaf] = value
+
+
+def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str], Tensor | None], dtype: torch.dtype) -> None:
+    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives None for what is not there."""
+    for fill in fills:
+        owner, _, leaf = fill.target.rpartition(".")
+        place = module.get_submodule(owner)
+        if fill.format is not None:
+            at = ".".join(part for part in (path, owner) if part)
+            data, scale, zero = (read(f"{at}.{name}") for name in ("data", "scale", "zero"))
+            assert data is not None and scale is not None, fill
+            shape = (place.out_features, place.in_features)
+            place.hold(QuantizedWeight(data, scale, zero, shape, quant_format(fill.format)))  # type: ignore[operator,arg-type]
+        elif leaf in place._parameters:
+            value = read(f"{path}.{fill.target}")
+            assert value is not None, fill
+            place._parameters[leaf] = nn.Parameter(value.to(dtype), requires_grad=False)
+
+
+def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, tuple[int, ...]]:
+    """Name → shape of what `fill_saved` reads for `module`, on meta."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for fill in fills:
+        owner, _, leaf = fill.target.rpartition(".")
+        place = module.get_submodule(owner)
+        if fill.format is not None:
+            like: Any = torch.empty((place.out_features, place.in_features), device="meta")  # type: ignore[arg-type]
+            weight = quant_format(fill.format).quantize(like)
+            at = ".".join(part for part in (path, owner) if part)
+            parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
+            shapes |= {f"{at}.{name}": tuple(tensor.shape) for name, tensor in parts.items() if tensor is not None}
+        elif leaf in place._parameters:
+            shapes[f"{path}.{fill.target}"] = tuple(place.get_parameter(leaf).shape)
+    return shapes

@@ -1,16 +1,28 @@
-"""Where values come from: one interface, `read(name)`. A live module is the source here; files come by the same door."""
+"""Where values come from: one interface, `read(name, part)`. A live module is a source here; files come by the same door."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+
+Part = tuple[slice, ...]  # of the first axes, steps of 1; () is the whole tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Reader(Protocol):
-    """A source of tensors by name."""
+    """A source of tensors by name. `part` is the piece that is wanted: a rank asks for its shard, and no more is read."""
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, part: Part = ()) -> Tensor: ...
 
 
 class LiveReader:
@@ -19,8 +31,14 @@ class LiveReader:
     def __init__(self, module: nn.Module):
         self._module = module
 
-    def read(self, name: str) -> Tensor:
-        owner, _, leaf = name.rpartition(".")
-        found = getattr(self._module.get_submodule(owner), leaf)
-        assert isinstance(found, Tensor), name
-        return found
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        found = tensor_at(self._module, name)
+        return found[part] if part else found
+
+
+def tensor_at(module: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that dotted name."""
+    owner, _, leaf = name.rpartition(".")
+    found = getattr(module.get_submodule(owner), leaf)
+    assert isinstance(found, Tensor), name
+    return found

@@ -1,0 +1,143 @@
+"""A model folder for the command line: its config, class, tokenizer and model, and what is said where one is not as it should be."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from infuse.errors import ConfigError, InfuseError
+
+if TYPE_CHECKING:
+    import torch
+
+FAILED, WRONG_USE = 1, 2
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+SHARDS = "infuse.json"  # what `infuse shard` leaves beside its files
+
+
+def read_config(model_dir: Path, weights: bool = False) -> Any:
+    """The folder's configuration; an exit that says what is missing where the folder does not hold what is needed."""
+    if not model_dir.exists():
+        fail(f"{model_dir} does not exist; give a folder with a saved model", WRONG_USE)
+    if not model_dir.is_dir():
+        fail(f"{model_dir} is a file; give the folder that holds config.json", WRONG_USE)
+    if not (model_dir / "config.json").is_file():
+        fail(f"{model_dir} has no config.json; give a folder as model.save_pretrained writes it", WRONG_USE)
+    if weights and not any(any(model_dir.glob(pattern)) for pattern in WEIGHT_FILES):
+        fail(f"{model_dir} has a config.json but no weights; needed: {' or '.join(WEIGHT_FILES)}", WRONG_USE)
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError) as error:
+        fail(f"{model_dir / 'config.json'} cannot be read: {error}", WRONG_USE)
+
+
+def model_class(config: Any) -> Any:
+    """The class that the checkpoint was saved from, or AutoModel where config.json does not name one."""
+    import transformers
+
+    if not config.architectures:
+        return transformers.AutoModel
+    found = getattr(transformers, config.architectures[0], None)
+    if found is None:
+        fail(f"config.json names {config.architectures[0]}, which transformers {transformers.__version__} does not have", WRONG_USE)
+    return found
+
+
+def empty_model(model_dir: Path, config: Any) -> Any:
+    """The model of a folder without its values, in evaluation mode."""
+    import torch
+    import transformers
+
+    kind = model_class(config)
+    with torch.device("meta"):
+        model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+    if model.can_generate() and (model_dir / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return model.to(config.dtype or torch.float32).eval()
+
+
+def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
+    """The engine of a folder whose model generates: from its weights, or from its shards."""
+    import infuse
+
+    if not (model_dir / SHARDS).is_file():
+        return infuse.init_inference(load_generative(model_dir, config), **settings)
+    model = empty_model(model_dir, config)
+    if not model.can_generate():
+        fail(f"{type(model).__name__} does not generate text; `infuse plan` shows what would be done to it", WRONG_USE)
+    return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
+
+
+def copy_rest(model_dir: Path, out: Path) -> None:
+    """Copy what a folder holds beside its weights: config, tokenizer, generation settings."""
+    for path in sorted(model_dir.iterdir()):
+        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack") or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name != SHARDS:
+            shutil.copyfile(path, out / path.name)
+
+
+def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "auto") -> Any:
+    """The model of a folder, in evaluation mode; an exit where it does not generate or its weights cannot be read."""
+    from safetensors import SafetensorError
+    from transformers.utils.logging import set_tqdm_hook
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return bar(args[0], "loading") if args else factory(**kwargs)
+
+    kind = model_class(config)
+    before = set_tqdm_hook(hook)
+    try:
+        model = kind.from_pretrained(model_dir, config=config, dtype=dtype, local_files_only=True).eval()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        fail(f"the weights in {model_dir} cannot be loaded: {error}", FAILED)
+    finally:
+        set_tqdm_hook(before)
+    if not model.can_generate():
+        fail(f"{kind.__name__} does not generate text; `infuse plan` shows what would be done to it", WRONG_USE)
+    return model
+
+
+def read_tokenizer(model_dir: Path) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        fail(f"{model_dir} has no tokenizer that transformers can read: {error}", WRONG_USE)
+
+
+@contextmanager
+def told_errors() -> Iterator[None]:
+    """Errors that a user can act on, told without a traceback; anything else keeps its own."""
+    try:
+        yield
+    except ConfigError as error:
+        fail(str(error), WRONG_USE)
+    except BrokenPipeError:  # `infuse plan ... | head`: typer ends quietly
+        raise
+    except (InfuseError, OSError, MemoryError) as error:
+        fail(f"{type(error).__name__}: {error}", FAILED)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    remarks().print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def bar(items: Iterable[Any], description: str) -> Iterable[Any]:
+    """A progress bar on terminals, nothing elsewhere."""
+    return track(items, description=description, console=remarks(), transient=True, disable=not sys.stderr.isatty())
+
+
+def remarks() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,104 @@
+"""Load: a checkpoint into a model, live or on meta. Everything that can be judged without values is judged first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infuse.apply import Progress, apply, build
+from infuse.config import InferenceConfig
+from infuse.device import Device
+from infuse.errors import CheckpointError
+from infuse.plan import Plan, Step, make_plan
+from infuse.saved import is_packed, read_index, saved_config, saved_files, saved_plan
+from infuse.weights.checkpoint import Checkpoint, in_words
+from infuse.weights.fill import saved_tensors
+from infuse.weights.names import held, model_reader
+from infuse.weights.placing import Placing
+from infuse.weights.reader import tensor_at
+from infuse.weights.sources import SAVED, find_files
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was planned, what was done, and by which configuration: shards that are read back say themselves what they hold."""
+
+    decided: Plan
+    done: Plan
+    config: InferenceConfig
+
+
+def load(model: nn.Module, config: InferenceConfig, device: Device, progress: Progress | None = None) -> Loaded:
+    """Plan, and carry the plan out on `config`'s checkpoint.
+
+    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had. A model on meta takes the
+    memory of the result and of one layer; of a live model the old values stay until all new ones are there.
+    """
+    source, base_dir, _ = config.checkpoint_files
+    folder = _folder(source, base_dir)
+    index = read_index(folder) if folder is not None else None
+    if folder is None or index is None:
+        checkpoint = Checkpoint(find_files(source, base_dir))
+    else:
+        checkpoint, config = Checkpoint(saved_files(folder, index)), saved_config(config, index)
+    _tie(model)
+    decided = make_plan(model, config, device)
+    packed: list[Step] = []
+    if index is not None:
+        decided = saved_plan(decided, index)
+        packed = [step for step in decided.steps if is_packed(step)]
+    inside = tuple(f"{step.path}." for step in packed)
+    _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
+    reader = model_reader(model, checkpoint, lambda name: name.startswith(inside))
+    layers = (step.path for step in decided.steps if step.shape is not None)
+    with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
+        model.eval()
+        done = apply(decided, model, config, progress, placing)
+    return Loaded(decided, replace(done, notes=(*done.notes, *reader.notes)), config)
+
+
+def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Give `model`, in which nothing was replaced, the values of `config`'s checkpoint; as it was after a CheckpointError."""
+    source, base_dir, _ = config.checkpoint_files
+    folder = _folder(source, base_dir)
+    if folder is not None and (folder / SAVED).is_file():
+        raise CheckpointError(f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)")
+    _tie(model)
+    reader = model_reader(model, Checkpoint(find_files(source, base_dir)))
+    with torch.no_grad(), Placing(model, reader, (), dtype, device) as placing:
+        placing.place_rest()
+
+
+def _tie(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()) and hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]  # `model.to("meta")` unties
+
+
+def _folder(source: Any, base_dir: str) -> Path | None:
+    """The folder that may be one of our shards: named itself, or by its index."""
+    if not isinstance(source, str):
+        return None
+    path = Path(base_dir or ".") / source
+    return path.parent if path.name == SAVED else path
+
+
+def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]) -> None:
+    """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers are there."""
+    wrong = []
+    for step in packed:
+        if step.shares:  # it has no tensors of its own
+            continue
+        old = model.get_submodule(step.path)
+        own = [fill for fill in step.fills if id(tensor_at(old, fill.sources[0])) not in outside]
+        for name, shape in saved_tensors(build(step, dtype), step.path, own).items():
+            if name not in checkpoint.pieces:
+                wrong.append(f"missing  {name}")
+            elif checkpoint.pieces[name].shapes[0] != shape:
+                wrong.append(f"misshaped  {name}: {in_words(checkpoint.pieces[name].shapes)}, the model has {shape}")
+    if wrong:
+        raise CheckpointError(f"{checkpoint.form} are not this model's:\n  " + "\n  ".join(wrong))

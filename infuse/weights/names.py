@@ -1,0 +1,197 @@
+"""How the names in a checkpoint meet the names in a model, and what is wrong between them: all of it in one error.
+
+Prefixes and renamed parts are resolved as transformers does it; its own table of renamed parts is asked where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.errors import CheckpointError, SpecMismatch
+from infuse.spec import bind_any, specs_for
+from infuse.weights.checkpoint import Checkpoint, in_words
+from infuse.weights.pieces import Layout, Packed, Shape, packed_qkv
+from infuse.weights.reader import Part
+
+_FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
+_COMPARED_ROWS = 4096  # of tied tables that are both in a checkpoint: compared in parts
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers by all their names: tied ones have several."""
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+
+
+@dataclass
+class ModelReader:
+    """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
+
+    checkpoint: Checkpoint
+    names: dict[str, str]
+    shapes: dict[str, Shape]
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.pieces[self.names[name]].dtype
+
+    def stored(self, name: str) -> Tensor | None:
+        """The tensor of that name in the checkpoint itself, None where it has none."""
+        pieces = self.checkpoint.pieces.get(name)
+        return None if pieces is None else pieces.files[0].read(name)
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
+        return self.checkpoint.pieces[self.names[name]].read(self.shapes[name], self.layouts[name], part)
+
+
+def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[str], bool] = lambda name: False) -> ModelReader:
+    """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
+
+    Names for which `without` holds are not looked for, nor looked at. A persistent buffer that transformers lets be missing may be missing.
+    """
+    expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
+    names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in expected.items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    missing, misshaped = [], []
+    optional = _patterns(model, "_keys_to_ignore_on_load_missing")
+    packed = packings(model) if any(len(p.files) > 1 for p in checkpoint.pieces.values()) else {}
+    reader = ModelReader(checkpoint, names, {})
+    for tied in by_tensor.values():
+        found = [name for name in tied if name in names]
+        if not found and (isinstance(expected[tied[0]], nn.Parameter) or not optional(tied[0])):
+            missing.append(" = ".join(tied))
+        if not found:
+            continue
+        wanted = tuple(expected[tied[0]].shape)
+        for name in (*found, *(name for name in tied if name not in found)):
+            stored = names.setdefault(name, names[found[0]])
+            way = checkpoint.layout(stored, wanted, packed.get(name))
+            if way is None and name in found:
+                misshaped.append(f"{name}: {in_words(checkpoint.pieces[stored].shapes)}, the model has {wanted}")
+            if way is not None:
+                reader.shapes[name], reader.layouts[name] = wanted, way
+        for other in found[1:]:
+            if found[0] in reader.layouts and other in reader.layouts and not _equal(reader, found[0], other):
+                untie = "untie it in the model's config"
+                misshaped.append(f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}")
+    foreign, harmless = _judged(model, left)
+    _raise_all(checkpoint.form, missing, foreign, misshaped)
+    if harmless:
+        reader.notes = (f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",)
+    return reader
+
+
+def packings(model: nn.Module) -> dict[str, Packed]:
+    """What is packed in one matrix, by its name in the model: what the specs say of q, k, v and of gate and up."""
+    found: dict[str, Packed] = {}
+
+    def visit(module: nn.Module, path: str, config: Any) -> None:
+        specs = specs_for(module)
+        if not specs:
+            config = getattr(module, "config", config)
+            for name, child in module.named_children():
+                visit(child, f"{path}{name}.", config)
+            return
+        try:
+            bound = bind_any(specs, module, config)
+        except SpecMismatch:
+            return
+        for fill in bound.fills:
+            packed = packed_qkv(fill.packing, fill.heads) if fill.heads is not None else None
+            if fill.target.startswith("mlp.up.") and len(fill.sources) == 1 and bound.shape.mlp.gated:
+                packed = Packed((bound.shape.mlp.inner,) * 2)
+            if packed is not None:
+                found[path + fill.sources[0]] = packed
+
+    visit(model, "", None)
+    return found
+
+
+def _matched(model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+    """Name in the model → name in the checkpoint, and the names that fit nowhere."""
+    names = {name: name for name in given if name in expected}
+    renamed, prefix, left = _renaming(model), getattr(model, "base_model_prefix", ""), []
+    for name in given:
+        if name in names:
+            continue
+        place = next((variant for variant in _variants(renamed(name), prefix) if variant in expected and variant not in names), None)
+        if place is None:
+            left.append(name)
+        else:
+            names[place] = name
+    return names, left
+
+
+def _variants(name: str, prefix: str) -> Iterator[str]:
+    """The name, and with what wraps a model added or taken away: `module.` of parallel training, the base model's own attribute."""
+    for bare in (name, name.removeprefix("module.")):
+        yield bare
+        if prefix:
+            yield f"{prefix}.{bare}"
+            yield bare.removeprefix(f"{prefix}.")
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """transformers' renaming of parts that had other names when a checkpoint was saved."""
+    if not hasattr(model, "base_model_prefix"):
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    known: Any = model
+    renamings = [one for one in get_model_conversion_mapping(known) if isinstance(one, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [])[0]
+
+
+def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
+    patterns = [re.compile(text) for text in getattr(model, attribute, None) or ()]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
+    """Of the names that fit nowhere: those that speak of another model, and those of parts beside this one.
+
+    A name inside a list of layers says that the layers are others: more of them, or with other parts. Names elsewhere are
+    heads that this class does not have. Buffers that are computed anew are neither.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    lists = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and path)
+    computed = {name for name, _ in model.named_buffers()}
+    ignored, renamed = _patterns(model, "_keys_to_ignore_on_load_unexpected"), _renaming(model)
+    foreign: list[str] = []
+    harmless: list[str] = []
+    for name in left:
+        variants = set(_variants(renamed(name), prefix))
+        if ignored(name) or variants & computed or name.endswith(_FORMER_BUFFERS):
+            continue
+        (foreign if any(variant.startswith(lists) for variant in variants) else harmless).append(name)
+    return foreign, harmless
+
+
+def _equal(reader: ModelReader, first: str, second: str) -> bool:
+    """Whether two names have the same values, read in parts."""
+    rows = reader.shapes[first][0] if reader.shapes[first] else 0
+    parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
+    return all(torch.equal(reader.read(first, part), reader.read(second, part)) for part in parts)
+
+
+def _raise_all(form: str, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:
+    kinds = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped}
+    lines = [f"  {kind}  {line}" for kind, found in kinds.items() for line in found]
+    if lines:
+        counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found)
+        if any(name.endswith((".attn_qkvw", ".inter_w")) for name in unexpected):
+            lines.append("these are layers as DeepSpeed replaces them; give the checkpoint that they were made from")
+        raise CheckpointError(f"the checkpoint ({form}) is not this model's: {counts}\n" + "\n".join(lines))

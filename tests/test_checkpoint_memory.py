@@ -1,0 +1,86 @@
+"""Loading takes the memory of the result and of one layer: measured by the system, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parent.parent
+SHAPE = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8, vocab_size=2048, num_hidden_layers=7)
+SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+MB = 1e6
+# What a load takes beside tensors: torch's own code and workspaces, and memory that is free but not given back yet.
+SPARE_BYTES = 12 * MB
+
+LOAD = """
+import json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import infuse, infuse.deepspeed as deepspeed
+from infuse.plan import parameter_bytes
+
+torch.set_num_threads(1)
+path, keys, shape = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+
+def empty(**shape):
+    with deepspeed.OnDevice("bf16", device="meta"):
+        return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+
+def status(key):  # of this process alone: getrusage starts at what the parent had
+    return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
+
+small = empty(**{**shape, **json.loads(sys.argv[4])})  # what is set up at the first use, is
+infuse.init_inference(small, checkpoint=path + "/small", progress=False, **keys)
+model = empty(**shape)
+before = status("VmRSS")
+engine = infuse.init_inference(model, checkpoint=path, progress=False, **keys)
+peak = status("VmHWM")
+assert sum(step.depth == "block" for step in engine.plan.steps) == shape["num_hidden_layers"], str(engine.plan)
+print(json.dumps({"before": before, "peak": peak - before, "after": status("VmRSS") - before, "result": parameter_bytes(engine.module)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of 7 layers in bfloat16, 14.2 MB each, in two forms."""
+    paths = {form: tmp_path_factory.mktemp(form) for form in ("safetensors", "bin")}
+    for shape, part in ((SHAPE, "."), ({**SHAPE, **SMALL}, "small")):
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(LlamaConfig(**shape)).state_dict().items()}
+        state = {name: (torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)).bfloat16() for name, shape in shapes.items()}
+        for path in paths.values():
+            (path / part).mkdir(exist_ok=True)
+        save_file(state, paths["safetensors"] / part / "model.safetensors")
+        torch.save(state, paths["bin"] / part / "pytorch_model.bin")
+    return paths
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("form", "keys"),
+    [
+        ("safetensors", {"dtype": "bf16"}), ("bin", {"dtype": "bf16"}), ("safetensors", {"dtype": "bf16", "quant": "int8"}),
+        ("safetensors", {"dtype": "bf16", "quant": "int4"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_peak_memory_is_the_result_and_one_layer(form: str, keys: dict, folders: dict[str, Path]) -> None:
+    command = [sys.executable, "-c", LOAD, str(folders[form]), json.dumps(keys), json.dumps(SHAPE), json.dumps(SMALL)]
+    # With a fixed threshold the C library gives freed tensors back at once; else it keeps up to some 40 MB for later.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    layer = 2 * (4 * SHAPE["hidden_size"] ** 2 + 3 * SHAPE["hidden_size"] * SHAPE["intermediate_size"])
+    assert found["result"] > 20 * MB and found["peak"] > 0.9 * found["result"], found  # it measures
+    in_mb = {name: value / MB for name, value in (found | {"layer": layer}).items()}
+    assert found["peak"] <= found["result"] + layer + SPARE_BYTES, in_mb

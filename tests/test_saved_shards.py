@@ -1,0 +1,214 @@
+"""Our own shards: written packed and quantized, read back bit for bit, without quantizer and without proof."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME
+from safetensors import safe_open
+from test_checkpoint_faults import refused, state_of, truncate
+from test_checkpoints import on_meta, outputs
+from torch import nn
+
+import infuse
+import infuse.saved
+from infuse.layers.linear import QuantizedLinear
+from infuse.plan import parameter_bytes
+from infuse.quant.integer import IntegerFormat
+
+FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
+FORMATS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16:asymmetric")]
+BY_NAME_QUANT = {"weight": {"post_init_quant": {"mlp": {"num_bits": 8, "group_size": 16, "symmetric": True}}}}
+MORE = [dict(dtype="bf16", quant="fp8"), dict(dtype="bf16", quant="fp6:16"), dict(dtype="fp32", quant=BY_NAME_QUANT)]
+
+
+def saved(name: str, folder: Path, **keys: Any) -> infuse.InferenceEngine:
+    """The engine whose shards are in `folder` now."""
+    given = {"progress": False, "verify": "off", **keys}
+    return infuse.init_inference(BY_NAME[name].make(), save_mp_checkpoint_path=str(folder), **given)
+
+
+def read_back(name: str, folder: Path, **keys: Any) -> infuse.InferenceEngine:
+    return infuse.init_inference(on_meta(name), checkpoint=str(folder), **{"progress": False, **keys})
+
+
+def no_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, weight: torch.Tensor) -> Any:
+        assert weight.is_meta, "quantized again"
+        return quantize(self, weight)
+
+    quantize = IntegerFormat.quantize
+    monkeypatch.setattr(IntegerFormat, "quantize", refuse)
+
+
+@pytest.mark.parametrize("keys", FORMATS, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = saved(name, tmp_path, **keys)
+    no_quantizer(monkeypatch)
+    second = read_back(name, tmp_path)
+    assert torch.equal(outputs(second, name), outputs(first, name))
+    assert second.plan.dtype == first.plan.dtype and parameter_bytes(second.module) == parameter_bytes(first.module)
+    assert [(step.path, step.formats) for step in second.plan.steps] == [(step.path, step.formats) for step in first.plan.steps]
+    assert second.module.state_dict().keys() == first.module.state_dict().keys()
+    assert not [n for n, x in (*second.module.named_parameters(), *second.module.named_buffers()) if x.is_meta]
+    head, table = second.module.get_output_embeddings(), second.module.get_input_embeddings()
+    assert (head.weight.data_ptr() == table.weight.data_ptr()) == second.module.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", ["gptj", "gemma3", "qwen3", "albert", "opt-350m", "vit"])
+def test_tables_norms_and_shared_layers_read_back(name: str, tmp_path: Path) -> None:
+    first = saved(name, tmp_path, dtype="fp32", quant="int8:16")
+    assert torch.equal(outputs(read_back(name, tmp_path), name), outputs(first, name))
+
+
+@pytest.mark.parametrize("keys", MORE, ids=str)
+def test_other_formats_and_formats_by_name_read_back(keys: dict, tmp_path: Path) -> None:
+    first = saved("llama", tmp_path, **keys)
+    assert any(step.formats for step in first.plan.steps)
+    second = read_back("llama", tmp_path)
+    assert [step.formats for step in second.plan.steps] == [step.formats for step in first.plan.steps]
+    assert torch.equal(outputs(second, "llama"), outputs(first, "llama"))
+
+
+def test_into_a_live_model_and_by_the_index_itself(tmp_path: Path) -> None:
+    first = saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    engine = infuse.init_inference(BY_NAME["llama"].make(), checkpoint=str(tmp_path / "infuse.json"), progress=False)
+    assert torch.equal(outputs(engine, "llama"), outputs(first, "llama"))
+
+
+def test_shards_of_shards_and_of_a_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint becomes shards without a live model; shards of shards are the same bytes."""
+    BY_NAME["llama"].make().save_pretrained(tmp_path / "hub")
+    first = read_back("llama", tmp_path / "hub", dtype="bf16", quant="int4:16", save_mp_checkpoint_path=str(tmp_path / "one"))
+    second = read_back("llama", tmp_path / "one", ckpt_config={"save_mp_checkpoint_path": str(tmp_path / "two")})
+    assert torch.equal(outputs(second, "llama"), outputs(first, "llama"))
+    for file in ("infuse.json", "rank-00-of-01.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert sorted(os.listdir(tmp_path / "one")) == ["infuse.json", "rank-00-of-01.safetensors"]
+
+
+def test_dtype_int8_reads_back(tmp_path: Path) -> None:
+    first = saved("llama", tmp_path, dtype="int8", quant="int8:16")
+    for keys in ({}, {"dtype": "int8", "quant": "int8:16"}):
+        assert torch.equal(outputs(read_back("llama", tmp_path, **keys), "llama"), outputs(first, "llama"))
+
+
+def test_a_linear_outside_of_blocks_keeps_the_layout_of_its_model(tmp_path: Path) -> None:
+    """GPT-2's linears are stored transposed; replaced alone and unquantized they are stored as GPT-2 has them."""
+    first = saved("gpt2", tmp_path, dtype="fp32", replace_with_kernel_inject=False)
+    engine = read_back("gpt2", tmp_path, replace_with_kernel_inject=False)
+    assert torch.equal(outputs(engine, "gpt2"), outputs(first, "gpt2"))
+    with safe_open(tmp_path / "rank-00-of-01.safetensors", "pt") as file:
+        assert file.get_slice("transformer.h.0.attn.c_attn.weight").get_shape() == [48, 144]
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    """Read by the format's own library; it holds each quantized matrix as its format defines it, tied tables once, and no more."""
+    engine = saved("llama-bias", tmp_path, dtype="bf16", quant="int4:16:asymmetric")
+    with safe_open(tmp_path / "rank-00-of-01.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    matrices = {path: module for path, module in engine.module.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(matrices) == 12
+    for path, module in matrices.items():
+        held = module.held()
+        for part in ("data", "scale", "zero"):
+            assert torch.equal(stored.pop(f"{path}.{part}"), getattr(held, part))
+    left = {name: tensor for name, tensor in engine.module.state_dict().items() if name.rpartition(".")[0] not in matrices}
+    left |= {name: p for name, p in engine.module.named_parameters() if name.endswith(".bias")}
+    left.pop("lm_head.weight")
+    assert stored.keys() == left.keys() and all(torch.equal(stored[name], left[name]) for name in left)
+
+
+# ---- what is refused ----
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    path = folder / "infuse.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_another_format_is_refused_and_another_dtype_casts(tmp_path: Path) -> None:
+    first = saved("llama", tmp_path, dtype="bf16", quant="int8:16")
+    meta = on_meta("llama")
+    before = state_of(meta)
+    for quant, found in (("int4", "'int4'"), (BY_NAME_QUANT, "formats by name"), ({"enabled": False}, "enabled=False")):
+        with pytest.raises(infuse.ConfigError, match=f"quant: found {found}, and the shards hold int8:16"):
+            infuse.init_inference(meta, checkpoint=str(tmp_path), quant=quant, progress=False)
+    assert state_of(meta) == before
+    engine = read_back("llama", tmp_path, dtype="fp32", quant="int8:16")
+    assert engine.plan.dtype == torch.float32 and (outputs(engine, "llama") - outputs(first, "llama")).abs().max() < 0.2
+
+
+def test_broken_shards_are_named(tmp_path: Path) -> None:
+    shard = tmp_path / "rank-00-of-01.safetensors"
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    changed(tmp_path, tp_size=2)
+    refused(str(tmp_path), "saved by 2 ranks", dtype="fp32")
+    changed(tmp_path, tp_size=1, format="infuse-0")
+    refused(str(tmp_path), "infuse.json: not an index of this version", dtype="fp32")
+    changed(tmp_path, format="infuse-1", steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
+    refused(str(tmp_path), "1 layers were saved in a form that is not this version's, or not this model's: model.layers.0", dtype="fp32")
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    refused(str(tmp_path), "were saved in a form that is not this version's, or not this model's", name="qwen3", dtype="fp32")
+    truncate(shard)
+    refused(str(tmp_path), "rank-00-of-01.safetensors: truncated", dtype="fp32")
+    shard.unlink()
+    refused(str(tmp_path), "1 files are missing: .*rank-00-of-01.safetensors", dtype="fp32")
+
+
+def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    shard = tmp_path / "rank-00-of-01.safetensors"
+    state = load_file(shard)
+    del state["model.layers.1.mlp.up.scale"]
+    state["model.layers.2.mlp.down.data"] = state["model.layers.2.mlp.down.data"][1:].clone()
+    save_file(state, shard)
+    text = refused(str(tmp_path), "are not this model's", dtype="fp32")
+    assert "missing  model.layers.1.mlp.up.scale" in text and "misshaped  model.layers.2.mlp.down.data: (47, 80)" in text
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_done(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = BY_NAME["llama"].make()
+    before = state_of(model)
+    with pytest.raises(infuse.CheckpointError, match="cannot be written"):
+        infuse.init_inference(model, save_mp_checkpoint_path=str(tmp_path / "file" / "out"), dtype="fp32", progress=False)
+    assert state_of(model) == before
+
+
+def test_old_shards_are_gone_while_new_ones_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the middle leaves no index, so that nobody reads half of it."""
+    saved("llama", tmp_path, dtype="fp32")
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(infuse.CheckpointError, match="cannot be written: No space left"):
+        saved("llama", tmp_path, dtype="fp32")
+    assert sorted(os.listdir(tmp_path)) == ["rank-00-of-01.safetensors"]
+
+
+# ---- load_model_with_checkpoint ----
+
+
+def test_an_engine_fills_another_model(tmp_path: Path) -> None:
+    live = BY_NAME["llama"].make()
+    live.save_pretrained(tmp_path)
+    engine = infuse.init_inference(on_meta("llama"), checkpoint=str(tmp_path), dtype="fp32", progress=False)
+    plain: Any = on_meta("llama")
+    engine.load_model_with_checkpoint(plain)
+    assert torch.equal(outputs(plain, "llama"), outputs(live, "llama"))
+    with pytest.raises(infuse.ConfigError, match="r_module is replaced already"):
+        engine.load_model_with_checkpoint(engine.module)
+    without = infuse.init_inference(nn.Linear(4, 4), dtype="fp32", progress=False, replace_with_kernel_inject=False)
+    with pytest.raises(infuse.ConfigError, match="without checkpoint="):
+        without.load_model_with_checkpoint(on_meta("llama"))
+    saved("llama", tmp_path / "shards", dtype="fp32")
+    engine = read_back("llama", tmp_path / "shards")
+    with pytest.raises(infuse.CheckpointError, match="holds layers that were replaced"):
+        engine.load_model_with_checkpoint(on_meta("llama"))
