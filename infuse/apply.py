@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse import verify
+from infuse import pages, verify
 from infuse.config import InferenceConfig
 from infuse.errors import CheckpointError, ProofError
 from infuse.layers.block import Block
@@ -235,7 +235,7 @@ class _Run:
         for fill in step.fills if self.placing is None else ():
             if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
                 parameter = parameters[fill.sources[0]]
-                parameter.data = parameter.data.to(self.plan.dtype)
+                parameter.data = pages.copied(parameter.data, self.plan.dtype)
         new = self.sharing(step) if step.shares else self.built(step, self.plan.dtype)
         for module in list(self.model.modules()):
             for name, child in module._modules.items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import ops
+from infuse import ops, pages
 from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.packing import STACK, Fill, split_qkv
 from infuse.weights.reader import Reader, tensor_at
@@ -38,11 +38,17 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Call
     if fill.merge == STACK:
         tensor = torch.stack(sources)
     else:
-        tensor = sources[0] if len(sources) == 1 else torch.cat(sources)
+        tensor = sources[0] if len(sources) == 1 else _stacked_rows(sources)
     if fill.format is not None:
         data, scale, zero = quantize(tensor, fill.format)
         return QuantizedWeight(data, scale, zero, (tensor.size(0), tensor.size(1)), quant_format(fill.format))
     return tensor if dtype is None else tensor.to(dtype)
+
+
+def _stacked_rows(sources: list[Tensor]) -> Tensor:
+    first = sources[0]
+    rows = pages.empty((sum(source.shape[0] for source in sources), *first.shape[1:]), first.dtype, first.device)
+    return torch.cat(sources, out=rows)
 
 
 def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse import pages
 from infuse.ops.cpu import DTYPES, kernels, needs
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
@@ -35,7 +36,9 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
     if weight.data.device.type != "cpu":
         return None
     bits, panels = weight.format.bits, -(-outputs // PANEL_ROWS)
-    data = torch.zeros(panels, inputs * bits // 32, 4 * PANEL_ROWS, dtype=weight.data.dtype)
+    data = pages.empty((panels, inputs * bits // 32, 4 * PANEL_ROWS), weight.data.dtype)
+    if outputs % PANEL_ROWS:
+        data[-1] = 0
     kernels().pack_panels.default(weight.data.contiguous(), bits, data)
     zero = None if weight.zero is None else _interleaved(weight.zero, panels)
     return replace(weight, data=data, scale=_interleaved(weight.scale, panels), zero=zero)
