@@ -102,31 +102,34 @@ class Clock:
         pass
 
 
-def decode_steps(entries: list[Contestant], batch: int, context: int, new: int, repeats: int) -> tuple[list[list[float]], Bandwidth]:
+def decode_steps(
+    entries: list[Contestant], batch: int, context: int, new: int, repeats: int
+) -> tuple[list[list[float]], list[Bandwidth]]:
     """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not counted.
 
-    The read bandwidth is probed in the same turns.
+    The read bandwidth is probed before and after each turn: other guests of a machine use its memory, some of the time.
     """
     reader = MemoryReader()
-    passes: list[float] = []
+    passes: list[list[float]] = [[] for _ in entries]
     ids = torch.randint(3, 250, (batch, context))
     seconds: list[list[float]] = [[] for _ in entries]
     for _ in range(repeats):
         for i, entry in enumerate(entries):
+            passes[i] += in_turns([reader], 5)[0]
             clock = Clock()
             inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=clock)
             entry.model.generate(**inputs, max_new_tokens=new, do_sample=False)
             times = clock.times[3:]  # the prompt comes first
             seconds[i] += [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-            passes += in_turns([reader], 5)[0]
-    return seconds, reader.bandwidth(passes)
+            passes[i] += in_turns([reader], 5)[0]
+    return seconds, [reader.bandwidth(of_entry) for of_entry in passes]
 
 
 def report(args: argparse.Namespace) -> str:
     shape = SHAPES[args.shape]
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
     rate = matmul_rate(torch.bfloat16)
-    table = Table(title=f"{args.shape}: ratios to the first row; share of the probed read bandwidth at batch 1")
+    table = Table(title=f"{args.shape}: ratios to the first row; share of the read bandwidth (GB/s) probed around the steps")
     headings = (
         "",
         f"prefill {args.prefill}, s",
@@ -134,6 +137,7 @@ def report(args: argparse.Namespace) -> str:
         "batch 1, ms",
         "spread",
         "x",
+        "GB/s",
         "share",
         f"batch {args.batch}, ms",
         "x",
@@ -144,11 +148,11 @@ def report(args: argparse.Namespace) -> str:
         table.add_column(heading, justify="left" if not heading else "right")
     run = prefill(args.prefill)
     prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
-    ones, bandwidth = decode_steps(entries, 1, args.context, args.new, args.repeats)
+    ones, bandwidths = decode_steps(entries, 1, args.context, args.new, args.repeats)
     many, _ = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
     first = [median(row[0]) for row in (prefills, ones, many)]
-    for entry, p, one, eight in zip(entries, prefills, ones, many, strict=True):
-        share = entry.weight_bytes / median(one) / bandwidth.best
+    for entry, p, one, eight, bandwidth in zip(entries, prefills, ones, many, bandwidths, strict=True):
+        share = entry.weight_bytes / median(one) / bandwidth.median
         table.add_row(
             entry.name,
             f"{median(p):.3f}",
@@ -156,13 +160,14 @@ def report(args: argparse.Namespace) -> str:
             f"{median(one) * 1e3:.2f}",
             f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}",
             f"{first[1] / median(one):.2f}",
-            f"{share:.3f}",
+            f"{bandwidth.median / 1e9:.1f}",
+            f"{share:.2f}",
             f"{median(eight) * 1e3:.2f}",
             f"{first[2] / median(eight):.2f}",
             f"{entry.weight_bytes / 1e9:.2f}",
             f"{entry.seconds_to_load:.1f}",
         )
-    return markdown(table, probed(bandwidth, {torch.bfloat16: rate}))
+    return markdown(table, probed(max(bandwidths, key=lambda b: b.best), {torch.bfloat16: rate}))
 
 
 def main() -> None:

@@ -66,6 +66,8 @@ def bits(plan: Plan) -> float:
     """The mean bits of a weight of the matrices that are quantized; those of the dtype where none is."""
     held_bytes = weights = 0
     for step in plan.steps:
+        if step.shares:  # an embedding looks up in the weight of a head, which is counted
+            continue
         sizes = format_bytes(step.fills, step.shape)
         held_bytes += sum(sizes.values())
         weights += sum(math.prod(matrix_shape(fill, step.shape) or ()) for fill in step.fills if fill.target in sizes)

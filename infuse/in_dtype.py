@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
 _PART_VALUES = 1 << 20  # 4 MiB in float32: memory that an allocator keeps, where larger parts are paid in page faults each time
 
 
@@ -59,6 +60,6 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """linear(x) with a weight in `dtype` of which only a part exists at a time."""
-    rows = max(1, _PART_VALUES // max(linear.in_features, 1))
+    rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
     out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
     return out if linear.bias is None else out + linear.bias

@@ -30,8 +30,8 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Call
     A lone source is moved, not copied.
     """
     sources = [reader.read(name) for name in fill.sources]
-    if fill.transposed:
-        sources = [source.t() for source in sources]
+    if fill.transposed:  # kernels take weights that are contiguous; the quantizer copies in parts
+        sources = [source.t() if fill.format else source.t().contiguous() for source in sources]
     if fill.packing is not None:
         assert fill.heads is not None and len(sources) == 1, fill
         sources = list(split_qkv(sources[0].contiguous(), fill.packing, fill.heads))
