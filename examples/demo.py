@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import infuse
 
 MODEL = Path(__file__).parent / "tiny_llama"
-PROMPT = "def read_lines(path, encoding='utf-8'):\n    "
+PROMPT = "    def __repr__(self):\n"
+PENALTY = 1.15  # of tokens that are there already: small models repeat themselves
 NEW_TOKENS, REPEATS = 64, 5
 
 
 def completed(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The prompt and its greedy completion, token ids [1, T]."""
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=PENALTY)
 
 
 def tokens_per_second(models: dict[str, Any], inputs: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -37,7 +37,13 @@ STEPS = 3000
 # Tables, generated files and copies of other modules teach little; tests are left out for their size.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data", "__phello__"}
 LONGEST_HELDOUT = 64_000
-PROMPTS = ["def read_file(path):\n", "import os\n\ndef ", "class Stack:\n    def __init__(self):\n", "for i in range(", "try:\n    import "]
+PROMPTS = [
+    "    def __repr__(self):\n",
+    "class TestError(Exception):\n",
+    "def main():\n    parser = argparse.ArgumentParser(",
+    "with open(filename, 'rb') as f:\n",
+    "try:\n    import ",
+]
 
 
 @dataclass
@@ -200,7 +206,7 @@ def score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
 def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
     """Continue a prompt greedily and return prompt and continuation."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    return tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0], skip_special_tokens=True)
+    return tokenizer.decode(model.generate(**inputs, max_new_tokens=64, repetition_penalty=1.15)[0], skip_special_tokens=True)
 
 
 def model_card(facts: dict[str, str], command: str, scores: dict[str, Score], samples: list[str], names: list[str]) -> str:
@@ -246,7 +252,7 @@ Windows of {CONTEXT // 2} tokens, {CONTEXT // 4} apart (`python examples/perplex
 
 ## Sample completions
 
-Greedy, 64 new tokens; the first line or lines are the prompt.
+Greedy with a repetition penalty of 1.15, 64 new tokens; the first line or lines are the prompt.
 
 {completions}
 """
@@ -321,8 +327,9 @@ def main() -> None:
         "Training": f"{steps} of {args.steps} planned steps, {tokens / 1e6:.1f} million tokens, {minutes:.0f} minutes "
         f"with {args.threads} CPU threads, seed {args.seed}",
     }
-    command = f"python examples/train_tiny.py --out examples/tiny_llama --steps {args.steps} --lr {args.lr:g} --seed {args.seed}"
-    command += "".join(f" --{name} {value}" for name, value in (("init", args.init), ("minutes", args.minutes)) if value)
+    settings = {name: getattr(args, name) for name in ("steps", "lr", "seed", "threads", "init", "minutes")}
+    given = " ".join(f"--{name} {value}" for name, value in settings.items() if value is not None)
+    command = f"python examples/train_tiny.py --out examples/tiny_llama {given}"
     finish(model, tokenizer, files, facts, command, work / "result")
     replace_folder(work / "result", args.out)
     shutil.rmtree(work)
