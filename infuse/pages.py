@@ -6,20 +6,28 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES  # of a tensor for which it is worth asking
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@cache
+def given() -> bool:
+    """Whether this system gives large pages to those who ask."""
+    return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor, on large pages where the system has them to give; elsewhere torch.empty."""
     made = torch.empty(shape, dtype=dtype, device=device)
-    if made.device.type == "cpu" and made.nbytes >= LEAST_BYTES and sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+    if _pays(made, dtype):
         first = -(-made.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         last = (made.data_ptr() + made.nbytes) // PAGE_BYTES * PAGE_BYTES
         # A wish: where it is not granted, ordinary pages are as good as before.
@@ -28,7 +36,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 def copied(source: Tensor, dtype: torch.dtype) -> Tensor:
-    """`source` in `dtype` on large pages, contiguous; itself where it is too small for them and has the dtype."""
-    if source.device.type != "cpu" or source.numel() * dtype.itemsize < LEAST_BYTES:
-        return source.to(dtype)
-    return empty(source.shape, dtype).copy_(source)
+    """`source` in `dtype` on large pages, contiguous; where there are none or it is too small, source.to(dtype)."""
+    return empty(source.shape, dtype).copy_(source) if _pays(source, dtype) else source.to(dtype)
+
+
+def _pays(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.numel() * dtype.itemsize >= LEAST_BYTES and given()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -9,8 +10,6 @@ import pytest
 import torch
 
 from infuse import pages
-
-GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_kilobytes() -> int:
@@ -25,7 +24,7 @@ def test_copies_are_equal_and_contiguous(shape: tuple[int, ...], dtype: torch.dt
     for given in (source, source.flip(0), source.t() if source.dim() == 2 else source):
         found = pages.copied(given, dtype)
         assert found.dtype == dtype and torch.equal(found, given.to(dtype))
-        assert found.is_contiguous() or found.nbytes < pages.LEAST_BYTES
+        assert found.is_contiguous() or found.nbytes < pages.LEAST_BYTES or not pages.given()
 
 
 def test_what_is_small_and_fits_is_not_copied() -> None:
@@ -33,10 +32,22 @@ def test_what_is_small_and_fits_is_not_copied() -> None:
     assert pages.copied(source, torch.float32) is source
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not GRANTED.exists() or "[never]" in GRANTED.read_text(), reason="no large pages here")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_pages_are_given() -> None:
-    before = huge_kilobytes()
-    held = pages.empty((1 << 26,), torch.int8).fill_(1)
-    if huge_kilobytes() == before:
-        pytest.skip("the system has no large pages left to give")
-    assert huge_kilobytes() - before >= held.nbytes // 1024 // 2
+    size, before = 1 << 26, huge_kilobytes()
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(b"1" * size)
+    if (granted := huge_kilobytes() - before) < size // 1024 // 2:
+        pytest.skip(f"the system gave {granted} kB on large pages to one who asked for {size // 1024}")
+    source, kept = torch.ones(size // 4), []
+    for make in (lambda: pages.empty((size,), torch.int8).fill_(1), lambda: pages.copied(source, torch.float32)):
+        before = huge_kilobytes()
+        kept.append(make())
+        assert huge_kilobytes() - before >= size // 1024 // 2
+
+
+def test_nothing_is_copied_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "given", lambda: False)
+    source = torch.randn(1 << 21)
+    assert pages.copied(source, torch.float32) is source

@@ -6,7 +6,6 @@ ten seconds to minutes each, with no time stolen from the processors. So probe i
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse import pages
 from infuse.ops.cpu import isa, kernels
 
 
@@ -39,7 +39,9 @@ class MemoryReader:
 
     def __init__(self, device: torch.device | str = "cpu", size_bytes: int = 1 << 30, *, huge_pages: bool = True):
         self.device = torch.device(device)
-        self._values = _ones(size_bytes, self.device, huge_pages)
+        empty = pages.empty if huge_pages else torch.empty
+        # Ones, not zeros: untouched zero pages would all be one page, read from the cache.
+        self._values = empty((size_bytes // 4,), dtype=torch.float32, device=self.device).fill_(1)
         self.size_bytes = self._values.nbytes
         self._read: Callable[[Tensor], object] = torch.sum
         self.name = "torch.sum"
@@ -73,15 +75,6 @@ def matmul_rate(dtype: torch.dtype, n: int = 2048, *, device: torch.device | str
     # Random values: matrices of zeros draw less power, so GPUs run them faster than anything real.
     x, weight = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
     return 2 * n**3 / median(_seconds(lambda: F.linear(x, weight), torch.device(device), repeats))
-
-
-def _ones(size_bytes: int, device: torch.device, huge_pages: bool) -> Tensor:
-    """Ones, not zeros: untouched zero pages would all be one page, read from the cache."""
-    if device.type != "cpu" or not huge_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
-    memory = mmap.mmap(-1, size_bytes // 4 * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # before the pages are touched
-    return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
