@@ -25,7 +25,7 @@ from infuse.device import Device
 from infuse.layers.block import Block
 from infuse.ops import Body, cpu, registered
 from infuse.plan import Plan, make_plan
-from infuse.quant.integer import CPU_BLOCK_VALUES
+from infuse.quant.format import CPU_BLOCK_VALUES
 
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
 # Layers that are large beside the activations of the proof, which run over 2 x 12 tokens.

@@ -1,7 +1,6 @@
 """The number formats: what a round trip may lose, what it may not, what is refused, and how far from the best possible grid a format is."""
 
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,22 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
-from infuse.quant.format import QuantFormat, quant_format
-from infuse.quant.integer import ERROR_LENGTHS, pack_int4, unpack_int4
+from infuse.quant.format import ERROR_LENGTHS, QuantFormat, quant_format
+from infuse.quant.integer import pack_int4, unpack_int4
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
 KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of small operations: a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

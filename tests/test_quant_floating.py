@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,15 +14,6 @@ from infuse.quant.format import QuantizedWeight, quant_format
 NAMES = ("fp8", "fp6")
 # exponent bits, mantissa bits, bias, largest value, as the formats' definitions have them (fp8: OCP FP8 E4M3; fp6: OCP MX FP6 E3M2)
 DEFINITIONS = {"fp8": (4, 3, 7, 448.0), "fp6": (3, 2, 3, 28.0)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Thousands of small operations: a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def value_of(code: int, name: str) -> float:

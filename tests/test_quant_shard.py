@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quant import KINDS, normal, one_thread, round_trip
+from test_quant import KINDS, normal, round_trip
 
 from infuse.errors import ConfigError
 from infuse.quant.format import QuantizedWeight, quant_format
 
-__all__ = ["one_thread"]
 GROUPED = [kind.format(8) for kind in KINDS]
 TEXTS = [kind.format(size) for kind in KINDS for size in (8, "row", "groups=6")]
 OUTPUTS, INPUTS = 7, 48

@@ -21,8 +21,7 @@ from types import MappingProxyType
 import torch
 
 from infuse.errors import ConfigError
-from infuse.quant.format import QuantFormat, QuantizedWeight
-from infuse.quant.integer import CPU_BLOCK_VALUES, DEVICE_BLOCK_VALUES, ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, _refuse_unstorable
+from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
 
 
 @dataclass(frozen=True)
@@ -105,43 +104,12 @@ class FloatFormat(QuantFormat):
             return f"{self}: four values share three bytes, and {in_features} inputs in {self.groups} groups are {length} for each"
         return None
 
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """Codes and bfloat16 scales."""
-        return out_features * (in_features * self.bits // 8 + self.group_count(in_features) * SCALE_DTYPE.itemsize)
+    def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        scale_G1 = _best_scale(w_GN, self.name)
+        return _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name), scale_G1, None
 
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
-        """As QuantFormat.quantize; row by row independent, so a shard of rows quantizes to the shard of the codes."""
-        if weight.dim() != 2 or not weight.is_floating_point():
-            raise ConfigError(f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}")
-        rows, columns = weight.shape
-        groups = self.group_count(columns)
-        data = torch.empty(rows, columns * self.bits // 8, dtype=torch.uint8, device=weight.device)
-        scale = torch.empty(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
-        quantized = QuantizedWeight(data, scale, None, (rows, columns), self)
-        if weight.is_meta or weight.numel() == 0:
-            return quantized
-        for part in _row_blocks(weight):
-            block = weight[part].float()
-            _refuse_unstorable(block, part.start, weight)
-            w_GN = block.reshape(-1, columns // groups)
-            scale_G1 = _best_scale(w_GN, self.name)
-            data[part] = _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name).reshape(len(block), -1)
-            scale[part] = scale_G1.reshape(-1, groups)
-        return quantized
-
-    @torch.no_grad()
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """As QuantFormat.dequantize; float32 inside, a block of rows at a time."""
-        assert weight.format == self, f"{weight.format} is not {self}"
-        out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
-        if out.is_meta or out.numel() == 0:
-            return out
-        for part in _row_blocks(out):
-            scale = weight.scale[part].unsqueeze(-1)
-            values = _values(weight.data[part], self.name).reshape(*scale.shape[:2], -1)
-            out[part] = values.mul_(scale).reshape(-1, out.shape[1])
-        return out
+    def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        return _values(data, self.name).reshape(*scale.shape, -1).mul_(scale.unsqueeze(-1)).flatten(1)
 
 
 def pack_fp6(codes: torch.Tensor) -> torch.Tensor:
@@ -154,11 +122,6 @@ def unpack_fp6(data: torch.Tensor) -> torch.Tensor:
     """The inverse of pack_fp6: uint8 [..., 3n] as codes [..., 4n]."""
     a, b, c = (data[..., k::3] for k in range(3))
     return torch.stack((a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2), dim=-1).flatten(-2)
-
-
-def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
-    step = max(1, (CPU_BLOCK_VALUES if matrix.device.type == "cpu" else DEVICE_BLOCK_VALUES) // matrix.shape[1])
-    return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 
 
 def _codes(values: torch.Tensor, name: str) -> torch.Tensor:

@@ -18,18 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from infuse.errors import ConfigError
-from infuse.quant.format import QuantFormat, QuantizedWeight
+from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
 
 # Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): int8 rows of 4096 1.15, groups of 128 0.80,
 # of 64 0.76, of 32 0.81; int4 rows 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89. So groups beat rows even without outliers, and by
 # more with them. 64 and 128 are level, and 64 divides widths that 128 does not (320, 576, 960, 1600, 2880, 4544): the default of both.
 DEFAULT_GROUP = {"int8": 64, "int4": 64}
-
-# The scale is bfloat16 because a step that is off by 0.2 % costs nothing once the codes are rounded against the stored step; float16 would
-# lose groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) in its subnormals, and float32 would cost two bytes more for each
-# group. Its 8 bits also make scale * code exact in float32.
-SCALE_DTYPE = torch.bfloat16
-SMALLEST_SCALE = 2.0**-126  # groups of zeros get this one: it is normal, so no flush-to-zero mode can turn 1 / scale into infinity
 
 # Candidates for each group's step; the best of them by squared error is stored. The tests hold the result within 5 % of brute force.
 INT4_CLIPS = tuple(1.05**i for i in range(16))  # the largest value is stored as 7 or -8 although it is this many times larger
@@ -41,12 +35,9 @@ INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT
 INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is cut
 INT8_SPANS = (253, 255, 254, *range(252, 239, -1))  # asymmetric: the codes between smallest and largest; 253 is always possible
 
-LARGEST_WEIGHT = 2.0**126  # 8.5e37; beyond, code times a rounded scale could overflow float32
-CPU_BLOCK_VALUES = 1 << 17  # values worked on at once: they and two temporaries stay in a core's cache
-DEVICE_BLOCK_VALUES = 1 << 24  # on other devices few large launches count, and 64 MiB for each temporary
 
-# Relative RMS error of a round trip by (bits, symmetric) and group length, measured on 2**20 values of N(0,1); a test measures it again.
-ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)
+# Relative RMS error of a round trip by (bits, symmetric) and group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test
+# measures it again.
 ERRORS = {
     (8, True): (0.00396, 0.00484, 0.00558, 0.00625, 0.00682, 0.00784, 0.00862, 0.00944),
     (8, False): (0.00341, 0.00425, 0.00501, 0.00568, 0.00629, 0.00732, 0.00817, 0.00906),
@@ -114,61 +105,17 @@ class IntegerFormat(QuantFormat):
             return f"{self}: two values share a byte, and {in_features} inputs in {self.groups} groups are {length} for each, an odd number"
         return None
 
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """Codes, bfloat16 scales and, where asymmetric, int8 zeros."""
-        for_each_group = SCALE_DTYPE.itemsize + (0 if self.symmetric else 1)
-        return out_features * (in_features * self.bits // 8 + self.group_count(in_features) * for_each_group)
-
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
-        """As QuantFormat.quantize; row by row independent, so a shard of rows quantizes to the shard of the codes."""
-        if weight.dim() != 2 or not weight.is_floating_point():
-            raise ConfigError(f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}")
-        rows, columns = weight.shape
-        groups = self.group_count(columns)
-        packed = (torch.uint8, columns // 2) if self.bits == 4 else (torch.int8, columns)
-        data = torch.empty(rows, packed[1], dtype=packed[0], device=weight.device)
-        scale = torch.empty(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
-        zero = None if self.symmetric else torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
-        quantized = QuantizedWeight(data, scale, zero, (rows, columns), self)
-        if weight.is_meta or weight.numel() == 0:
-            return quantized
-        step = _block_rows(weight, columns)
-        for start in range(0, rows, step):
-            block = weight[start : start + step].float()
-            _refuse_unstorable(block, start, weight)
-            w_GN = block.reshape(-1, columns // groups)
-            scale_G1, zero_G1 = _best(w_GN, self._candidates(w_GN))
-            codes = self._codes(w_GN, scale_G1, zero_G1).reshape(block.shape)
-            data[start : start + step] = pack_int4(codes) if self.bits == 4 else codes
-            scale[start : start + step] = scale_G1.reshape(-1, groups)
-            if zero is not None and zero_G1 is not None:
-                zero[start : start + step] = (zero_G1 / self.zero_unit).reshape(-1, groups)
-        return quantized
-
-    @torch.no_grad()
-    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """As QuantFormat.dequantize; float32 inside."""
-        assert weight.format == self, f"{weight.format} is not {self}"
-        rows, columns = weight.shape
-        if rows * columns == 0:
-            return torch.empty(rows, columns, dtype=dtype, device=weight.data.device)
-        step = _block_rows(weight.data, columns)
-        if rows <= step:
-            return self._values(weight.data, weight.scale, weight.zero).to(dtype)
-        values = torch.empty(rows, columns, dtype=dtype, device=weight.data.device)
-        for start in range(0, rows, step):
-            block = slice(start, start + step)
-            values[block] = self._values(weight.data[block], weight.scale[block], None if weight.zero is None else weight.zero[block])
-        return values
+    def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        scale_G1, zero_G1 = _best(w_GN, self._candidates(w_GN))
+        codes = self._codes(w_GN, scale_G1, zero_G1)
+        return pack_int4(codes) if self.bits == 4 else codes, scale_G1, None if zero_G1 is None else zero_G1 / self.zero_unit
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         codes = unpack_int4(data) if self.bits == 4 else data
         values = codes.reshape(*scale.shape, -1).to(torch.float32)
         if zero is not None:
             values -= zero.unsqueeze(-1) * self.zero_unit
-        values *= scale.unsqueeze(-1)
-        return values.flatten(1)
+        return values.mul_(scale.unsqueeze(-1)).flatten(1)
 
     def _codes(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
         steps = w_GN / scale_G1
@@ -202,22 +149,8 @@ def unpack_int4(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
-def _block_rows(weight: torch.Tensor, columns: int) -> int:
-    """How many rows are worked on at once."""
-    return max(1, (CPU_BLOCK_VALUES if weight.device.type == "cpu" else DEVICE_BLOCK_VALUES) // columns)
-
-
 def _range(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-
-
-def _refuse_unstorable(block: torch.Tensor, first_row: int, weight: torch.Tensor) -> None:
-    lowest, highest = torch.aminmax(block)  # NaN comes through, and fails both comparisons
-    if lowest.item() >= -LARGEST_WEIGHT and highest.item() <= LARGEST_WEIGHT:
-        return
-    row, column = torch.nonzero(~(block.abs() <= LARGEST_WEIGHT))[0].tolist()
-    raise ConfigError(f"a weight {list(weight.shape)} holds {block[row, column].item()} at [{first_row + row}, {column}]; "
-                      f"NaN, infinite values and magnitudes above {LARGEST_WEIGHT:.2g} cannot be quantized")
 
 
 def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torch.Tensor | None]:

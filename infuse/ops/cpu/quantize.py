@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infuse.ops.cpu import DTYPES, kernels, needs
 from infuse.ops.quantize import Buffers, quantize, quantized_like
-from infuse.quant.format import quant_format
-from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, LARGEST_WEIGHT, IntegerFormat
+from infuse.quant.format import LARGEST_WEIGHT, quant_format
+from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
 
 COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transposed one, at a time: 4 MiB in float32
 
