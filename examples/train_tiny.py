@@ -37,13 +37,8 @@ STEPS = 3000
 # Tables, generated files and copies of other modules teach little; tests are left out for their size.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data", "__phello__"}
 LONGEST_HELDOUT = 64_000
-PROMPTS = [
-    "    def __repr__(self):\n",
-    "class TestError(Exception):\n",
-    "def main():\n    parser = argparse.ArgumentParser(",
-    "with open(filename, 'rb') as f:\n",
-    "try:\n    import ",
-]
+PROMPTS = ["    def __repr__(self):\n", "class TestError(Exception):\n", "def main():\n    parser = argparse.ArgumentParser(",
+           "with open(filename, 'rb') as f:\n", "try:\n    import "]  # fmt: skip
 
 
 @dataclass
@@ -150,22 +145,18 @@ def optimizers_of(model: LlamaForCausalLM, rate: float) -> tuple[torch.optim.Opt
     return muon, torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, args: argparse.Namespace, backup: Path) -> int:
-    """Train until the planned steps are done or the minutes are up, whichever is first; return the steps done."""
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, args: argparse.Namespace, backup: Path) -> None:
+    """Train for args.steps steps; every 200 of them, and at the end, the model is saved to `backup`."""
     optimizers = optimizers_of(model, args.lr)
     # Compiling pays off after a few hundred steps and needs a C++ compiler.
     forward = torch.compile(model, dynamic=False) if args.steps >= 500 and shutil.which("g++") else model
     rows = Rows(tokenizer, files.train, args.seed)
     sample = "\n".join(files.heldout.values())[:40_000]
     warmup = min(100, args.steps // 10 + 1)
-    start, heldout, average, done = time.monotonic(), math.nan, math.nan, 0
+    heldout = average = math.nan
     bar = tqdm(range(args.steps), unit="step", mininterval=2)
     for step in bar:
         progress = step / args.steps
-        if args.minutes:
-            progress = max(progress, (time.monotonic() - start) / 60 / args.minutes)
-        if progress >= 1:
-            break
         length = CONTEXT // 2 if progress < 0.8 else CONTEXT  # short rows first: they are cheaper
         inputs, target = rows.take(TOKENS_PER_STEP // length, length)
         for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
@@ -178,15 +169,13 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Fi
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        done = step + 1
         average = loss.item() if step == 0 else 0.95 * average + 0.05 * loss.item()
-        if done % 200 == 0:
+        if (step + 1) % 200 == 0:
             heldout = math.log(perplexity(model.eval(), tokenizer, sample, 512, 511))
             model.train().save_pretrained(backup)
-            bar.write(f"step {done}: training loss {average:.3f}, held-out loss {heldout:.3f}")
+            bar.write(f"step {step + 1}: training loss {average:.3f}, held-out loss {heldout:.3f}")
         bar.set_postfix(loss=f"{average:.3f}", heldout=f"{heldout:.3f}", refresh=False)
     model.save_pretrained(backup)
-    return done
 
 
 @dataclass
@@ -238,7 +227,7 @@ Held out: {", ".join(f"`{name}`" for name in names)}.
 Muon for the layers' matrices (weight decay 0.1) and AdamW for the rest, learning rate with warm-up and linear decay,
 gradients clipped at 1, {TOKENS_PER_STEP} tokens per step in bfloat16 autocast, rows of {CONTEXT // 2} tokens and for the last fifth
 of {CONTEXT}. Files are encoded in pieces parted at random characters, so that prompts may end in a space or within a word.
-With `--minutes` the schedule follows the clock and the result depends on the machine's speed. The command was
+The command was
 
     {command}
 
@@ -297,7 +286,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write, replaced if it exists")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
-    parser.add_argument("--minutes", type=float, help="end after this time, with the schedule drawn in (default: no limit)")
     parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (default: 0.005)")
     parser.add_argument("--init", type=Path, help="directory of a model to train further (default: a new one)")
     parser.add_argument("--seed", type=int, default=0)
@@ -314,8 +302,8 @@ def main() -> None:
     print(f"{parameters:,} parameters, {len(files.train)} training files; checkpoints go to {work / 'checkpoint'}")
 
     start = time.monotonic()
-    steps = train(model, tokenizer, files, args, work / "checkpoint")
-    config, tokens, minutes = model.config, steps * TOKENS_PER_STEP, (time.monotonic() - start) / 60
+    train(model, tokenizer, files, args, work / "checkpoint")
+    config, tokens, minutes = model.config, args.steps * TOKENS_PER_STEP, (time.monotonic() - start) / 60
     facts = {
         "Architecture": f"Llama (`LlamaForCausalLM`), {config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
         f"inner size {config.intermediate_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "
@@ -324,10 +312,10 @@ def main() -> None:
         "Tokenizer": f"byte-level BPE, {len(tokenizer)} tokens, learned from the training files",
         "Training data": f"{len(files.train)} files, {sum(map(len, files.train)) / 1e6:.1f} million characters, "
         f"of the standard library of Python {platform.python_version()}",
-        "Training": f"{steps} of {args.steps} planned steps, {tokens / 1e6:.1f} million tokens, {minutes:.0f} minutes "
+        "Training": f"{args.steps} steps, {tokens / 1e6:.1f} million tokens, {minutes:.0f} minutes "
         f"with {args.threads} CPU threads, seed {args.seed}",
     }
-    settings = {name: getattr(args, name) for name in ("steps", "lr", "seed", "threads", "init", "minutes")}
+    settings = {name: getattr(args, name) for name in ("steps", "lr", "seed", "threads", "init")}
     given = " ".join(f"--{name} {value}" for name, value in settings.items() if value is not None)
     command = f"python examples/train_tiny.py --out examples/tiny_llama {given}"
     finish(model, tokenizer, files, facts, command, work / "result")
