@@ -5,14 +5,11 @@ The ops' own cases run in test_ops.py for the best instruction set, and here for
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from levels import LEVELS, at_level
 from tolerance import assert_near
 from torch import Tensor
 
@@ -22,7 +19,6 @@ from infuse.ops.cpu import isa, kernels
 REASON = kernels() if isinstance(kernels(), str) else ""
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # as in ops/cpu/src/detect.cpp, lowest first
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -271,20 +267,8 @@ def test_gated_activation_of_odd_widths(dtype: torch.dtype, threads: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    best = isa()
-    assert best in LEVELS
-    if LEVELS.index(level) >= LEVELS.index(best):
-        pytest.skip(f"{best} is what the other tests run here")
-    here = Path(__file__).parent
-    found = subprocess.run(
-        [sys.executable, "-c", "from infuse.ops.cpu import isa; print(isa())"],
-        env={**os.environ, "INFUSE_CPU_ISA": level}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert found.stdout.strip() == level
+    if level == isa():
+        pytest.skip(f"{level} is what the other tests run here")
+    assert at_level(level, "-c", "from infuse.ops.cpu import isa; print(isa())").split() == [level]
     names = ("test_cpu_attention.py", "test_ops.py::test_body_is_the_reference")
-    chosen = [str(here / name) for name in names]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *chosen, "-k", "not instruction_set", "-p", "no:cacheprovider"],
-        env={**os.environ, "INFUSE_CPU_ISA": level}, capture_output=True, text=True, cwd=here.parent,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-3000:]
+    at_level(level, "-m", "pytest", *names, "-k", "not instruction_set", "-p", "no:cacheprovider")

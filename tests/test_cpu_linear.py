@@ -5,13 +5,11 @@ Run as a program, it prints the instruction set and runs the same cases: so the 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from levels import LEVELS, at_level
 from prepared import runner
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
@@ -26,7 +24,6 @@ ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
 QUANTIZED_ROWS = (*ROWS, 73)  # which go by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row")
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
@@ -206,16 +203,9 @@ def all_cases() -> None:
                 check_quantized(dtype, text, 96, 5)
 
 
-@pytest.mark.parametrize("level", ISAS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_instruction_set(level: str) -> None:
-    top = isa()
-    assert top in ISAS
-    if ISAS.index(level) > ISAS.index(top):
-        pytest.skip(f"this machine has {top} at most")
-    environment = os.environ | {"INFUSE_CPU_ISA": level}
-    run = subprocess.run([sys.executable, Path(__file__).name], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == [level]
+    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 def test_bfloat16_products_are_added_in_float32() -> None:
