@@ -97,9 +97,6 @@ inline void load_values(const AttentionArgs& a, const bf16* v, int count, const 
   }
 }
 
-inline __m512bh pairs_at(const uint32_t* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
-inline __m512bh repeated(uint32_t pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
-
 // sums[r][two registers] += the products of x[r][i] with y[i], over `depth` pairs.
 template <int R>
 [[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step, int64_t depth,

@@ -1,24 +1,13 @@
 // The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, against PyTorch's stable ABI: one binary for torch >= 2.10.
-// Shapes and dtypes are checked by the Python side (ops/cpu/bodies.py), which declines what is not supported.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// Shapes and dtypes are checked by the Python side (ops/cpu/*.py), which declines what is not supported.
 #include <optional>
 #include <string>
 #include <tuple>
 
-#include "kernels.h"
+#include "binding.h"
 
 namespace infuse {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-Type type_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
-}
 
 // Rows that one thread takes at least, so that waking another costs less than it saves.
 constexpr int64_t kGrainElements = 16384;

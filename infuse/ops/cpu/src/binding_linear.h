@@ -1,26 +1,15 @@
 // What the bindings of the matrix products share: memory, threads, results.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 
-#include "kernels.h"
+#include "binding.h"
 
 namespace infuse {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-inline Type type_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
-}
 
 // Weights below this are not worth waking a second thread.
 constexpr int64_t kOneThreadBytes = 1 << 17;

@@ -1,19 +1,14 @@
 // What the binary says of itself, and the read of memory that probes time, as PyTorch operators.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <atomic>
 #include <string>
 
-#include "kernels.h"
+#include "binding.h"
 
 namespace infuse {
 namespace {
-
-using torch::stable::Tensor;
 
 // Long enough for one sequential stream at full speed (of 256 KiB it is 7 % slower), short enough that a thread which the system
 // stops does not hold up the others.

@@ -1,18 +1,11 @@
 // The search for each group's grid as a PyTorch operator. Shapes, dtypes and layouts are checked by ops/cpu/quantize.py.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <atomic>
 #include <optional>
 
-#include "kernels.h"
+#include "binding.h"
 
 namespace infuse {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Values that one thread takes at least: a hundred microseconds of work.
 constexpr int64_t kGrainElements = 1 << 16;
@@ -30,8 +23,7 @@ bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t b
   a.largest_weight = float(largest_weight);
   a.grids = bits == 8 ? (zero ? Grids::int8_asymmetric : Grids::int8_symmetric)
                       : (zero ? Grids::int4_asymmetric : Grids::int4_symmetric);
-  const auto type = weight.scalar_type();
-  a.type = type == ScalarType::BFloat16 ? Type::bf16 : type == ScalarType::Half ? Type::f16 : Type::f32;
+  a.type = type_of(weight);
   const int64_t groups = scale.numel();
   a.length = groups ? weight.numel() / groups : 0;
   if (a.length == 0) return true;

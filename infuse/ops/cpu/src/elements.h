@@ -59,6 +59,10 @@ struct Elements {
 
 #if defined(__AVX512BF16__)
 
+// Pairs of neighbouring bf16 as products take them: 16 that lie in order, or one for all lanes.
+inline __m512bh pairs_at(const uint32_t* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
+inline __m512bh repeated(uint32_t pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
+
 // bf16 as pairs: the products of neighbours are added in float.
 template <>
 struct Elements<bf16> {

@@ -98,9 +98,6 @@ struct UnitDot {
 
 #if defined(__AVX512BF16__)
 
-// Two neighbouring inputs of x, in one lane.
-inline __m512bh both(uint32_t pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
-
 template <int Bits>
 struct UnitDot<bf16, Bits> {
   using X = uint32_t;
@@ -114,7 +111,7 @@ struct UnitDot<bf16, Bits> {
   [[gnu::always_inline]] static void add(const uint8_t* p, const X* x, Vec (&partial)[chains][R]) {
     const Words d = load_words(p);
     const auto dot = [&](__m512bh w, int pair, int chain) __attribute__((always_inline)) {
-      for (int r = 0; r < R; ++r) partial[chain][r] = _mm512_dpbf16_ps(partial[chain][r].v, w, both(x[pair * R + r]));
+      for (int r = 0; r < R; ++r) partial[chain][r] = _mm512_dpbf16_ps(partial[chain][r].v, w, repeated(x[pair * R + r]));
     };
     // Tables of 16 entries stand twice: a look-up reads five bits of its index, of which the highest belongs to the next code.
     const __m512i positive = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // 0 ... 15

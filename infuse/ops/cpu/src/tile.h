@@ -47,38 +47,17 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   }
 }
 
-// 16 rows of 16 words each, transposed in place.
-inline void transpose(__m512i (&m)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
-  for (int i = 0; i < 16; i += 4) {
-    for (int k = 0; k < 2; ++k) {
-      m[i + 2 * k] = _mm512_unpacklo_epi64(t[i + k], t[i + k + 2]);
-      m[i + 2 * k + 1] = _mm512_unpackhi_epi64(t[i + k], t[i + k + 2]);
-    }
-  }
-  for (int k = 0; k < 4; ++k) {  // m[4 i + k]: columns k, k + 4, k + 8, k + 12 of rows 4 i to 4 i + 3
-    const __m512i a = _mm512_shuffle_i32x4(m[k], m[4 + k], 0x88), b = _mm512_shuffle_i32x4(m[k], m[4 + k], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(m[8 + k], m[12 + k], 0x88), d = _mm512_shuffle_i32x4(m[8 + k], m[12 + k], 0xdd);
-    t[k] = _mm512_shuffle_i32x4(a, c, 0x88), t[k + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    t[k + 4] = _mm512_shuffle_i32x4(b, d, 0x88), t[k + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
-  for (int i = 0; i < 16; ++i) m[i] = t[i];
-}
-
 // Rows [o, o + 16) of a plain weight, as far as there are, into one half.
 inline void fill_plain_tile(const LinearArgs& a, int64_t o, int64_t end, int half, uint32_t* tile) {
   const bf16* rows = static_cast<const bf16*>(a.weight) + o * a.inputs;
   const int64_t pairs = a.inputs / 2;
   for (int64_t i = 0; i < pairs; i += 16) {
     const int count = int(pairs - i < 16 ? pairs - i : 16);
-    __m512i m[16];
-    for (int r = 0; r < 16; ++r) {
-      m[r] = o + r < end ? _mm512_maskz_loadu_epi32(first(count), rows + r * a.inputs + 2 * i) : _mm512_setzero_si512();
-    }
-    transpose(m);
+    Vec words[16];  // pairs of bf16, moved as they are
+    for (int r = 0; r < 16 && o + r < end; ++r) words[r] = _mm512_maskz_loadu_ps(first(count), rows + r * a.inputs + 2 * i);
+    transpose(words);
     uint32_t* to = tile + i * kTileOutputs + half * kPanelRows;
-    for (int c = 0; c < count; ++c) _mm512_store_si512(to + c * kTileOutputs, m[c]);
+    for (int c = 0; c < count; ++c) _mm512_store_ps(to + c * kTileOutputs, words[c].v);
   }
 }
 
@@ -87,11 +66,10 @@ template <int R>
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * (a.inputs / 2);
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
   for (int64_t i = 0; i < a.inputs / 2; ++i, tile += kTileOutputs, x += R) {
-    const __m512bh w0 = reinterpret_cast<__m512bh>(_mm512_load_si512(tile));
-    const __m512bh w1 = reinterpret_cast<__m512bh>(_mm512_load_si512(tile + kPanelRows));
+    const __m512bh w0 = pairs_at(tile), w1 = pairs_at(tile + kPanelRows);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const __m512bh pair = both(x[r]);
+      const __m512bh pair = repeated(x[r]);
       acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, pair);
       acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, pair);
     }
