@@ -20,7 +20,9 @@ def quantized_embedding(
 ) -> Tensor:
     """dequantize(data, scale, zero)[index], [..., width] in `dtype`; `index` is integer, each in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
-    taken = QuantizedWeight(data[flat], scale[flat], None if zero is None else zero[flat], (flat.numel(), width), chosen)
+    # index_select refuses what lies outside, negative numbers too, as nn.Embedding does.
+    data, scale, zero = (None if buffer is None else buffer.index_select(0, flat) for buffer in (data, scale, zero))  # type: ignore[assignment]
+    taken = QuantizedWeight(data, scale, zero, (flat.numel(), width), chosen)
     return chosen.dequantize(taken, dtype).view(*index.shape, width)
 
 
