@@ -5,6 +5,7 @@ InfuseError
 ├── SpecMismatch                    a layer is not what its spec says: all differences at once
 ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
 ├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
+├── RankError                       ranks that share a model disagree, one is gone, or one did not come in time
 ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
 └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
@@ -36,6 +37,10 @@ class ProofError(InfuseError):
 
 class CheckpointError(InfuseError):
     """A checkpoint cannot be read into the model: the text names the files, or lists all keys that are wrong."""
+
+
+class RankError(InfuseError):
+    """An operation of several ranks failed: the text names this rank, the operation, the other ranks and what happened to them."""
 
 
 class ContextLimitError(InfuseError, ValueError):

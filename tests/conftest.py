@@ -1,6 +1,7 @@
 """What holds for every test: no network, quiet libraries, one thread, and random numbers that do not depend on what ran before."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -8,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from ranks import Ranks
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits for the first
 
@@ -15,3 +17,11 @@ torch.set_num_threads(1)  # the models are tiny: a second thread only waits for 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Worker processes for tests of several ranks; none is started before a test asks for it."""
+    pool = Ranks()
+    yield pool
+    pool.close()

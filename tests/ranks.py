@@ -1,0 +1,227 @@
+"""Several ranks for tests: a pool of worker processes that a whole session uses, since each costs seconds to import PyTorch.
+
+`ranks.run(size, function, *args)` runs a function of a test module on ranks 0 .. size - 1, with torch.distributed (gloo) set up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+MOST = 4
+GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
+GRACE_S = 20.0  # for the other ranks, once one has failed
+START_S = 120.0  # for a worker to import torch on a busy machine
+
+
+class RankFailed(AssertionError):
+    """A function raised on some ranks: the text has each one's rank and traceback, `errors` the exceptions by rank."""
+
+    def __init__(self, text: str, errors: dict[int, BaseException]):
+        super().__init__(text)
+        self.errors = errors
+
+
+class RankDied(Exception):
+    """The worker process ended before the function did."""
+
+
+class RankHung(Exception):
+    """The function was not over in time."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception on its way from a worker; `pickled` is None where it cannot be pickled."""
+
+    text: str
+    trace: str
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)  # some can be written and not read
+        except Exception:
+            pickled = None
+        return cls(f"{type(error).__name__}: {error}", traceback.format_exc(), pickled)
+
+    def exception(self) -> BaseException:
+        return pickle.loads(self.pickled) if self.pickled else RuntimeError(self.text)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one rank. `store` is the file through which the ranks meet: a new one means a new group."""
+
+    store: str
+    rank: int
+    size: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: BaseProcess
+    pipe: Connection
+
+
+class Ranks:
+    """The pool. Workers start when that many are first needed; one that died or hung takes the others with it."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="infuse-ranks-")
+        self._size = 0
+        self._generation = 0
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """What `function(*args)` returns on each rank; RankFailed with the tracebacks where one raises, dies or hangs."""
+        results, traces = self._call(size, function, args, timeout)
+        if traces:
+            text = "\n".join(f"rank {rank} of {size}:\n{trace}" for rank, trace in sorted(traces.items()))
+            raise RankFailed(text, {rank: results[rank] for rank in traces})
+        return results
+
+    def run_expecting_errors(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """The same, with the exception in the place of the value where a rank raised; RankDied and RankHung among them."""
+        return self._call(size, function, args, timeout)[0]
+
+    def close(self) -> None:
+        """End the workers; the next call starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers, self._size = [], 0
+
+    def _call(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], dict[int, str]]:
+        assert 1 <= size <= MOST, f"{size} ranks: between 1 and {MOST}"
+        self._start(size)
+        if size != self._size:
+            self._generation, self._size = self._generation + 1, size
+        store = str(Path(self._folder.name, f"store-{self._generation}"))
+        for rank, worker in enumerate(self._workers[:size]):
+            worker.pipe.send_bytes(pickle.dumps(Task(store, rank, size, function, args)))
+        results: list[Any] = [None] * size
+        traces: dict[int, str] = {}
+        for rank, answer in self._answers(size, timeout).items():
+            results[rank] = answer.exception() if isinstance(answer, Raised) else answer
+            if isinstance(answer, Raised):
+                traces[rank] = answer.trace
+        if traces:
+            self._size = 0  # a group with a failed rank is of no use any more
+        if any(isinstance(result, (RankDied, RankHung)) for result in results):
+            self.close()
+        return results, traces
+
+    def _start(self, size: int) -> None:
+        """Workers up to `size`, all at once."""
+        context = multiprocessing.get_context("spawn")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, before the worker's first line
+        fresh = []
+        for _ in range(size - len(self._workers)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, str(Path(__file__).parent)), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the worker is the end of the pipe
+            fresh.append(Worker(process, ours))
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+        self._workers += fresh
+        for worker in fresh:
+            assert worker.pipe.poll(START_S), f"a worker did not start within {START_S} s"
+            worker.pipe.recv_bytes()
+
+    def _answers(self, size: int, timeout: float) -> dict[int, Any]:
+        """Each rank's value, or what went wrong as Raised."""
+        answers: dict[int, Any] = {}
+        open_pipes = {worker.pipe: rank for rank, worker in enumerate(self._workers[:size])}
+        until = time.monotonic() + timeout
+        while open_pipes:
+            ready = wait(list(open_pipes), max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = open_pipes.pop(pipe)
+                answers[rank] = self._answer(rank)
+                if isinstance(answers[rank], Raised):
+                    until = min(until, time.monotonic() + GRACE_S)
+        for rank in open_pipes.values():
+            answers[rank] = _made(RankHung(f"rank {rank} was not done in time"))
+        return answers
+
+    def _answer(self, rank: int) -> Any:
+        worker = self._workers[rank]
+        try:
+            return pickle.loads(worker.pipe.recv_bytes())
+        except (EOFError, OSError):
+            worker.process.join(10)
+            return _made(RankDied(f"the process of rank {rank} ended with exit code {worker.process.exitcode}"))
+
+
+def _made(error: Exception) -> Raised:
+    return Raised(str(error), f"{type(error).__name__}: {error}\n", pickle.dumps(error))
+
+
+def work(pipe: Connection, tests: str) -> None:
+    """A worker: runs tasks until the pipe closes."""
+    sys.path[:0] = [path for path in (tests, str(Path(tests).parent)) if path not in sys.path]
+    import conftest  # noqa: F401  no network, quiet libraries, one thread: as in the tests' own process
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
+    store = ""
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        except BaseException as error:  # the test's module does not import here
+            pipe.send_bytes(pickle.dumps(Raised.of(error)))
+            continue
+        try:
+            if task.store != store:
+                _meet(task)
+                store = task.store
+            torch.manual_seed(0)
+            answer = pickle.dumps(task.function(*task.args))
+        except BaseException as error:
+            answer = pickle.dumps(Raised.of(error))
+        pipe.send_bytes(answer)
+
+
+def _meet(task: Task) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.FileStore(task.store, task.size)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=GLOO_TIMEOUT)
+
+
+def same(values: Sequence[Any]) -> bool:
+    """Whether all ranks have the first one's bits."""
+    import torch
+
+    return all(torch.equal(value, values[0]) if isinstance(value, torch.Tensor) else value == values[0] for value in values)
