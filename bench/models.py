@@ -22,7 +22,7 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.plan import parameter_bytes
+from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.probe import Bandwidth, MemoryReader, matmul_rate
 from report import in_turns, markdown, probed, show
 

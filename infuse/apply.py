@@ -15,12 +15,15 @@ from torch import nn
 
 from infuse import pages, verify
 from infuse.config import InferenceConfig
-from infuse.errors import CheckpointError, ProofError
+from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.block import Block
-from infuse.layers.embedding import QuantizedEmbedding
+from infuse.layers.combine import SideBySide, Sum
+from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.hook import hook_name, ran
-from infuse.layers.linear import QuantizedLinear, make_linear
-from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback, parameter_bytes
+from infuse.layers.linear import Linear, QuantizedLinear, make_linear
+from infuse.parallel.collectives import LOCAL, Group
+from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback
+from infuse.plan_bytes import parameter_bytes
 from infuse.saved import is_packed
 from infuse.spec.layer import LayerShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
@@ -33,14 +36,21 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transforme
 
 
 def apply(
-    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, placing: Placing | None = None
+    plan: Plan,
+    model: nn.Module,
+    config: InferenceConfig,
+    progress: Progress | None = None,
+    placing: Placing | None = None,
+    group: Group = LOCAL,
 ) -> Plan:
     """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
 
-    Values are the model's own or, with `placing` (entered), a checkpoint's. Raises ProofError under verify="strict" where a
-    step fails its proof; nothing has been swapped then.
+    Values are the model's own or, with `placing` (entered), a checkpoint's. `group` are the ranks that the plan's mesh counts: all
+    of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its proof; nothing has been
+    swapped then. RankError: another rank decided otherwise, or is gone.
     """
-    run = _Run(plan, model, config, placing)
+    group.agree(plan.digest(), "the plan")
+    run = _Run(plan, model, config, placing, group)
     with torch.no_grad():
         if placing is not None:
             placing.place_rest(progress)
@@ -62,6 +72,7 @@ class _Run:
     model: nn.Module
     config: InferenceConfig
     placing: Placing | None = None
+    group: Group = LOCAL
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
@@ -79,7 +90,7 @@ class _Run:
             return
         self.prove_steps([step for step in self.steps if not self.was_saved(step)], progress)
         refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
-        deeper = [linear for step in refused for linear in fallback(step, self.model, self.config)]
+        deeper = [linear for step in refused for linear in fallback(step, self.model, self.config, self.plan.mesh)]
         self.prove_steps(deeper, None)
         self.steps += deeper
 
@@ -95,6 +106,7 @@ class _Run:
                 fault = self.hook_fault(step)
             else:
                 fault = found if isinstance(found, str) else self.fault(step, found)
+            fault = self.group.any_fault(fault, f"the proof of {step.path}")
             if fault is not None:
                 if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")
@@ -110,7 +122,7 @@ class _Run:
             if step.depth == BLOCK:
                 by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
-                found[step.path] = verify.embedding_cases(step.shape.rows, self.device())
+                found[step.path] = verify.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
             elif isinstance(step.shape, LinearShape):
                 found[step.path] = verify.linear_cases(step.shape.inputs, self.device())
         for (owner, decodes), members in by_owner.items():
@@ -163,7 +175,7 @@ class _Run:
                 # A linear has no structure to be wrong: what it computes is the next comparison.
                 structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
                 return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
-        except CheckpointError:
+        except (CheckpointError, RankError):
             raise
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
@@ -171,7 +183,7 @@ class _Run:
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
-        module = build(step, self.plan.dtype)
+        module = build(step, self.plan.dtype, self.group)
         reader = LiveReader(source) if self.placing is None else self.placing.source(step.path)
         bodies = dict(step.bodies)
         if self.placing is not None and self.was_saved(step):
@@ -218,8 +230,9 @@ class _Run:
 
     def sharing(self, step: Step) -> nn.Module:
         """The embedding over the weight of its head, which stands already."""
-        new, head = build(step, self.plan.dtype), self.model.get_submodule(step.shares)
-        assert isinstance(new, QuantizedEmbedding) and isinstance(head, QuantizedLinear)
+        new: Any = build(step, self.plan.dtype, self.group)
+        head = self.model.get_submodule(step.shares)
+        assert isinstance(head, QuantizedLinear if isinstance(new, QuantizedEmbedding) else Linear)
         new.share(head)
         adopt(new.train(False), self.model.get_submodule(step.path), "", self.classes)
         return new
@@ -260,16 +273,18 @@ def traits(layer: nn.Module) -> tuple:
     )
 
 
-def build(step: Step, dtype: torch.dtype) -> nn.Module:
-    """The empty module of a step, on meta; an embedding looks up in `dtype`."""
-    bodies = dict(step.bodies)
+def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
+    """The empty module of a step, on meta; an embedding looks up in `dtype`. `group`: the ranks that share it."""
+    bodies, shape, format = dict(step.bodies), step.shape, step.formats.get("weight")
     with torch.device("meta"):
-        if isinstance(step.shape, LayerShape):
-            return Block(step.shape, step.index, step.formats, bodies)
-        if isinstance(step.shape, EmbeddingShape):
-            return QuantizedEmbedding(step.shape.rows, step.shape.width, step.formats["weight"], dtype, bodies)
-        assert step.shape is not None, step
-        return make_linear(step.shape.inputs, step.shape.outputs, step.shape.bias, step.formats.get("weight"), bodies)
+        if isinstance(shape, LayerShape):
+            return Block(shape, step.index, step.formats, bodies, group, step.path)
+        if isinstance(shape, EmbeddingShape):
+            of_all = Sum(group, step.path) if shape.all_rows else None
+            return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
+        assert shape is not None, step
+        joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
+        return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
 
 
 def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, type], type]) -> None:

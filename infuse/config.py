@@ -24,13 +24,17 @@ __all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`: enabled=False turns it off; `mpu` or `tp_group` bring the ranks, else `tp_size` makes them."""
+    """`tensor_parallel`: enabled=False turns it off; `mpu` or `tp_group` bring the ranks, else `tp_size` makes them.
+
+    infuse's own: `timeout_s`, the seconds after which ranks that do not come are an error.
+    """
 
     enabled: bool = True
     tp_size: values.Count = 1
     tp_grain_size: values.Count = 64
     mpu: values.Mpu = None
     tp_group: Any = None
+    timeout_s: values.Count = 300
 
 
 class Moe(Section):
@@ -128,6 +132,12 @@ class InferenceConfig(Section):
     def tp_size(self) -> int:
         """The ranks that share each matrix: 1 where tensor_parallel.enabled is False."""
         return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
+
+    @property
+    def tp_given(self) -> tuple[Any, Any]:
+        """The mpu and the process group that the caller brings: None each where there is none, or tensor_parallel.enabled is False."""
+        given = self.tensor_parallel
+        return (given.mpu, given.tp_group) if given.enabled else (None, None)
 
     @property
     def ep_size(self) -> int:
@@ -255,10 +265,6 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
 
 # What is valid and not served yet: key; whether it is asked for; what is missing. A part that arrives deletes its rows.
 _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
-    ("tensor_parallel.tp_size", lambda config: config.tp_size > 1, "tensor parallelism"),
-    ("tensor_parallel.mpu", lambda config: config.tensor_parallel.enabled and config.tensor_parallel.mpu is not None, "tensor parallelism"),
-    ("tensor_parallel.tp_group", lambda config: config.tensor_parallel.enabled and config.tensor_parallel.tp_group is not None,
-     "tensor parallelism"),
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
     ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),

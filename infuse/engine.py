@@ -19,7 +19,10 @@ from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.layers.block import Block
 from infuse.layers.linear import QuantizedLinear
 from infuse.load import load, load_values
-from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
+from infuse.parallel.join import all_or_none, join
+from infuse.parallel.mesh import Mesh
+from infuse.plan import BLOCK, LINEAR, Plan, make_plan
+from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.saved import check_folder, save
@@ -27,10 +30,10 @@ from infuse.verify import decodes
 
 
 def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
-    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table."""
+    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. Of ranks: rank 0's."""
     settings = InferenceConfig.make(config, **kwargs)
     _check_model(model)
-    return make_plan(model, settings, Device.of(settings.device or _device_of(model)))
+    return make_plan(model, settings, Device.of(settings.device or _device_of(model)), Mesh(tp=settings.tp_size))
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -47,7 +50,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 class InferenceEngine(nn.Module):
     """The model with its layers replaced. What the engine does not define itself, `module` answers.
 
-    `module` is the user's model, `plan` what was done to it, `settings` the configuration.
+    `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share it.
     """
 
     plan: Plan
@@ -64,20 +67,24 @@ class InferenceEngine(nn.Module):
         if source is None:
             _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
+        mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s)
         with _bar(settings.progress) as progress:
             if source is None:
-                decided = make_plan(model, settings, device)
+                decided = make_plan(model, settings, device, mesh)
                 model.to(device.torch_device).eval()
-                self.plan = apply(decided, model, settings, progress)
+                with all_or_none(self.group, "init_inference"):
+                    self.plan = apply(decided, model, settings, progress, group=self.group)
             else:
-                loaded = load(model, settings, device, progress)
+                loaded = load(model, settings, device, mesh, self.group, progress)
                 decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
             if save_path:
                 save(model, self.plan, settings, save_path, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
-        self._handles = install(model, limit_tokens=settings.max_out_tokens, min_new_tokens=settings.min_out_tokens, caches=caches)
+        self._handles = install(
+            model, limit_tokens=settings.max_out_tokens, min_new_tokens=settings.min_out_tokens, caches=caches, group=self.group
+        )
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._tell(decided)

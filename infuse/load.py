@@ -14,6 +14,9 @@ from infuse.apply import Progress, apply, build
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
+from infuse.parallel.collectives import LOCAL, Group
+from infuse.parallel.join import all_or_none
+from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan import Plan, Step, make_plan
 from infuse.saved import is_packed, read_index, saved_config, saved_files, saved_plan
 from infuse.weights.checkpoint import Checkpoint, in_words
@@ -33,12 +36,21 @@ class Loaded:
     config: InferenceConfig
 
 
-def load(model: nn.Module, config: InferenceConfig, device: Device, progress: Progress | None = None) -> Loaded:
-    """Plan, and carry the plan out on `config`'s checkpoint.
+def load(
+    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, group: Group = LOCAL, progress: Progress | None = None
+) -> Loaded:
+    """Plan, and carry the plan out on `config`'s checkpoint: for one rank of `mesh` its part, in step with its `group`.
 
-    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had. A model on meta takes the
-    memory of the result and of one layer; of a live model the old values stay until all new ones are there.
+    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had, on all ranks. A model on meta takes
+    the memory of the result and of one layer; of a live model the old values stay until all new ones are there.
     """
+    with all_or_none(group, "loading"):
+        return _load(model, config, device, mesh, group, progress)
+
+
+def _load(
+    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh, group: Group, progress: Progress | None
+) -> Loaded:
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
     index = read_index(folder) if folder is not None else None
@@ -47,7 +59,7 @@ def load(model: nn.Module, config: InferenceConfig, device: Device, progress: Pr
     else:
         checkpoint, config = Checkpoint(saved_files(folder, index)), saved_config(config, index)
     _tie(model)
-    decided = make_plan(model, config, device)
+    decided = make_plan(model, config, device, mesh)
     packed: list[Step] = []
     if index is not None:
         decided = saved_plan(decided, index)
@@ -58,7 +70,8 @@ def load(model: nn.Module, config: InferenceConfig, device: Device, progress: Pr
     layers = (step.path for step in decided.steps if step.shape is not None)
     with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
         model.eval()
-        done = apply(decided, model, config, progress, placing)
+        done = apply(decided, model, config, progress, placing, group)
+        group.barrier("the end of loading")  # or all give back what they have
     return Loaded(decided, replace(done, notes=(*done.notes, *reader.notes)), config)
 
 

@@ -20,12 +20,13 @@ from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.linear import linear_op
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan_bytes import bytes_after, parameter_bytes
 from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
+from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
 from infuse.plan_text import plan_lines
 from infuse.spec import Bound, bind_any, specs_for
-from infuse.spec.layer import LayerShape
 from infuse.spec.packing import Fill
-from infuse.spec.unknown import EmbeddingShape, LinearShape, embedding_shape, linear_shape, linears
+from infuse.spec.unknown import embedding_shape, linear_shape, linears
 
 BLOCK, LINEAR, EMBEDDING, ATTENTION = "block", "linear", "embedding", "attention"
 
@@ -35,19 +36,21 @@ class Step:
     """One replacement. `path` names the module, `depth` is "block", "linear", "embedding" or "attention" (no shape); `bodies` op → body.
 
     `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is the path of the
-    head whose quantized weight an embedding looks its rows up in.
+    head whose weight an embedding looks its rows up in. Where ranks share the module, `shape` and `fills` are this rank's, and
+    `whole` is the shape of all of it.
     """
 
     path: str
     depth: str
     layer: str
-    shape: LayerShape | LinearShape | EmbeddingShape | None
+    shape: Shape | None
     fills: tuple[Fill, ...]
     bodies: tuple[tuple[str, str], ...]
     why: str
     index: int | None = None
     attn: str = ""
     shares: str = ""
+    whole: Shape | None = None
 
     @property
     def kind(self) -> tuple:
@@ -76,7 +79,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one model on one device. `before_bytes` and `after_bytes` are the parameters' bytes."""
+    """The decision for one model on one device, for one rank of `mesh`. `before_bytes` and `after_bytes` are the parameters' bytes."""
 
     model: str
     device: str
@@ -88,10 +91,12 @@ class Plan:
     notes: tuple[str, ...]
     before_bytes: int
     after_bytes: int
+    mesh: Mesh = ONE
 
     def digest(self) -> str:
         """A fingerprint of the decision: equal on every rank that decided alike."""
-        return hashlib.sha256(repr((self.steps, self.left, str(self.dtype))).encode()).hexdigest()[:16]
+        steps = [(step.path, step.depth, step.layer, step.whole or step.shape, step.formats, step.bodies, step.why) for step in self.steps]
+        return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
     def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int) -> Plan:
         return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes)
@@ -106,7 +111,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     a dtype that is not computed in, patterns of `quant.weight.post_init_quant` that match no linear.
     """
     dtype = config.resolved_dtype(device)
-    decision = _Decision(model, config, device, dtype)
+    decision = _Decision(model, config, device, dtype, mesh)
     decision.visit(model, "", None)
     decision.hook(model)
     notes = decision.formats.check(model)
@@ -124,20 +129,22 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         notes=(*config.notes(device), *notes),
         before_bytes=before,
         after_bytes=bytes_after(model, steps, dtype),
+        mesh=mesh,
     )
 
 
 class _Decision:
     """One walk over a model: blocks where a spec fits, else linears where a kernel or a format gains something."""
 
-    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype):
-        self.model, self.config, self.device, self.dtype = model, config, device, dtype
+    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
+        self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
         self.shared = _shared_weights(model)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-        self.formats = Formats(config, next((name for name, module in model.named_modules() if module is head), None))
+        self.head, self.table = (_path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
+        self.formats = Formats(config, self.head)
+        self.grain = config.tensor_parallel.tp_grain_size
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and what is below; `config` is that of the nearest model around it."""
@@ -158,7 +165,9 @@ class _Decision:
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
             self.left.append(Left(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself"))
         elif next(module.children(), None) is None:
-            if module._parameters:
+            if self.mesh.tp > 1 and path == self.table and embedding_shape(module) is not None:
+                self.steps += [] if any(step.path == path for step in self.steps) else [self.embedding(path)]
+            elif module._parameters:
                 self.left.append(Left(path, f"{type(module).__name__} is in no layer that has a spec"))
         else:
             if module._parameters:
@@ -171,9 +180,21 @@ class _Decision:
         name = type(module).__name__
         if differences := [text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))]:
             raise SpecMismatch(name, differences)
-        fills = tuple(self.with_format(fill, bound.shape, path) for fill in bound.fills)
+        parts = [Part(bound.shape, bound.fills)]
+        if self.mesh.tp > 1:
+            down = next(fill for fill in bound.fills if fill.target == "mlp.down.weight")
+            multiple = self.formats.multiple(down, path, bound.shape)
+            parts = [layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple) for rank in self.mesh.ranks()]
+        shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
-        return Step(path, BLOCK, name, bound.shape, fills, bodies, f"spec of {name}", bound.index, bound.attn)
+        return Step(path, BLOCK, name, shape, fills, bodies, f"spec of {name}", bound.index, bound.attn, whole=whole)
+
+    def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
+        """This rank's of the parts that ranks have of a module: its shape, its fills with their formats, and the whole shape."""
+        own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
+        shapes = [part.shape for part in parts]
+        fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
+        return own.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
         """Steps for the plain linears in `module`, where they gain something."""
@@ -181,25 +202,38 @@ class _Decision:
             if not name:
                 self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
                 continue
-            others = self.shared.get(name, ()) if self.formats.of(name) is not None else ()
-            if unlike := [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]:
+            ranks = self.mesh.ranks() if name == self.head else ()
+            split = len(ranks) > 1
+            others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
+            unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]
+            if unlike and self.formats.of(name) is not None:
                 self.left.append(Left(name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"))
-                continue
-            fills = tuple(self.with_format(fill, shape, name) for fill in shape.fills)
+                if not split:
+                    continue
+            parts = [output_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
+            own, fills, whole = self.chosen(parts, shape, name)
+            if unlike:  # the embedding stays whole, and the head has a copy of its rows
+                fills, others = tuple(replace(fill, format=None) for fill in fills), ()
             bodies = self.bodies(linear_ops(fills))
-            if any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
-                self.steps.append(Step(name, LINEAR, "Linear", shape, fills, bodies, "a linear outside of blocks"))
-                if fills[0].format:
-                    self.steps += [self.embedding(other, name, fills[0]) for other in others]
+            if split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
+                self.steps.append(Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
+                if split or fills[0].format:
+                    self.steps += [self.embedding(other, name, fills[0].format) for other in others]
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 
-    def embedding(self, path: str, head: str, fill: Fill) -> Step:
-        """The step for an embedding that is tied to a head which is quantized."""
+    def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
+        """The step for an embedding that is tied to a head which is quantized or shared by ranks, or that ranks share."""
         self.left = [left for left in self.left if left.path != path]
-        why = f"looks its rows up in the quantized weight of {head}"
-        shape = embedding_shape(self.model.get_submodule(path))
-        return Step(path, EMBEDDING, "Embedding", shape, (fill,), self.bodies(("quantized_embedding", "quantize")), why, shares=head)
+        self.steps = [step for step in self.steps if step.path != path]
+        whole = embedding_shape(self.model.get_submodule(path))
+        assert whole is not None, path
+        part = table_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else Part(whole, whole.fills)
+        fills = tuple(replace(fill, format=format) for fill in part.fills)
+        what = "quantized weight" if format else "rows"
+        why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
+        bodies = self.bodies(("quantized_embedding", "quantize") if format else ())
+        return Step(path, EMBEDDING, "Embedding", part.shape, fills, bodies, why, shares=head, whole=whole if self.mesh.tp > 1 else None)
 
     def hook(self, model: nn.Module) -> None:
         """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains something."""
@@ -212,9 +246,9 @@ class _Decision:
             why = "attention of layers that stay, by transformers' attention interface"
             self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
 
-    def with_format(self, fill: Fill, shape: LayerShape | LinearShape, path: str) -> Fill:
-        """The fill with its quantization format, where it is a matrix that the format fits."""
-        matrix = matrix_shape(fill, shape)
+    def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
+        """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks share it."""
+        matrix = matrix_shape(fill, whole)
         if matrix is None:
             return fill
         format = self.formats.of_fill(fill, path)
@@ -222,7 +256,9 @@ class _Decision:
             if self.formats.left_alone(linears_of(fill, path)[0]):
                 self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone"))
             return fill
-        if reason := format.fits(matrix[1]):
+        format = format.of_part(matrix[1]) if fill.cut is not None and fill.cut.axis == 1 else format
+        widths = [matrix[1] for matrix in (matrix_shape(fill, shape) for shape in shapes) if matrix is not None]
+        if reason := next((reason for width in widths if (reason := format.fits(width))), None):
             self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
             return fill
         return replace(fill, format=str(format))
@@ -237,10 +273,10 @@ class _Decision:
         return tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
 
 
-def fallback(step: Step, model: nn.Module, config: InferenceConfig) -> list[Step]:
+def fallback(step: Step, model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:
     """The next depth for a block that was refused: its linears, where they gain something."""
     device = Device.of(next(model.parameters()).device)
-    decision = _Decision(model, config, device, config.resolved_dtype(device))
+    decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     decision.linears(model.get_submodule(step.path), step.path)
     return decision.steps
 
@@ -253,6 +289,15 @@ def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *fused, *quantized)
 
 
+def _path_of(model: Any, getter: str) -> str | None:
+    """The path of what `model.getter()` gives, None where it has no such module."""
+    try:
+        wanted = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
+        return None
+    return next((name for name, module in model.named_modules() if module is wanted), None)
+
+
 def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Module path → the other modules that hold the same weight (tied embeddings)."""
     by_weight: dict[int, list[str]] = {}
@@ -262,43 +307,3 @@ def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
             by_weight.setdefault(id(parameter), []).append(owner)
     tied = (paths for paths in by_weight.values() if len(paths) > 1)
     return {path: tuple(other for other in paths if other != path) for paths in tied for path in paths}
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones once."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
-    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
-    total, seen = 0, set()
-    for step in steps:
-        if step.shape is None:
-            continue
-        module = model.get_submodule(step.path)
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        quantized = format_bytes(step.fills, step.shape)
-        total += 0 if step.shares else sum(quantized.values())
-        for fill in step.fills:
-            sources = [_tensor(module, name) for name in fill.sources]
-            seen.update(id(source) for source in sources)
-            if fill.target not in quantized:
-                numel = sum(source.numel() for source in sources)
-                total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
-        if id(tensor) not in seen:
-            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
-    return total
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)

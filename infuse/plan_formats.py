@@ -47,6 +47,13 @@ class Formats:
         """The format of the matrix that `fill` makes of linears below `path`; `difference` says whether there is one."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
+    def multiple(self, fill: Fill, path: str, shape: LayerShape) -> int:
+        """The inputs that a part of `fill`'s matrix must be a multiple of, for whole groups of its format."""
+        format, matrix = self.of_fill(fill, path), matrix_shape(fill, shape)
+        if format is None or matrix is None:
+            return 1
+        return format.of_part(matrix[1]).group_size or format.pack
+
     def difference(self, fill: Fill, path: str) -> str | None:
         """Why the linears that `fill` merges cannot be one matrix: names give them different formats."""
         sources = linears_of(fill, path)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def plan_lines(plan: Plan) -> Iterator[str]:
     """The lines of the table: what is replaced, what is left, who declined, notes and memory."""
     dtype = str(plan.dtype).removeprefix("torch.")
-    yield f"plan for {plan.model} on {plan.device}: {dtype} ({plan.dtype_why})"
+    ranks = f", {plan.mesh}" if plan.mesh.size > 1 else ""
+    yield f"plan for {plan.model} on {plan.device}{ranks}: {dtype} ({plan.dtype_why})"
     rows = grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
     if rows:
         widths = [max(len(row[column]) for row in rows) for column in range(2)]

@@ -164,9 +164,6 @@ def test_keys_that_need_another_key_to_have_an_effect():
 
 
 NOT_AVAILABLE = [
-    ({"tp": {"tp_size": 2}}, "tensor_parallel.tp_size=2"),
-    ({"tp": {"mpu": MPU}}, "tensor_parallel.mpu="),
-    ({"tp": {"tp_group": GROUP}}, "tensor_parallel.tp_group="),
     ({"moe": {"ep_size": 2}}, "moe.ep_size=2"),
     ({"moe": {"ep_group": GROUP}}, "moe.ep_group="),
     ({"moe": {"ep_mp_group": GROUP}}, "moe.ep_mp_group="),
@@ -181,7 +178,7 @@ def test_what_this_version_cannot_serve_is_listed(written, start):
 
 
 def test_all_that_is_not_available_is_listed_at_once():
-    assert len(make(tp={"tp_size": 2}, moe={"ep_size": 2}, injection_policy={LAYER: "linear2"}).not_available()) == 3
+    assert len(make(moe={"ep_size": 2, "ep_group": GROUP}, injection_policy={LAYER: "linear2"}).not_available()) == 3
 
 
 def test_frozen():

@@ -18,7 +18,7 @@ LEVELS = {
     "errors": 0, "device": 0, "pages": 0,
     "quant": 1, "parallel": 1, "runtime.graph": 1,
     "ops": 2,
-    "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3,
+    "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,

@@ -1,4 +1,4 @@
-"""How q, k, v lie in one matrix: splits and merges are inverse, and cut where the layers of transformers cut."""
+"""How q, k, v lie in one matrix: rows are taken as their shapes say, and cut where the layers of transformers cut."""
 
 from __future__ import annotations
 
@@ -11,26 +11,65 @@ from families import BY_NAME
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from infuse.parallel.shard import Cut
 from infuse.spec import bind_any, specs_for
-from infuse.spec.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, merge_qkv, split_qkv
+from infuse.spec.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, strips
 
 HEADS = {
     BLOCKS: (Heads(4, 4, 6), Heads(6, 2, 5), Heads(5, 1, 3)),
     PER_HEAD: (Heads(4, 4, 6), Heads(3, 3, 5), Heads(1, 1, 4)),
     PER_GROUP: (Heads(4, 4, 6), Heads(6, 2, 5), Heads(5, 1, 3)),
-    FOUR_PARTS: (Heads(4, 4, 6), Heads(8, 8, 3), Heads(2, 2, 6)),
+    FOUR_PARTS: (Heads(4, 4, 6), Heads(8, 8, 3), Heads(12, 12, 2)),
 }
 PACKED = [(packing, heads) for packing in PACKINGS for heads in HEADS[packing]]
 
 
+def split_qkv(packed: Tensor, packing: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Query rows [H D, ...], key rows [K D, ...] and value rows [K D, ...], by the shapes of a packed matrix or bias alone."""
+    assert packed.shape[0] == heads.rows, (packed.shape, heads)
+    tail, (h, k, d) = packed.shape[1:], (heads.query, heads.key, heads.width)
+    if packing == BLOCKS:
+        q, key, value = packed.split((h * d, k * d, k * d))
+        return q, key, value
+    if packing == PER_HEAD:
+        assert h == k, "per-head packing has a key head for each query head"
+        parts = packed.view(h, 3, d, *tail)
+        return tuple(parts[:, i].reshape(h * d, *tail) for i in range(3))  # type: ignore[return-value]
+    if packing == PER_GROUP:
+        parts = packed.view(k, h // k + 2, d, *tail)
+        return (
+            parts[:, :-2].reshape(h * d, *tail),
+            parts[:, -2].reshape(k * d, *tail),
+            parts[:, -1].reshape(k * d, *tail),
+        )
+    assert packing == FOUR_PARTS and h == k, packing
+    parts = packed.view(4, 3, h * d // 4, *tail)
+    q, value, key = (parts[:, i].reshape(h * d, *tail) for i in range(3))
+    return q, key, value
+
+
+def by_strips(packed: Tensor, packing: str, heads: Heads, cut: Cut | None = None) -> Tensor:
+    found = strips(Fill("qkv.weight", ("qkv.weight",), packing=packing, heads=heads, cut=cut))
+    assert found is not None
+    return torch.cat([packed[strip.start : strip.stop] for strip in found])
+
+
 @pytest.mark.parametrize("tail", [(), (7,)], ids=["bias", "weight"])
 @pytest.mark.parametrize(("packing", "heads"), PACKED)
-def test_split_and_merge_are_inverse(packing: str, heads: Heads, tail: tuple[int, ...]) -> None:
+def test_rows_are_taken_in_the_order_of_queries_keys_values(packing: str, heads: Heads, tail: tuple[int, ...]) -> None:
     packed = torch.arange(heads.rows * max(1, *tail, 1)).reshape(heads.rows, *tail)
     parts = split_qkv(packed, packing, heads)
     assert [part.shape for part in parts] == [(n * heads.width, *tail) for n in (heads.query, heads.key, heads.key)]
-    assert torch.equal(merge_qkv(*parts, packing, heads), packed)
-    assert torch.equal(torch.cat(parts).flatten().sort().values, packed.flatten())
+    assert torch.equal(by_strips(packed, packing, heads), torch.cat(parts))
+
+
+@pytest.mark.parametrize(("packing", "heads"), PACKED)
+def test_a_cut_takes_its_ranges_of_the_whole(packing: str, heads: Heads) -> None:
+    packed = torch.arange(heads.rows)
+    whole = torch.cat(split_qkv(packed, packing, heads))
+    ranges = ((1, heads.width + 1), (heads.rows - 2 * heads.width, heads.rows))
+    taken = by_strips(packed, packing, heads, Cut(0, ranges, (heads.rows,)))
+    assert torch.equal(taken, torch.cat([whole[start:stop] for start, stop in ranges]))
 
 
 def of_interface(model: nn.Module, attention: nn.Module, caught: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,9 @@ def test_digest_does_not_depend_on_weights_or_how_the_plan_is_proven() -> None:
 
 def test_ranks_decide_alike() -> None:
     ranks = [plan_of(family("falcon-40b")(), Mesh(tp=2, tp_rank=rank), dtype="bf16") for rank in range(2)]
-    assert ranks[0] == ranks[1] and ranks[0].digest() == ranks[1].digest()
+    assert ranks[0].digest() == ranks[1].digest() != plan_of(family("falcon-40b")(), dtype="bf16").digest()
+    assert [step.whole for step in ranks[0].steps] == [step.whole for step in ranks[1].steps]
+    assert "rank 1 of 2" in str(ranks[1])
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_with_what_it_has() -> None:

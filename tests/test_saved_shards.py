@@ -18,7 +18,7 @@ from torch import nn
 import infuse
 import infuse.saved
 from infuse.layers.linear import QuantizedLinear
-from infuse.plan import parameter_bytes
+from infuse.plan_bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.cache import KVCache
+from infuse.layers.combine import Combine
 from infuse.layers.linear import direct, make_linear
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
+from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import AttentionShape, NormShape
 
 
@@ -43,13 +45,21 @@ class Inputs(NamedTuple):
 class Attention(nn.Module):
     """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None)."""
 
-    def __init__(self, shape: AttentionShape, index: int | None, formats: Mapping[str, str], bodies: Mapping[str, str]):
+    def __init__(
+        self,
+        shape: AttentionShape,
+        index: int | None,
+        formats: Mapping[str, str],
+        bodies: Mapping[str, str],
+        group: Group = LOCAL,
+        combine: Combine | None = None,
+    ):
         super().__init__()
-        self.shape, self._index = shape, index
+        self.shape, self._index, self._group = shape, index, group
         heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_width
         qkv_format, out_format = (formats.get(f"{shape.name}.{part}.weight") for part in ("qkv", "out"))
         self.qkv = make_linear(shape.hidden, (heads + 2 * kv_heads) * width, shape.qkv_bias, qkv_format, bodies)
-        self.out = make_linear(heads * width, shape.hidden, shape.out_bias, out_format, bodies)
+        self.out = make_linear(heads * width, shape.hidden, shape.out_bias, out_format, bodies, combine)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.positions = make_positions(shape.position)
@@ -71,6 +81,8 @@ class Attention(nn.Module):
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])
+        if shape.head_counts:
+            mask, bias = self._of_own_heads(mask), self._of_own_heads(bias)
         if isinstance(inputs.cache, KVCache) and self._index is not None:
             mask = ops.both_masks(mask, inputs.cache.slot(self._index).seen(tokens), q.dtype)
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
@@ -80,6 +92,8 @@ class Attention(nn.Module):
         if inputs.want_weights:
             scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
             weights = scored.to(x_BTC.dtype)
+            if shape.head_counts:
+                weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
         return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +124,25 @@ class Attention(nn.Module):
         q_rows, k_rows = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
         q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
         parts: dict[str, Any] = self._modules
+        if any(norm is not None and norm.whole for norm in (shape.q_norm, shape.k_norm)):
+            q, k = self._over_ranks((q, parts["q_norm"], shape.heads), (k, parts["k_norm"], shape.kv_heads))
+            return torch.cat((q, k, v), dim=-1)
         return torch.cat((_normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads), v), dim=-1)
+
+    def _over_ranks(self, *given: tuple[Tensor, Norm | None, int]) -> list[Tensor]:
+        """RMS norms over the heads of all ranks: the squares of each are added up over ranks, all norms in one exchange."""
+        wide = [(x, norm) for x, norm, _ in given if norm is not None and norm.shape.whole]
+        squares = torch.stack([x.float().square().sum(-1) / norm.shape.copies for x, norm in wide])
+        totals = iter(self._group.all_reduce(squares, f"q and k norms of {self.shape.name}"))
+        return [
+            _scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads) for x, norm, heads in given
+        ]
+
+    def _of_own_heads(self, of_all: Tensor | None) -> Tensor | None:
+        """This rank's heads of a mask or bias [B, H or 1, T, L]."""
+        if of_all is None or of_all.dim() < 4 or of_all.shape[1] == 1:
+            return of_all
+        return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 
     def _allowed(self, mask: Tensor, length: int) -> Tensor:
         """The mask cut to the keys there are (a static mask may be longer), True meaning: may look."""
@@ -125,6 +157,14 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
     if _over_all_heads(norm.shape, x_BTM.shape[-1]):
         return norm(x_BTM)
     return norm(x_BTM.unflatten(-1, (heads, -1))).flatten(-2)
+
+
+def _scaled(x_BTM: Tensor, norm: Norm, squares_BT: Tensor) -> Tensor:
+    """The RMS norm of x, of whose squares over all ranks the sum is known."""
+    assert norm.weight is not None
+    shape = norm.shape
+    normed = x_BTM.float() * torch.rsqrt(squares_BT[..., None] / shape.whole + shape.eps)
+    return (normed * (norm.weight.float() + shape.offset)).to(x_BTM.dtype)
 
 
 def _over_all_heads(shape: NormShape, rows: int) -> bool:

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from infuse.layers.attention import Attention, Inputs, attention_ops
 from infuse.layers.cache import self_attention_cache
+from infuse.layers.combine import Combine, Sum
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
+from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
 
 
@@ -37,15 +39,27 @@ def block_ops(shape: LayerShape) -> tuple[str, ...]:
 class Block(nn.Module):
     """Built on meta from a LayerShape; weights are filled in by `weights.fill`."""
 
-    def __init__(self, shape: LayerShape, index: int | None, formats: Mapping[str, str], bodies: Mapping[str, str]):
+    def __init__(
+        self,
+        shape: LayerShape,
+        index: int | None,
+        formats: Mapping[str, str],
+        bodies: Mapping[str, str],
+        group: Group = LOCAL,
+        path: str = "",
+    ):
         super().__init__()
         self.shape = shape
+        self._sum: Combine = Sum(group, f"{path}: attention and MLP") if group.size > 1 else _alone
+        of_attention, of_mlp = None, None
+        if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
+            of_attention, of_mlp = Sum(group, f"{path}.{shape.attn.name}"), Sum(group, f"{path}.mlp")
         for name in ("norm1", "norm2", "post1", "post2"):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
         self._attention_name = shape.attn.name
-        self.add_module(shape.attn.name, Attention(shape.attn, index, formats, bodies))
-        self.mlp = MLP(shape.mlp, formats, bodies)
+        self.add_module(shape.attn.name, Attention(shape.attn, index, formats, bodies, group, of_attention))
+        self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
         self._run = _RESIDUALS[shape.residual]
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
 
@@ -66,10 +80,14 @@ class Block(nn.Module):
             bias=kwargs.get(self._bias_argument) if self._bias_argument else None,
             causal=kwargs.get("is_causal"),
             want_weights=bool(kwargs.get("output_attentions")) or _weights_are_recorded(attention),
-            heads=self.shape.attn.heads,
+            heads=self.shape.attn.all_heads,
         )
         out, weights = self._run(self, attention, hidden_states, inputs)
         return (out, weights) if self.shape.returns == TUPLE else out
+
+
+def _alone(part: Tensor) -> Tensor:
+    return part
 
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
@@ -107,7 +125,7 @@ def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> 
     normed = _normed(parts["norm1"], x)
     branch, weights = attention(normed, inputs)
     other = direct(parts["mlp"], normed if parts["norm2"] is None else direct(parts["norm2"], x))
-    return branch + other + x, weights
+    return block._sum(branch + other) + x, weights
 
 
 def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:

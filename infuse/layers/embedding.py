@@ -1,15 +1,18 @@
-"""The embedding that is put in where a quantized head shares its table: rows are looked up in the head's weight."""
+"""The embeddings that are put in: over a quantized head's table, and over the rows that a rank has of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.layers.linear import QuantizedLinear
+from infuse.layers.combine import Combine
+from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.quant.format import QuantizedWeight
+from infuse.spec.unknown import EmbeddingShape
 
 
 class QuantizedEmbedding(nn.Module):
@@ -19,9 +22,12 @@ class QuantizedEmbedding(nn.Module):
     scale: Tensor
     zero: Tensor | None
 
-    def __init__(self, rows: int, width: int, format: str, dtype: torch.dtype, bodies: Mapping[str, str]):
+    def __init__(
+        self, shape: EmbeddingShape, format: str, dtype: torch.dtype, bodies: Mapping[str, str], combine: Combine | None = None
+    ):
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.format, self.dtype = rows, width, format, dtype
+        self.shape, self.format, self.dtype, self._combine = shape, format, dtype, combine
+        self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
@@ -34,7 +40,7 @@ class QuantizedEmbedding(nn.Module):
 
     def share(self, head: QuantizedLinear) -> None:
         """Look up in the weight of `head`, which has the same layout."""
-        assert (head.out_features, head.in_features, head.format) == (self.num_embeddings, self.embedding_dim, self.format)
+        assert (head.out_features, head.in_features, head.format) == (self.shape.rows, self.shape.width, self.format)
         self._take(head, head.prepared)
 
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
@@ -46,9 +52,44 @@ class QuantizedEmbedding(nn.Module):
         return self.data.view(torch.int8)  # as QuantizedLinear.weight
 
     def forward(self, index: Tensor) -> Tensor:
-        return self._body(
-            index, self.data, self.scale, self.zero, self.num_embeddings, self.embedding_dim, self.format, self.dtype
-        )
+        return looked_up(index, self.shape, self._rows, self._combine)
+
+    def _rows(self, index: Tensor) -> Tensor:
+        rows, width = self.shape.rows, self.shape.width
+        return self._body(index, self.data, self.scale, self.zero, rows, width, self.format, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
+
+
+class RankEmbedding(nn.Module):
+    """index [...] → rows [..., width] of a table of which each rank has some rows."""
+
+    weight: nn.Parameter
+
+    def __init__(self, shape: EmbeddingShape, combine: Combine | None):
+        super().__init__()
+        self.shape, self._combine = shape, combine
+        self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
+        self.weight = nn.Parameter(torch.empty(shape.rows, shape.width, device="meta"), requires_grad=False)
+
+    def share(self, head: Linear) -> None:
+        """Look up in the weight of `head`, which has the same rows."""
+        self._parameters["weight"] = head._parameters["weight"]
+
+    def forward(self, index: Tensor) -> Tensor:
+        return looked_up(index, self.shape, lambda own: F.embedding(own, self.weight), self._combine)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape.rows} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def looked_up(index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None) -> Tensor:
+    """The rows of a table; of one that ranks share, each gives its own, and zeros for the others'."""
+    if combine is None:
+        return rows(index)
+    if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape.all_rows:
+        raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {shape.all_rows} rows")
+    own = index - shape.first_row
+    elsewhere = (own < 0) | (own >= shape.rows)
+    return combine(rows(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))

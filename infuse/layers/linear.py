@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.layers.combine import Combine
 from infuse.quant.format import QuantizedWeight, quant_format
 
 
@@ -28,24 +29,31 @@ def linear_op(format: str | None) -> str:
     return "quantized_linear" if format else "linear"
 
 
-def make_linear(inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str]) -> Linear | QuantizedLinear:
-    """A linear layer to be filled; `format` names a quantization format, None keeps the compute dtype."""
+def make_linear(
+    inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str], combine: Combine | None = None
+) -> Linear | QuantizedLinear:
+    """A linear layer to be filled; `format` names a quantization format, None keeps the compute dtype.
+
+    A rank's part of a layer has its own numbers, and makes with `combine` what the whole layer gives.
+    """
     if format is None:
-        return Linear(inputs, outputs, bias, bodies)
-    return QuantizedLinear(inputs, outputs, bias, format, bodies)
+        return Linear(inputs, outputs, bias, bodies, combine)
+    return QuantizedLinear(inputs, outputs, bias, format, bodies, combine)
 
 
 class Linear(nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str]):
+    def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
         self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
+        self._combine = combine
 
     def forward(self, x: Tensor) -> Tensor:
         held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
-        return self._body(x, held["weight"], held["bias"])
+        y = self._body(x, held["weight"], held["bias"])
+        return y if self._combine is None else self._combine(y)
 
 
 class QuantizedLinear(nn.Module):
@@ -56,8 +64,9 @@ class QuantizedLinear(nn.Module):
     zero: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, format: str, bodies: Mapping[str, str]):
+    def __init__(self, inputs: int, outputs: int, bias: bool, format: str, bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__()
+        self._combine = combine
         self.in_features, self.out_features, self.format = inputs, outputs, format
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
@@ -90,7 +99,8 @@ class QuantizedLinear(nn.Module):
         return self.data.view(torch.int8)  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._body(x, self.data, self.scale, self.zero, self.bias, self.out_features, self.in_features, self.format)
+        y = self._body(x, self.data, self.scale, self.zero, self.bias, self.out_features, self.in_features, self.format)
+        return y if self._combine is None else self._combine(y)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self.format}"

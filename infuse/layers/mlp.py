@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, direct, make_linear, untouched
 from infuse.spec.layer import MLPShape
 
@@ -20,7 +21,7 @@ def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
 class MLP(nn.Module):
     """Its `up` holds the gate above it where the MLP is gated."""
 
-    def __init__(self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str]):
+    def __init__(self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__()
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.body(bodies.get(act.name, ops.REFERENCE))
@@ -28,7 +29,7 @@ class MLP(nn.Module):
         self._activation, self._gated = shape.activation, shape.gated
         rows = shape.inner * (2 if shape.gated else 1)
         self.up = make_linear(shape.hidden, rows, shape.in_bias, formats.get("mlp.up.weight"), bodies)
-        self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies)
+        self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine)
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules

@@ -93,7 +93,7 @@ class Group:
     def any_fault(self, fault: str | None, what: str) -> str | None:
         """The faults of all ranks in one text, the same everywhere: "rank 1: no such file". None where no rank has one."""
         if self.size == 1:
-            return fault and f"rank 0: {fault}"
+            return fault
         faults = self._texts("" if fault is None else f"rank {self.rank}: {fault}", what)
         return "; ".join(filter(None, faults)) or None
 

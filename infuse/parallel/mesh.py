@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,13 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.tp * self.ep
+
+    def ranks(self) -> tuple[Mesh, ...]:
+        """This mesh as each of the ranks sees it that share a layer."""
+        return tuple(replace(self, tp_rank=rank) for rank in range(self.tp))
+
+    def __str__(self) -> str:
+        return f"rank {self.tp_rank} of {self.tp}"
 
 
 ONE = Mesh()

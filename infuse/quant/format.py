@@ -119,6 +119,12 @@ class QuantFormat(ABC):
             return f"{self}: {in_features} inputs do not divide into {self.groups} groups"
         return None
 
+    def of_part(self, in_features: int) -> QuantFormat:
+        """This format for a part of rows of `in_features`: groups that are counted in a row keep the size that they have there."""
+        if self.groups is None or in_features % self.groups:
+            return self
+        return replace(self, group_size=in_features // self.groups, groups=None)
+
     def group_count(self, in_features: int) -> int:
         """How many groups, and so scales, a row of `in_features` has; ConfigError where `fits` declines."""
         if reason := self.fits(in_features):

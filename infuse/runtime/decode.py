@@ -6,6 +6,7 @@ attribute or a hook of the module itself, so that it works however the module is
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
-from infuse.errors import ContextLimitError
+from infuse.errors import ContextLimitError, RankError
 from infuse.layers.cache import KVCache
+from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.loop import decode
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
@@ -40,11 +42,17 @@ class Installed:
     limit_tokens: int | None
     min_new_tokens: int
     caches: bool
+    group: Group
 
 
-def install(module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool) -> list[RemovableHandle]:
-    """Put generate, cap and device care on `module`. `caches`: its layers take our cache. Returns the hooks' handles."""
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches)  # type: ignore[assignment]
+def install(
+    module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool, group: Group = LOCAL
+) -> list[RemovableHandle]:
+    """Put generate, cap, device care and, where ranks share it, agreement on `module`. `caches`: its layers take our cache.
+
+    Returns the hooks' handles.
+    """
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
@@ -53,6 +61,8 @@ def install(module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int,
         handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
+    if group.size > 1:
+        handles.append(module.register_forward_pre_hook(partial(_agree, group), with_kwargs=True))
     return handles
 
 
@@ -71,6 +81,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
+    if installed.group.size > 1:
+        group_agrees(installed.group, "the arguments of generate", args, kwargs)
+        installed.group.share_random_state()
     asked = _Asked(self, args, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
@@ -84,7 +97,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = min(total, prompt + _PREPARED_TOKENS)
         kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
         if asked.is_plain_search():
-            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"))
+            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"), group=installed.group)
     return type(self).generate(self, *args, **kwargs)
 
 
@@ -143,6 +156,39 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
         raise ContextLimitError(
             f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
         )
+
+
+def _agree(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: all ranks are given the same."""
+    group_agrees(group, "the inputs of forward", args, kwargs)
+
+
+def group_agrees(group: Group, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """RankError that names the ranks whose arguments are not rank 0's: by their checksums, one number for each rank."""
+    mine = torch.tensor([_checksum((args, dict(kwargs)))])
+    sums = group.all_gather(mine, [1] * group.size, 0, what).tolist()
+    if others := [str(rank) for rank in range(group.size) if sums[rank] != sums[0]]:
+        where = f"rank {group.rank} of {group.size}"
+        raise RankError(f"{where}: {what} are others on rank {', '.join(others)} than on rank 0; give all ranks the same")
+
+
+def _checksum(value: Any, seed: int = 0) -> int:
+    """Of tensors on the CPU their values, of others their shape; of what is no plain value its class."""
+    if isinstance(value, Tensor):
+        seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)
+        if value.device.type != "cpu":
+            return seed
+        return zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, seed)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            seed = _checksum(inner, zlib.crc32(str(key).encode(), seed))
+        return seed
+    if isinstance(value, (tuple, list)):
+        for inner in value:
+            seed = _checksum(inner, seed)
+        return seed
+    plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
+    return zlib.crc32(repr(value if plain else type(value)).encode(), seed)
 
 
 def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

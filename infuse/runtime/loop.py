@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from infuse.parallel.collectives import LOCAL, Group
+
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -25,6 +27,7 @@ def decode(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
+    group: Group = LOCAL,
     **model_kwargs: Any,
 ) -> Tensor:
     """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything."""
@@ -41,6 +44,7 @@ def decode(
             tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = scores.argmax(dim=-1)
+        tokens = group.broadcast(tokens, "the tokens")  # rank 0's, whatever another one's rounding says
         if stops_at_eos:
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)

@@ -181,7 +181,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class NormShape:
-    """`weight` is the shape of the weight, None without one."""
+    """`weight` is the shape of the weight, None without one.
+
+    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the same of them
+    as `copies` says.
+    """
 
     kind: str
     width: int
@@ -189,11 +193,16 @@ class NormShape:
     offset: float
     weight: tuple[int, ...] | None
     bias: bool
+    whole: int = 0
+    copies: int = 1
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the block."""
+    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the block.
+
+    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of all ranks.
+    """
 
     name: str
     hidden: int
@@ -211,6 +220,12 @@ class AttentionShape:
     inverted_mask: bool
     q_norm: NormShape | None
     k_norm: NormShape | None
+    first_head: int = 0
+    head_counts: tuple[int, ...] = ()
+
+    @property
+    def all_heads(self) -> int:
+        return sum(self.head_counts) or self.heads
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from infuse.parallel.shard import Cut
 
 BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]           GPT-2, Phi-3, MPT
 PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H        BLOOM, GPT-NeoX
@@ -38,8 +37,8 @@ class Fill:
     """One target tensor of a step: which source tensors it is made from, and how.
 
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
-    split to q, k, v; several sources are merged by `merge` along a new or the first axis. `format` names a
-    quantization format, None keeps the compute dtype.
+    split to q, k, v; several sources are merged by `merge` along a new or the first axis; `cut` is the part that a rank has.
+    `format` names a quantization format, None keeps the compute dtype.
     """
 
     target: str
@@ -49,41 +48,69 @@ class Fill:
     heads: Heads | None = None
     merge: str = CAT
     format: str | None = None
+    cut: Cut | None = None
 
 
-def split_qkv(packed: Tensor, packing: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Query rows [H D, ...], key rows [K D, ...] and value rows [K D, ...] of a packed matrix or bias."""
-    assert packed.shape[0] == heads.rows, (packed.shape, heads)
-    tail, (h, k, d) = packed.shape[1:], (heads.query, heads.key, heads.width)
+def block_starts(packing: str, heads: Heads) -> list[int]:
+    """The first row, in the packed matrix, of each head's D rows: of all query heads, then of all keys, then of all values."""
+    h, k, d = heads.query, heads.key, heads.width
     if packing == BLOCKS:
-        q, key, value = packed.split((h * d, k * d, k * d))
-        return q, key, value
-    if packing == PER_HEAD:
-        assert h == k, "per-head packing has a key head for each query head"
-        parts = packed.view(h, 3, d, *tail)
-        return tuple(parts[:, i].reshape(h * d, *tail) for i in range(3))  # type: ignore[return-value]
-    if packing == PER_GROUP:
-        parts = packed.view(k, h // k + 2, d, *tail)
-        return (
-            parts[:, :-2].reshape(h * d, *tail),
-            parts[:, -2].reshape(k * d, *tail),
-            parts[:, -1].reshape(k * d, *tail),
-        )
-    assert packing == FOUR_PARTS and h == k, packing
-    parts = packed.view(4, 3, h * d // 4, *tail)
-    q, value, key = (parts[:, i].reshape(h * d, *tail) for i in range(3))
-    return q, key, value
+        blocks = list(range(h + 2 * k))
+    elif packing == PER_HEAD:
+        blocks = [3 * head + part for part in range(3) for head in range(h)]
+    elif packing == PER_GROUP:
+        each = h // k
+        queries = [(each + 2) * (head // each) + head % each for head in range(h)]
+        blocks = [*queries, *((each + 2) * group + each + part for part in range(2) for group in range(k))]
+    else:
+        assert packing == FOUR_PARTS and h % 4 == 0, (packing, heads)
+        each = h // 4
+        blocks = [(3 * (head // each) + part) * each + head % each for part in (0, 2, 1) for head in range(h)]
+    return [block * d for block in blocks]
 
 
-def merge_qkv(q: Tensor, k: Tensor, v: Tensor, packing: str, heads: Heads) -> Tensor:
-    """The inverse of `split_qkv`: rows in the order of `packing`."""
-    tail, (h, n, d) = q.shape[1:], (heads.query, heads.key, heads.width)
-    if packing == BLOCKS:
-        return torch.cat((q, k, v))
-    if packing == PER_HEAD:
-        return torch.stack([t.view(h, d, *tail) for t in (q, k, v)], dim=1).reshape(heads.rows, *tail)
-    if packing == PER_GROUP:
-        groups = (q.view(n, h // n, d, *tail), k.view(n, 1, d, *tail), v.view(n, 1, d, *tail))
-        return torch.cat(groups, dim=1).reshape(heads.rows, *tail)
-    assert packing == FOUR_PARTS, packing
-    return torch.stack([t.view(4, h * d // 4, *tail) for t in (q, v, k)], dim=1).reshape(heads.rows, *tail)
+@dataclass(frozen=True)
+class Strip:
+    """Positions start to stop of one source, along the axis that a target is put together on."""
+
+    source: int
+    start: int
+    stop: int
+
+
+def strips(fill: Fill) -> list[Strip] | None:
+    """What the target is put together from, in order; None where it is all of each source."""
+    cut = fill.cut
+    if fill.packing is not None:
+        assert fill.heads is not None, fill
+        d = fill.heads.width
+        found = [Strip(0, start, start + d) for start in block_starts(fill.packing, fill.heads)]
+    elif cut is None:
+        return None
+    else:
+        found = [Strip(source, 0, size) for source, size in enumerate(cut.sizes)]
+    if cut is not None:
+        found = [part for start, stop in cut.ranges for part in _between(found, start, stop)]
+    return _joined(found)
+
+
+def _between(whole: list[Strip], start: int, stop: int) -> list[Strip]:
+    """The part from start to stop of what `whole` puts together."""
+    found, at = [], 0
+    for strip in whole:
+        first, last = max(start, at), min(stop, at + strip.stop - strip.start)
+        if first < last:
+            found.append(Strip(strip.source, strip.start + first - at, strip.start + last - at))
+        at += strip.stop - strip.start
+    return found
+
+
+def _joined(found: list[Strip]) -> list[Strip]:
+    """Neighbours in the source as one."""
+    joined: list[Strip] = []
+    for strip in found:
+        if joined and (joined[-1].source, joined[-1].stop) == (strip.source, strip.start):
+            joined[-1] = Strip(strip.source, joined[-1].start, strip.stop)
+        else:
+            joined.append(strip)
+    return joined

@@ -17,12 +17,16 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Numbers of one linear; `transposed` weights are stored [inputs, outputs]."""
+    """Numbers of one linear; `transposed` weights are stored [inputs, outputs].
+
+    Where ranks share its outputs, `outputs` are one rank's, and `widths` those of all ranks.
+    """
 
     inputs: int
     outputs: int
     bias: bool
     transposed: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def fills(self) -> tuple[Fill, ...]:
@@ -32,10 +36,12 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class EmbeddingShape:
-    """Numbers of one embedding table."""
+    """Numbers of one embedding table. Where ranks share it, this one has `rows` from `first_row` on, of `all_rows`."""
 
     rows: int
     width: int
+    first_row: int = 0
+    all_rows: int = 0
 
     @property
     def fills(self) -> tuple[Fill, ...]:

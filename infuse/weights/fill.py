@@ -1,4 +1,4 @@
-"""Fill → tensor: read → split packing → merge → cast → quantize. The only path that a weight takes to its place."""
+"""Fill → tensor: read the parts that are needed → merge → cast → quantize. The only path that a weight takes to its place."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from infuse import ops, pages
 from infuse.quant.format import QuantizedWeight, quant_format
-from infuse.spec.packing import STACK, Fill, split_qkv
+from infuse.spec.packing import STACK, Fill, strips
 from infuse.weights.reader import Reader, tensor_at
 
 
 def moves(fill: Fill) -> bool:
     """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
-    return len(fill.sources) == 1 and not fill.transposed and fill.packing is None and fill.merge != STACK and fill.format is None
+    alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
+    return alone and not fill.transposed and fill.packing is None and fill.format is None
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
@@ -29,26 +30,38 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Call
 
     A lone source is moved, not copied.
     """
-    sources = [reader.read(name) for name in fill.sources]
+    sources = _sources(fill, reader)
     if fill.transposed:  # kernels take weights that are contiguous; the quantizer copies in parts
         sources = [source.t() if fill.format else source.t().contiguous() for source in sources]
-    if fill.packing is not None:
-        assert fill.heads is not None and len(sources) == 1, fill
-        sources = list(split_qkv(sources[0].contiguous(), fill.packing, fill.heads))
     if fill.merge == STACK:
         tensor = torch.stack(sources)
     else:
-        tensor = sources[0] if len(sources) == 1 else _stacked_rows(sources)
+        tensor = sources[0] if len(sources) == 1 else _joined(sources, fill.cut.axis if fill.cut else 0)
     if fill.format is not None:
         data, scale, zero = quantize(tensor, fill.format)
         return QuantizedWeight(data, scale, zero, (tensor.size(0), tensor.size(1)), quant_format(fill.format))
+    if fill.cut is not None and len(sources) == 1:  # a view would keep all of the source
+        copy = pages.empty(tensor.shape, dtype or tensor.dtype, tensor.device)
+        return copy.copy_(tensor)
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def _stacked_rows(sources: list[Tensor]) -> Tensor:
-    first = sources[0]
-    rows = pages.empty((sum(source.shape[0] for source in sources), *first.shape[1:]), first.dtype, first.device)
-    return torch.cat(sources, out=rows)
+def _sources(fill: Fill, reader: Reader) -> list[Tensor]:
+    """What the target is put together from, as it lies in the sources: of each no more is read than is needed."""
+    found = strips(fill)
+    if found is None:
+        return [reader.read(name) for name in fill.sources]
+    if fill.merge == STACK:
+        return [reader.read(fill.sources[strip.source]) for strip in found]
+    inputs = fill.cut is not None and fill.cut.axis == 1
+    before = (slice(None),) if inputs != fill.transposed else ()
+    return [reader.read(fill.sources[strip.source], (*before, slice(strip.start, strip.stop))) for strip in found]
+
+
+def _joined(sources: list[Tensor], axis: int) -> Tensor:
+    shape = list(sources[0].shape)
+    shape[axis] = sum(source.shape[axis] for source in sources)
+    return torch.cat(sources, dim=axis, out=pages.empty(shape, sources[0].dtype, sources[0].device))
 
 
 def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]) -> None:

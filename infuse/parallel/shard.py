@@ -1,0 +1,71 @@
+"""Which part of a matrix each rank has: pure numbers, for any number of ranks, also where they do not divide what they share.
+
+column  splits the outputs of a matrix (q, k, v, gate, up): no rank needs another's part.
+row     splits the inputs (attention's out, the MLP's down): ranks add up what they get.
+heads   a column split in which a rank has whole query heads and the key/value heads that they look at.
+vocabulary  a column split of the head, the same rows of the embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's part of a target tensor: positions `ranges` along `axis` (0 outputs, 1 inputs) of the whole, in their order.
+
+    The whole is what one rank alone would hold; `sizes` are the lengths of its sources along that axis.
+    """
+
+    axis: int
+    ranges: tuple[Range, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The query heads of a rank, and the key/value heads that they look at."""
+
+    heads: Range
+    kv_heads: Range
+
+
+def split(total: int, size: int, *, grain: int = 1, multiple: int = 1) -> tuple[Range, ...]:
+    """Neighbouring ranges of `total` for `size` ranks, as even as they can be in steps of `grain`.
+
+    Where the grain does not divide, or gives a rank nothing, it is halved as often as needed; `multiple` (the group of a number
+    format) is kept as long as it divides.
+    """
+    unit = next(unit for unit in _units(grain, multiple) if total % unit == 0 and (total // unit >= size or unit == 1))
+    each, more = divmod(total // unit, size)
+    stops = [unit * (each * (rank + 1) + min(rank + 1, more)) for rank in range(size)]
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _units(grain: int, multiple: int) -> list[int]:
+    grains = [grain]
+    while grains[-1] % 2 == 0:
+        grains.append(grains[-1] // 2)
+    return [*(math.lcm(unit, multiple) for unit in grains), multiple, *grains, 1]
+
+
+def split_heads(heads: int, kv_heads: int, size: int) -> tuple[HeadShare, ...] | None:
+    """The heads of each rank: whole groups where there are enough of them, else ranks share a key/value head. None: too few heads."""
+    if size > heads:
+        return None
+    group = heads // kv_heads
+    if kv_heads >= size:
+        return tuple(HeadShare((first * group, last * group), (first, last)) for first, last in split(kv_heads, size))
+    shares = []
+    for kv_head, (first, last) in enumerate(split(size, kv_heads)):
+        for start, stop in split(group, last - first):
+            shares.append(HeadShare((kv_head * group + start, kv_head * group + stop), (kv_head, kv_head + 1)))
+    return tuple(shares)

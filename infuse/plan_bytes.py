@@ -1,0 +1,53 @@
+"""The memory that a plan will take, known before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from infuse.plan_formats import format_bytes
+
+if TYPE_CHECKING:
+    from infuse.plan import Step
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
+    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
+    total, seen = 0, set()
+    for step in steps:
+        if step.shape is None:
+            continue
+        module = model.get_submodule(step.path)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        quantized = format_bytes(step.fills, step.shape)
+        total += 0 if step.shares else sum(quantized.values())
+        for fill in step.fills:
+            sources = [_tensor(module, name) for name in fill.sources]
+            seen.update(id(source) for source in sources)
+            if fill.target not in quantized and not step.shares:
+                numel = sum(source.numel() for source in sources)
+                if fill.cut is not None:
+                    numel = numel // sum(fill.cut.sizes) * fill.cut.length
+                total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
+        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if id(tensor) not in seen:
+            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
+    return total
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
