@@ -11,24 +11,20 @@ namespace infuse {
 namespace {
 
 // Up to here every rank adds up all elements itself, after one meeting; beyond, each adds up its share, and they meet once more.
-constexpr int64_t kTogetherBytes = 32 << 10;
+constexpr int64_t kTogetherBytes = 16 << 10;
 // What a thread copies or adds up at least.
 constexpr int64_t kGrainBytes = 64 << 10;
 // Shares are multiples of it, so that no two ranks write to the same cache line.
 constexpr int64_t kShareElements = 64;
 
-Meeting meeting_of(const Tensor& region, int64_t rank) {
+Meeting meeting_of(const Tensor& region, int64_t rank, int64_t slice_us = 0) {
   char* base = static_cast<char*>(region.mutable_data_ptr());
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(base) % kLine == 0 && region.numel() >= int64_t(sizeof(Header)), "not a region");
   const Header& header = *reinterpret_cast<const Header*>(base);
   STD_TORCH_CHECK(header.ranks >= 1 && header.ranks <= kMostRanks && rank >= 0 && rank < header.ranks &&
                       region.numel() >= region_bytes(header.ranks, header.buffer_bytes),
                   "not a region of a rank ", rank);
-  return Meeting(base, rank);
-}
-
-Patience patience_of(const Tensor& region, int64_t slice_us) {
-  return Patience(static_cast<const Header*>(region.const_data_ptr())->spin_us, slice_us);
+  return Meeting(base, rank, slice_us);
 }
 
 int64_t bytes_of(const Tensor& t) { return t.numel() * int64_t(t.element_size()); }
@@ -74,8 +70,7 @@ Share share_of(int64_t elements, int64_t rank, int64_t ranks) {
 }
 
 // One chunk of a long array, `elements` at x: each rank adds up its share of all buffers and puts the sum into its own for the others.
-Outcome sum_chunk(const Meeting& ranks, Patience& patience, const Operation& operation, uint64_t signature, char* x, int64_t elements,
-                  const Tensor& like) {
+Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t signature, char* x, int64_t elements, const Tensor& like) {
   const int64_t element = int64_t(like.element_size()), rank = ranks.rank();
   const Share mine = share_of(elements, rank, ranks.ranks());
   char* buffer = ranks.buffer(rank);
@@ -87,14 +82,14 @@ Outcome sum_chunk(const Meeting& ranks, Patience& patience, const Operation& ope
     place.stage = 1;
   }
   if (place.stage == 1) {
-    const Outcome outcome = ranks.gather(patience);
+    const Outcome outcome = ranks.gather();
     if (outcome != Outcome::done) return outcome;
     add_up(ranks, x, x, mine.begin, mine.end, like);
     copy(buffer + mine.begin * element, x + mine.begin * element, (mine.end - mine.begin) * element);
     ranks.publish(operation, signature);
     place.stage = 2;
   }
-  const Outcome outcome = ranks.gather(patience);
+  const Outcome outcome = ranks.gather();
   if (outcome != Outcome::done) return outcome;
   for (int64_t r = 0; r < ranks.ranks(); ++r) {
     const Share share = share_of(elements, r, ranks.ranks());
@@ -105,8 +100,7 @@ Outcome sum_chunk(const Meeting& ranks, Patience& patience, const Operation& ope
 }
 
 int64_t all_reduce(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
-  const Meeting ranks = meeting_of(region, rank);
-  Patience patience = patience_of(region, slice_us);
+  const Meeting ranks = meeting_of(region, rank, slice_us);
   const Operation operation = operation_of(Kind::sum, x, tag);
   const uint64_t signature = operation.signature();
   const int64_t bytes = bytes_of(x), buffer_bytes = ranks.buffer_bytes();
@@ -118,14 +112,14 @@ int64_t all_reduce(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t s
       ranks.publish(operation, signature);
       place.stage = 1;
     }
-    const Outcome outcome = ranks.gather(patience);
+    const Outcome outcome = ranks.gather();
     if (outcome != Outcome::done) return int64_t(outcome);
     add_up(ranks, data, data, 0, x.numel(), x);
     ranks.next_turn();
   } else {
     for (int64_t at = place.chunk * buffer_bytes; at < bytes; at = place.chunk * buffer_bytes) {
       const int64_t elements = std::min(buffer_bytes, bytes - at) / int64_t(x.element_size());
-      const Outcome outcome = sum_chunk(ranks, patience, operation, signature, data + at, elements, x);
+      const Outcome outcome = sum_chunk(ranks, operation, signature, data + at, elements, x);
       if (outcome != Outcome::done) return int64_t(outcome);
     }
   }
@@ -153,8 +147,7 @@ void place_piece(char* whole, const Columns& columns, const char* from, int64_t 
 // whole [rows, sum of columns] of bytes from each rank's x [rows, columns[rank]].
 int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vector<int64_t> columns, int64_t rows, int64_t tag,
                    int64_t slice_us) {
-  const Meeting ranks = meeting_of(region, rank);
-  Patience patience = patience_of(region, slice_us);
+  const Meeting ranks = meeting_of(region, rank, slice_us);
   STD_TORCH_CHECK(int64_t(columns.size()) == ranks.ranks() && bytes_of(x) == rows * columns[size_t(rank)], "columns do not fit");
   Operation operation = operation_of(Kind::gather, whole, tag);
   std::vector<Columns> places;
@@ -180,7 +173,7 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
       place_piece(to, places[size_t(rank)], data + std::min(at, bytes_of(x)), at, end(rank));
       place.stage = 1;
     }
-    const Outcome outcome = ranks.gather(patience);
+    const Outcome outcome = ranks.gather();
     if (outcome != Outcome::done) return int64_t(outcome);
     for (int64_t r = 0; r < ranks.ranks(); ++r) {
       if (r != rank) place_piece(to, places[size_t(r)], ranks.buffer(r), at, end(r));
@@ -193,8 +186,7 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
 
 // Rank 0's x for all.
 int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
-  const Meeting ranks = meeting_of(region, rank);
-  Patience patience = patience_of(region, slice_us);
+  const Meeting ranks = meeting_of(region, rank, slice_us);
   const Operation operation = operation_of(Kind::broadcast, x, tag);
   const uint64_t signature = operation.signature();
   const int64_t bytes = bytes_of(x), buffer_bytes = ranks.buffer_bytes();
@@ -207,7 +199,7 @@ int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t sl
       ranks.publish(operation, signature);
       place.stage = 1;
     }
-    const Outcome outcome = ranks.gather(patience);
+    const Outcome outcome = ranks.gather();
     if (outcome != Outcome::done) return int64_t(outcome);
     if (rank != 0) copy(data + at, ranks.buffer(0), count);
     ranks.next_turn();

@@ -74,10 +74,10 @@ inline void relax() {
 #endif
 }
 
-// Waits a little, then longer: the others are microseconds away in a decode step, and seconds while a rank reads a prompt.
+// One wait. It looks often, then seldom: the others are microseconds away in a decode step, and seconds while a rank reads a prompt.
 class Patience {
  public:
-  explicit Patience(int64_t spin_us, int64_t slice_us) : spin_us_(spin_us), slice_us_(slice_us) {}
+  Patience(int64_t spin_us, int64_t slice_us) : spin_us_(spin_us), slice_us_(slice_us) {}
   // False when the slice is over.
   bool wait() {
     if (spin_us_ > 0 && ++spins_ % 32) {
@@ -112,7 +112,7 @@ class Patience {
 // The region as one rank sees it during one call.
 class Meeting {
  public:
-  Meeting(void* region, int64_t rank) : base_(static_cast<char*>(region)), rank_(rank) {}
+  Meeting(void* region, int64_t rank, int64_t slice_us) : base_(static_cast<char*>(region)), rank_(rank), slice_us_(slice_us) {}
 
   int64_t ranks() const { return header().ranks; }
   int64_t rank() const { return rank_; }
@@ -132,8 +132,9 @@ class Meeting {
     mine.sequence.store(next, std::memory_order_release);
   }
 
-  // Until all have come as far.
-  Outcome gather(Patience& patience) const {
+  // Until all have come as far, or a slice is over.
+  Outcome gather() const {
+    Patience patience(header().spin_us, slice_us_);
     const uint64_t now = place().sequence;
     for (int64_t r = 0; r < ranks(); ++r) {
       while (post(r).sequence.load(std::memory_order_acquire) < now) {
@@ -160,7 +161,7 @@ class Meeting {
   Place* places() const { return reinterpret_cast<Place*>(base_ + sizeof(Header) + size_t(ranks()) * sizeof(Post)); }
 
   char* base_;
-  int64_t rank_;
+  int64_t rank_, slice_us_;
 };
 
 }  // namespace infuse
