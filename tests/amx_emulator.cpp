@@ -1,5 +1,5 @@
 // AMX on processors that lack it: a handler of SIGILL that decodes the instruction, executes it on tiles of the thread's own and goes on
-// behind it. For tests alone: about two microseconds an instruction. Built and loaded by test_cpu_amx.py.
+// behind it. For tests alone: each instruction is a signal. Built and loaded by amx.py.
 //
 // As Intel's Software Developer's Manual, volume 2, defines the instructions: LDTILECFG, STTILECFG, TILERELEASE, TILEZERO,
 // TILELOADD, TILELOADDT1, TILESTORED, TDPBF16PS. What would be an exception there ends the program here with a text. So does
@@ -232,7 +232,7 @@ int64_t amx_products() { return products; }
 int64_t amx_configurations() { return configurations; }
 int64_t amx_releases() { return releases; }
 
-// The product by instructions of this file's own, for tests of the emulator: 16 rows of 16 pairs by 16 pairs of 16 columns, added to sums.
+// For tests of the emulator: what these instructions do to 16 rows of 16 pairs, 16 pairs of 16 columns, and sums, which are added to.
 void amx_product(const void* x, const void* y, float* sums, const void* configuration) {
   const int64_t row = kRowBytes;
   asm volatile("ldtilecfg (%0)" : : "r"(configuration) : "memory");
@@ -241,8 +241,15 @@ void amx_product(const void* x, const void* y, float* sums, const void* configur
   asm volatile("tileloaddt1 1024(%0,%1,1), %%tmm5" : : "r"(static_cast<const char*>(y) - 1024), "r"(row) : "memory");
   asm volatile("tdpbf16ps %tmm5, %tmm4, %tmm3");
   asm volatile("tilestored %%tmm3, (%0,%1,1)" : : "r"(sums), "r"(row) : "memory");
-  asm volatile("tilerelease" : : : "memory");
 }
-// What STTILECFG says: the configuration of the calling thread, 64 bytes.
+void amx_zero(float* sums) {
+  asm volatile("tilezero %tmm3");
+  asm volatile("tilestored %%tmm3, (%0,%1,1)" : : "r"(sums), "r"(int64_t{kRowBytes}) : "memory");
+}
+// tdpbf16ps %tmm4, %tmm4, %tmm3, which assemblers refuse.
+void amx_one_tile_twice() { asm volatile(".byte 0xc4, 0xe2, 0x5a, 0x5c, 0xdc"); }
+void amx_release() { asm volatile("tilerelease" : : : "memory"); }
+// The configuration of the calling thread, 64 bytes; zeros where it has none.
 void amx_configuration(void* to) { asm volatile("sttilecfg (%0)" : : "r"(to) : "memory"); }
+void amx_undefined() { asm volatile("ud2"); }
 }
