@@ -27,7 +27,7 @@ from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 LEVEL = "avx512_amx"
 
-built = pytest.mark.skipif(isinstance(kernels(), str) or LEVEL not in kernels().levels(), reason="no kernels with AMX were built")
+built = pytest.mark.skipif(isinstance(kernels(), str) or f"{LEVEL} unbuilt" in kernels().levels(), reason="no kernels with AMX were built")
 # What is not emulated: the rest of the level's instructions.
 runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the processor has no AVX512-BF16")
 
@@ -162,6 +162,14 @@ def test_amx_runs_where_processor_and_system_have_it(detection: Path) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("forced", ["", LEVEL, f"{LEVEL}!"])
+def test_a_binary_without_amx_runs_the_next_lower(tmp_path: Path, forced: str) -> None:
+    program = build("amx_detection.cpp", tmp_path / "detection")
+    expected = ["avx512_bf16", "1", "0", "1", f"{LEVEL} unbuilt"]  # PyTorch's products use the AMX that there is
+    assert detected(program, AMX_BITS, SAVED_STATES, True, forced) == expected
+
+
+@compiled
 def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) -> None:
     for level in ("avx512_bf16", "avx512", "avx2", "generic"):
         assert detected(detection, AMX_BITS, SAVED_STATES, True, level) == [level, "1", "0", "1", LEVEL]
@@ -173,7 +181,9 @@ def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) 
 
 
 @built
-@pytest.mark.parametrize(("state", "text"), [("missing", "this CPU does not have it"), ("refused", "the system does not let this")])
+@pytest.mark.parametrize(("state", "text"), [
+    ("missing", "this CPU does not have it"), ("refused", "the system does not let this"), ("unbuilt", "the compiler that built"),
+])  # fmt: skip
 def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     class Binary:
         levels = staticmethod(lambda: f"{LEVEL} {state}\navx512_bf16\ngeneric")
@@ -183,6 +193,7 @@ def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: s
     monkeypatch.setenv("INFUSE_CPU_ISA", "generic")
     monkeypatch.setattr("infuse.ops.cpu.kernels", Binary)
     found = described()
+    assert (LEVEL in found["C++ kernels"]) == (state != "unbuilt")
     assert found[f"  not {LEVEL}"].startswith(text) and found["  not avx512_bf16"] == "INFUSE_CPU_ISA=generic"
 
 

@@ -58,10 +58,11 @@ def described() -> dict[str, str]:
     reasons = {
         "missing": "this CPU does not have it",
         "refused": "the system does not let this process use it",
+        "unbuilt": "the compiler that built the kernels did not know it",
         "": f"INFUSE_CPU_ISA={os.environ.get('INFUSE_CPU_ISA')}",
     }
     return {
-        "C++ kernels": f"{runs} runs, of {', '.join(names)}",
+        "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
         **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
         "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
     }

@@ -24,7 +24,7 @@ extern "C" char __libc_single_threaded = 0;
 namespace infuse {
 namespace {
 
-enum class Found { yes, missing, refused };
+enum class Found { yes, missing, refused, unbuilt };
 
 struct Level {
   const char* name;
@@ -71,8 +71,10 @@ Found if_there(bool there) { return there ? Found::yes : Found::missing; }
 // From the highest.
 constexpr Level kLevels[] = {
 #if defined(__x86_64__)
-#if defined(INFUSE_WITH_AMX)  // the compiler knew it
+#if defined(INFUSE_WITH_AMX)
     {"avx512_amx", amx, kernels_avx512_amx},
+#else  // the compiler did not know it
+    {"avx512_amx", [] { return Found::unbuilt; }, nullptr},
 #endif
     {"avx512_bf16", [] { return if_there(avx512_bf16()); }, kernels_avx512_bf16},
     {"avx512", [] { return if_there(avx512()); }, kernels_avx512},
@@ -89,7 +91,7 @@ const Kernels& chosen() {
   for (const Level& level : kLevels) {
     const bool anyhow = forced == std::string(level.name) + "!";
     allowed = allowed || anyhow || forced == level.name;
-    if (allowed && (level.found() == Found::yes || anyhow)) return level.table();  // found() is asked anyhow: it asks for permission
+    if (allowed && (level.found() == Found::yes || (anyhow && level.table))) return level.table();  // found() is asked anyhow: it asks for permission
   }
   return kernels_generic();
 }
@@ -116,7 +118,7 @@ const char* level_names() {
     for (const Level& level : kLevels) {
       const Found found = level.found();
       text += std::string(text.empty() ? "" : "\n") + level.name;
-      text += found == Found::yes ? "" : found == Found::missing ? " missing" : " refused";
+      text += found == Found::yes ? "" : found == Found::missing ? " missing" : found == Found::refused ? " refused" : " unbuilt";
     }
     return text;
   }();
