@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from levels import LEVELS, at_level
+from levels import LEVELS, TILED, at_level
 from prepared import runner
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
@@ -85,7 +85,7 @@ def test_plain_is_the_exact_product(dtype: torch.dtype) -> None:
             check_plain(dtype, inputs, outputs)
 
 
-@pytest.mark.skipif(isa() != "avx512_bf16", reason="tiles need bf16 instructions")
+@pytest.mark.skipif(isa() not in TILED, reason="tiles need bf16 instructions")
 @pytest.mark.parametrize("rows", [0, 1, 9, 13, 50, 129])
 @pytest.mark.parametrize("inputs", [2, 66, 130, 384])
 def test_tiled_is_the_exact_product_and_activates_it(rows: int, inputs: int) -> None:

@@ -30,18 +30,18 @@ std::optional<Tensor> quantized_linear(
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
   const int64_t few = !bf16 ? kFewRowsFloat : bits == 4 ? kFewRows4 : kFewRows8;
   const bool many = x.numel() > few * a.inputs;
-  if (many && (!bf16 || !kernel.many || multiplies_tiles())) return std::nullopt;
+  if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
   Tensor y = begin_product(a, x, bias, a.outputs);
   if (a.rows == 0 || a.outputs == 0) return y;
+  if (many) {
+    multiply_by_tiles(a, a.outputs, kernel.tiles);
+    return y;
+  }
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
-  const int64_t most = many ? kernel.tile_rows : kernel.few_rows, blocks = (a.rows + most - 1) / most;
+  const int64_t most = kernel.few_rows, blocks = (a.rows + most - 1) / most;
   over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
   const int64_t row_bytes = a.inputs * bits / 8 + a.groups * (zero ? 3 : 2);
-  if (many) {
-    over_tiles(a, a.outputs, 2 * kPanelRows, kernel.many);
-  } else {
-    over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
-  }
+  over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
   return y;
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "plain_linear.h"
-#include "tile.h"
+#include "tile_products.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -25,7 +25,7 @@ auto with_format(const LinearArgs& a, const F& run) {
 }
 
 inline LinearKernels linear_kernels() {
-  LinearKernels made = {
+  return {
       [](const LinearArgs& a) {
         return with_type(a.type, [&](auto t) {
           using P = Elements<decltype(t)>;
@@ -36,19 +36,13 @@ inline LinearKernels linear_kernels() {
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_type(a.type, [&](auto t) { plain_rows<decltype(t)>(a, begin, end); });
       },
-      nullptr, nullptr, 0,
+      plain_tile_kernels(),
   };
-#if defined(__AVX512BF16__)
-  made.arrange_many = [](const LinearArgs& a, int64_t begin, int64_t end) { arrange_rows<bf16, 4>(a, kTileRows, begin, end); };
-  made.many = plain_tile_rows;
-  made.tile_rows = kTileRows;
-#endif
-  return made;
 }
 
 inline PanelKernels panel_kernels() {
-  PanelKernels made = {
-      kMostRows, 0,
+  return {
+      kMostRows,
       [](const LinearArgs& a) {
         return with_format(a, [&](auto t, auto bits) {
           return size_t(arranged_bytes<UnitDot<decltype(t), bits>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
@@ -60,7 +54,7 @@ inline PanelKernels panel_kernels() {
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_format(a, [&](auto t, auto bits) { panel_rows<decltype(t), bits>(a, begin, end); });
       },
-      nullptr,
+      panel_tile_kernels(),
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_format(a, [&](auto t, auto bits) { dequantize_rows<decltype(t), bits>(a, begin, end); });
       },
@@ -68,13 +62,6 @@ inline PanelKernels panel_kernels() {
         with_format(a, [&](auto t, auto bits) { gather_rows<decltype(t), bits>(a, begin, end); });
       },
   };
-#if defined(__AVX512BF16__)
-  made.tile_rows = kTileRows;
-  made.many = [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
-    a.bits == 8 ? tile_rows<8>(a, begin, end, tile) : tile_rows<4>(a, begin, end, tile);
-  };
-#endif
-  return made;
 }
 
 }  // namespace INFUSE_ISA
