@@ -1,4 +1,4 @@
-// The matrix products of one instruction set by type and bits.
+// The matrix products of one instruction set by type and code.
 #pragma once
 
 #include "plain_linear.h"
@@ -16,12 +16,23 @@ auto with_type(Type type, const F& run) {
   }
 }
 
-// Calls run(T(), std::integral_constant<int, bits>) for the type and the bits of `a`.
+template <Code C>
+using CodeOf = std::integral_constant<Code, C>;
+
+template <class F>
+auto with_code(Code code, const F& run) {
+  switch (code) {
+    case Code::int8: return run(CodeOf<Code::int8>());
+    case Code::int4: return run(CodeOf<Code::int4>());
+    case Code::fp8: return run(CodeOf<Code::fp8>());
+    default: return run(CodeOf<Code::fp6>());
+  }
+}
+
+// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`.
 template <class F>
 auto with_format(const LinearArgs& a, const F& run) {
-  return with_type(a.type, [&](auto t) {
-    return a.bits == 8 ? run(t, std::integral_constant<int, 8>()) : run(t, std::integral_constant<int, 4>());
-  });
+  return with_type(a.type, [&](auto t) { return with_code(a.code, [&](auto code) { return run(t, code); }); });
 }
 
 inline LinearKernels linear_kernels() {
@@ -39,7 +50,7 @@ inline LinearKernels linear_kernels() {
       nullptr, nullptr, 0,
   };
 #if defined(__AVX512BF16__)
-  made.arrange_many = [](const LinearArgs& a, int64_t begin, int64_t end) { arrange_rows<bf16, 4>(a, kTileRows, begin, end); };
+  made.arrange_many = [](const LinearArgs& a, int64_t begin, int64_t end) { arrange_rows<bf16, Code::int4>(a, kTileRows, begin, end); };
   made.many = plain_tile_rows;
   made.tile_rows = kTileRows;
 #endif
@@ -50,28 +61,28 @@ inline PanelKernels panel_kernels() {
   PanelKernels made = {
       kMostRows, 0,
       [](const LinearArgs& a) {
-        return with_format(a, [&](auto t, auto bits) {
-          return size_t(arranged_bytes<UnitDot<decltype(t), bits>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+        return with_format(a, [&](auto t, auto code) {
+          return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
       [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { arrange_rows<decltype(t), bits>(a, most, begin, end); });
+        with_format(a, [&](auto t, auto code) { arrange_rows<decltype(t), code>(a, most, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { panel_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { panel_rows<decltype(t), code>(a, begin, end); });
       },
       nullptr,
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { dequantize_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { dequantize_rows<decltype(t), code>(a, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { gather_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { gather_rows<decltype(t), code>(a, begin, end); });
       },
   };
 #if defined(__AVX512BF16__)
   made.tile_rows = kTileRows;
   made.many = [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
-    a.bits == 8 ? tile_rows<8>(a, begin, end, tile) : tile_rows<4>(a, begin, end, tile);
+    with_code(a.code, [&](auto code) { tile_rows<code>(a, begin, end, tile); });
   };
 #endif
   return made;
