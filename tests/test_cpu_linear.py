@@ -15,8 +15,7 @@ from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
 from infuse import ops
-from infuse.ops.cpu import DTYPES, isa, kernels
-from infuse.ops.cpu.quantized_linear import CODES
+from infuse.ops.cpu import CODES, DTYPES, isa, kernels
 from infuse.quant.floating import pack_fp6
 from infuse.quant.format import QuantizedWeight, quant_format
 

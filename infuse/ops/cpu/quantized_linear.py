@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import pages
-from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu import CODES, DTYPES, kernels, needs
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
@@ -24,7 +24,6 @@ from infuse.ops.op import Layout
 from infuse.quant.format import QuantFormat, QuantizedWeight, quant_format
 
 PANEL_ROWS = 16
-CODES = ("int8", "int4", "fp8", "fp6")  # in the order of `enum class Code` in src/types.h
 UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
 
 

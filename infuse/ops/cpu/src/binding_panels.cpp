@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kPanelRows = 16;
 // Up to so many rows of x, weights are decoded for each block of x anew; beyond, a tile of them is decoded once (where both take
-// as long, 8192 x 2048, bf16) or the whole weight (1024 x 1024, float32).
-constexpr int64_t kFewRows8 = 48, kFewRows4 = 72, kFewRowsFloat = 24;
+// as long, 8192 x 2048, bf16: 26 to 30 in every format) or the whole weight (1024 x 1024, float32).
+constexpr int64_t kFewRows = 28, kFewRowsFloat = 24;
 
 void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
   a.weight = data.const_data_ptr();
@@ -28,7 +28,7 @@ std::optional<Tensor> quantized_linear(
   take_panels(a, data, scale, zero, code, outputs);
   const PanelKernels& kernel = kernels().panels;
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
-  const int64_t few = !bf16 ? kFewRowsFloat : a.code == Code::int4 ? kFewRows4 : kFewRows8;
+  const int64_t few = bf16 ? kFewRows : kFewRowsFloat;
   const bool many = x.numel() > few * a.inputs;
   if (many && (!bf16 || !kernel.many || multiplies_tiles())) return std::nullopt;
   Tensor y = begin_product(a, x, bias, a.outputs);

@@ -128,10 +128,19 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
 
 constexpr int64_t kChainUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
 
+// How many sums of each row of x run beside each other, so that no product waits for the one before it: 8 to 16 in all, as registers allow.
+constexpr int sum_chains(int R) {
+#if defined(__AVX512F__)
+  return R <= 4 ? 4 : 2;
+#else
+  return R >= 4 ? 1 : 4 / R;
+#endif
+}
+
 template <class T, Code C, int R>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
-  constexpr int chains = R >= 4 ? 1 : 4 / R;
+  constexpr int chains = sum_chains(R);
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
