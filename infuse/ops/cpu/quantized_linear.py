@@ -21,7 +21,7 @@ from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
 from infuse.ops.op import Layout
-from infuse.quant.format import QuantFormat, QuantizedWeight, quant_format
+from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
 
 PANEL_ROWS = 16
 UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
@@ -89,6 +89,8 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
+    if scale.dtype is not SCALE_DTYPE:  # whoever casts the model casts it too
+        scale = scale.to(SCALE_DTYPE)
     y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs)
     if y is not None:
         return y
@@ -104,5 +106,6 @@ def _quantized_embedding(
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
     out = torch.empty(*index.shape, width, dtype=dtype)
+    scale = scale.to(SCALE_DTYPE)
     kernels().gather_rows.default(data, scale, zero, _code(format), index.to(torch.int64).contiguous(), out)
     return out
