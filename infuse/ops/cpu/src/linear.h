@@ -1,4 +1,4 @@
-// The matrix products of one instruction set by type and bits.
+// The matrix products of one instruction set by type and code.
 #pragma once
 
 #include "plain_linear.h"
@@ -16,12 +16,10 @@ auto with_type(Type type, const F& run) {
   }
 }
 
-// Calls run(T(), std::integral_constant<int, bits>) for the type and the bits of `a`.
+// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`.
 template <class F>
 auto with_format(const LinearArgs& a, const F& run) {
-  return with_type(a.type, [&](auto t) {
-    return a.bits == 8 ? run(t, std::integral_constant<int, 8>()) : run(t, std::integral_constant<int, 4>());
-  });
+  return with_type(a.type, [&](auto t) { return with_code(a.code, [&](auto code) { return run(t, code); }); });
 }
 
 inline LinearKernels linear_kernels() {
@@ -44,22 +42,22 @@ inline PanelKernels panel_kernels() {
   return {
       kMostRows,
       [](const LinearArgs& a) {
-        return with_format(a, [&](auto t, auto bits) {
-          return size_t(arranged_bytes<UnitDot<decltype(t), bits>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+        return with_format(a, [&](auto t, auto code) {
+          return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
       [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { arrange_rows<decltype(t), bits>(a, most, begin, end); });
+        with_format(a, [&](auto t, auto code) { arrange_rows<decltype(t), code>(a, most, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { panel_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { panel_rows<decltype(t), code>(a, begin, end); });
       },
       panel_tile_kernels(),
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { dequantize_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { dequantize_rows<decltype(t), code>(a, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { gather_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { gather_rows<decltype(t), code>(a, begin, end); });
       },
   };
 }

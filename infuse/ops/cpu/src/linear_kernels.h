@@ -10,16 +10,16 @@
 namespace infuse {
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
-// w = scale * (code - zero * unit), as infuse/quant/integer.py defines it.
+// w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
 struct LinearArgs {
   const void* x;       // contiguous
-  const void* weight;  // elements [O, I], or codes of `bits` bits in panels
+  const void* weight;  // elements [O, I], or codes in panels
   const void* bias;    // or null
   void* y;             // contiguous
   int64_t rows, inputs, outputs;
   Type type;  // of x, y, bias
 
-  int bits;               // 8 or 4, of a quantized weight
+  Code code;              // of a quantized weight
   const uint16_t* scale;  // bf16
   const int8_t* zero;     // or null
   int64_t groups;

@@ -21,26 +21,26 @@ constexpr int kTileOutputs = 2 * kPanelRows;
 inline __m512i rounded(Vec x) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))); }
 
 // One panel into [inputs / 2][2][16 pairs], half 0 or 1; rounded to bf16 as the reference rounds.
-template <int Bits>
+template <Code C>
 void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
-  const int64_t units = a.inputs / kUnit<Bits>, in_group = units / a.groups;
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const bool there = panel * kPanelRows < a.outputs;
   uint32_t* to = tile + half * kPanelRows;
   if (!there) {
     for (int64_t i = 0; i < a.inputs / 2; ++i) _mm512_store_si512(to + i * kTileOutputs, _mm512_setzero_si512());
     return;
   }
-  const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes;
+  const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C>;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
   for (int64_t g = 0; g < a.groups; ++g) {
     const Vec scale = load(scales + g * kPanelRows, kPanelRows);
-    const Vec shift = a.zero ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<Bits>) : Vec();
-    for (int64_t u = 0; u < in_group; ++u, p += kUnitBytes) {
-      prefetch(p + kAhead);
-      const Words d = load_words(p);
+    const Vec shift = a.zero ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<C>) : Vec();
+    for (int64_t u = 0; u < in_group; ++u, p += kUnitBytes<C>) {
+      prefetch_unit<C>(p + kAhead);
+      const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 4
-      for (int j = 0; j < kUnit<Bits>; j += 2, to += kTileOutputs) {
-        const __m512i even = rounded((codes<Bits>(d, j) - shift) * scale), odd = rounded((codes<Bits>(d, j + 1) - shift) * scale);
+      for (int j = 0; j < kUnit<C>; j += 2, to += kTileOutputs) {
+        const __m512i even = rounded((codes<C>(d, j) - shift) * scale), odd = rounded((codes<C>(d, j + 1) - shift) * scale);
         _mm512_store_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
       }
     }

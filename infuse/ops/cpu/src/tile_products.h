@@ -59,10 +59,10 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
 
 #endif
 
-template <int Bits>
+template <Code C>
 void panel_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
   multiply_tiles(a, begin, end, tile, [&](int64_t o, uint32_t* to) {
-    for (int half = 0; half < 2; ++half) fill_tile<Bits>(a, o / kPanelRows + half, half, to);
+    for (int half = 0; half < 2; ++half) fill_tile<C>(a, o / kPanelRows + half, half, to);
   });
 }
 
@@ -81,7 +81,7 @@ inline TileKernels plain_tile_kernels() {
 inline TileKernels panel_tile_kernels() {
   TileKernels made = plain_tile_kernels();
   made.multiply = [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
-    a.bits == 8 ? panel_tile_rows<8>(a, begin, end, tile) : panel_tile_rows<4>(a, begin, end, tile);
+    with_code(a.code, [&](auto code) { panel_tile_rows<code>(a, begin, end, tile); });
   };
   return made;
 }
