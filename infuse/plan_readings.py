@@ -53,13 +53,14 @@ def readings(layer: Layer, group: Group) -> Iterator[Reading]:
         return
     (width,) = widths
     heads = _heads(layer, group, width)
-    if heads is not None and sum(outputs) > width and all(_fits(heads, rows) for rows in outputs):
+    by_heads = heads is not None and sum(outputs) > width and all(_fits(heads, rows) for rows in outputs)
+    if heads is not None and by_heads:
         packings = [BLOCKS, PER_HEAD if heads.query == heads.key else PER_GROUP]
         packings += [FOUR_PARTS] if heads.query == heads.key and heads.query % 4 == 0 else []
         fused = any(_is_packed(heads, rows) for rows in outputs)
         for packing, follow in itertools.product(packings if fused else packings[:1], (True, False)):
             yield Reading(heads, packing, widths=follow)
-    if all(rows in (width, 2 * width) for rows in outputs):
+    if all(rows in (width, 2 * width) for rows in outputs) and not (by_heads and len(outputs) > 2):
         for halves, follow in itertools.product((True, False) if 2 * width in outputs else (True,), (True, False)):
             yield Reading(None, halves=halves, widths=follow)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from infuse.errors import SpecMismatch
 from infuse.spec.split import COLUMN, ROW, WHOLE
-from infuse.spec.trace import Trace
+from infuse.spec.trace import Trace, traced
 from infuse.spec.unknown import LinearShape, linears
 
 # The last words of what transformers' models name the linears that close an attention or an MLP; for layers that cannot be traced.
@@ -131,6 +132,19 @@ def find_roles(layer: nn.Module, trace: Trace | None, rows: Sequence[str] | None
     return _settled(shapes, trace, fixed, why)
 
 
+def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
+    """For each class of repeated layers the names of its row linears, from the last number in their paths on."""
+    layers, plan = layer_paths(model), own_plan(model)
+    traces = traced(model, layers)
+    found: dict[type[nn.Module], dict[str, None]] = {}
+    for path, layer in layers.items():
+        planned = planned_roles(plan, path, [name for name, _ in linears(layer)])
+        with suppress(SpecMismatch):
+            for row in find_roles(layer, traces.get(path), None, planned).rows:
+                found.setdefault(type(layer), {})[re.sub(r"^(.*\.)?\d+\.", "", row)] = None
+    return [(cls, list(rows)) for cls, rows in found.items()]
+
+
 def _settled(shapes: Mapping[str, LinearShape], trace: Trace, fixed: dict[str, str], why: str) -> Roles:
     """The roles with which no part of a value leaves the layer: who makes one that does is whole, until none is left."""
     given = why != "structure"
@@ -140,8 +154,9 @@ def _settled(shapes: Mapping[str, LinearShape], trace: Trace, fixed: dict[str, s
         open_now = (flow.returned | flow.misread) - whole
         if not open_now:
             break
-        if given and (misread := flow.misread - whole):
-            raise SpecMismatch("roles", [f"{_listed(misread)} would read a part of what a column linear makes; name what closes it as row"])
+        if given and flow.misread - whole:
+            first = next(name for name in trace.linears if name in flow.misread)
+            raise SpecMismatch("roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"])
         whole |= open_now
     roles = flow.groups(), tuple(path for path in shapes if path not in flow.split)
     return _checked(Roles(*roles, why))
@@ -208,7 +223,3 @@ def _in_order(shapes: Mapping[str, LinearShape], fixed: Mapping[str, str], why: 
         elif roles[path] == ROW:
             left.append(path)
     return _checked(Roles(tuple(groups), (*left, *columns), why))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

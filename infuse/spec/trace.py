@@ -33,7 +33,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """One call of a layer: its operations in order, and the storages that it returns."""
+    """One call of a layer: its operations in order, and the storage of the hidden state that it returns."""
 
     events: list[Event] = field(default_factory=list)
     returns: tuple[int, ...] = ()
@@ -57,7 +57,8 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     if getattr(model, "main_input_name", "") == "pixel_values" or ("pixel_values" in names and "input_ids" not in names):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         return {"pixel_values": make("values", (BATCH, config.num_channels, *size))}
-    tokens = min(TOKENS, (getattr(config, "max_position_embeddings", None) or TOKENS + 1) - 1)
+    most = getattr(config, "max_position_embeddings", None) or 0
+    tokens = min(TOKENS, most - 1) if most > 1 else TOKENS
     table = any(isinstance(module, nn.Embedding) for module in model.modules())
     main = next((name for name in ("input_ids", "inputs_embeds", "hidden_states") if name in names), names[0])
     width: Any = getattr(config, "hidden_size", None) or _first_inputs(model)
@@ -80,12 +81,12 @@ def _first_inputs(model: nn.Module) -> int:
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
     """The first call of each layer, by its path; those that the model does not reach on meta are not in it. The model is unchanged."""
     tracer = _Tracer(layers)
-    inputs = model_inputs(model, _on_meta)
-    inputs.pop("attention_mask", None)  # whose values models ask for
     tensors = {name: torch.empty_like(value, device="meta") for name, value in _all_tensors(model)}
     before = {module: module.training for module in model.modules()}
     try:
         model.eval()
+        inputs = model_inputs(model, _on_meta)
+        inputs.pop("attention_mask", None)  # whose values models ask for
         with torch.no_grad(), tracer:
             torch.func.functional_call(model, tensors, (), inputs, tie_weights=False)
     except Exception:  # noqa: S110  what needs values cannot be run on meta: what was reached is known
@@ -151,7 +152,7 @@ class _Tracer(TorchDispatchMode):
     def _leave(self, path: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if self._now is not None and self._path == path:
-                self._now.returns = self._storages(output)
+                self._now.returns = self._storages(output)[:1]  # beside the hidden state: weights and biases of the attention's heads
                 self.done[path], self._now = self._now, None
 
         return hook
