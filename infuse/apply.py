@@ -106,13 +106,11 @@ class _Run:
         cases = self.cases(steps)
         for done, step in enumerate(steps):
             found = cases.get(step.path, [])
-            if step.depth == ATTENTION:
-                fault = self.hook_fault(step)
-            elif isinstance(found, str):
-                fault = found
+            if step.depth == SPLIT and not isinstance(found, str):
+                fault = self.split_fault(step, found)  # on which the ranks have agreed
             else:
-                fault = self.split_fault(step, found) if step.depth == SPLIT else self.fault(step, found)
-            fault = self.group.any_fault(fault, f"the proof of {step.path}")
+                alone = self.hook_fault(step) if step.depth == ATTENTION else found if isinstance(found, str) else self.fault(step, found)
+                fault = self.group.any_fault(alone, f"the proof of {step.path}")
             if fault is not None:
                 if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")

@@ -72,7 +72,8 @@ class ReplaceWithTensorSlicing:
             )
         (axis,) = cut
         if split_into > 1 and (dst.shape[axis] % split_into or (src.dim() == 2 and axis != self.out_dim)):
-            raise ConfigError(f"dst, src: found {dst.shape[axis]} and {src.shape[axis]} along axis {axis}; q, k and v need thirds of out_dim")
+            found = f"{dst.shape[axis]} and {src.shape[axis]} along axis {axis}"
+            raise ConfigError(f"dst, src: found {found}; q, k and v need thirds of out_dim")
         pieces = [piece.chunk(self.mp_size, dim=axis)[self.gpu_index] for piece in src.chunk(split_into, dim=axis)]
         return torch.cat(pieces, dim=axis)
 

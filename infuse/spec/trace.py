@@ -45,7 +45,7 @@ class Trace:
 
 
 def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-    """Arguments of the model's forward: token ids, or embeddings, or pixels, and for a decoder behind an encoder its own.
+    """Arguments of the model's forward: token ids, or embeddings, or pixels, or sound, and for a decoder behind an encoder its own.
 
     `make("ids" | "mask" | "values", shape)` makes each tensor. An argument that forward does not name is not given; the first one
     takes the tokens where none has a name that transformers uses.
@@ -57,6 +57,9 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     if getattr(model, "main_input_name", "") == "pixel_values" or ("pixel_values" in names and "input_ids" not in names):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         return {"pixel_values": make("values", (BATCH, config.num_channels, *size))}
+    if "input_features" in names and hasattr(config, "num_mel_bins"):
+        given = {"input_features": make("values", (BATCH, config.num_mel_bins, 2 * config.max_source_positions))}
+        return given | ({"decoder_input_ids": make("ids", (BATCH, TOKENS))} if "decoder_input_ids" in names else {})
     most = getattr(config, "max_position_embeddings", None) or 0
     tokens = min(TOKENS, most - 1) if most > 1 else TOKENS
     table = any(isinstance(module, nn.Embedding) for module in model.modules())
