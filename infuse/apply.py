@@ -15,7 +15,7 @@ from torch import nn
 
 from infuse import pages, verify
 from infuse.apply_adopt import adopt
-from infuse.apply_split import build_part, filled_part, over, proven, put_part, together
+from infuse.apply_split import build_part, over, proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.block import Block
@@ -213,7 +213,8 @@ class _Run:
         else:
             fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype, bodies)
         module.train(False)
-        adopt(module, source, step.attn, self.classes)
+        if step.depth != SPLIT:
+            adopt(module, source, step.attn, self.classes)
         return module
 
     def accepted(self) -> list[Step]:
@@ -264,8 +265,8 @@ class _Run:
             self.swapped.append(step)
             return
         if step.depth == SPLIT:
-            part = filled_part(step, self.source(step), self.plan.dtype, over(self.group))
-            put_part(self.model.get_submodule(step.path), step, part, self.put, lambda new, old: adopt(new, old, "", self.classes))
+            part, layer = self.built(step, self.plan.dtype), self.model.get_submodule(step.path)
+            put_part(layer, step, part, self.put, lambda new, old: adopt(new, old, "", self.classes))
             self.swapped.append(replace(step, others=()))
             return
         old = self.model.get_submodule(step.path)

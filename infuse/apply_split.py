@@ -39,7 +39,12 @@ def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
         made = make_linear(linear.inputs, linear.outputs, linear.bias, formats.get(f"{linear.path}.weight"), bodies, combined)
         _place(root, linear.path, made)
     for table in step.shape.tables:
-        _place(root, table.path, nn.Embedding(table.rows, table.width, device="meta"))
+        owner, _, leaf = table.path.rpartition(".")
+        empty = torch.empty(table.shape, device="meta")
+        if table.buffer:
+            _owner(root, owner).register_buffer(leaf, empty)
+        else:
+            _owner(root, owner).register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
     return root
 
 
@@ -49,31 +54,57 @@ def over(group: Group) -> Callable[[str], Combine]:
 
 
 def _place(root: nn.Module, path: str, module: nn.Module) -> None:
-    *owners, leaf = path.split(".")
-    for name in owners:
+    owner, _, leaf = path.rpartition(".")
+    _owner(root, owner).add_module(leaf, module)
+
+
+def _owner(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made with those above it where it is not there."""
+    for name in filter(None, path.split(".")):
         if name not in root._modules:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
-    root.add_module(leaf, module)
+    return root
 
 
 def put_part(layer: nn.Module, step: Step, part: nn.Module, put: Put, adopt: Callable[[nn.Module, nn.Module], None]) -> None:
     """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each, so that it can be taken back."""
     shape = step.shape
     assert isinstance(shape, SplitShape)
-    for path in (*(linear.path for linear in shape.linears), *(table.path for table in shape.tables)):
-        old, new = layer.get_submodule(path), part.get_submodule(path)
+    for linear in shape.linears:
+        old, new = layer.get_submodule(linear.path), part.get_submodule(linear.path)
         adopt(new.train(False), old)
         for module in list(layer.modules()):
             for name, child in module._modules.items():
                 if child is old:
                     put(module._modules, name, new)
+    for table in shape.tables:
+        owner, _, leaf = table.path.rpartition(".")
+        module, made = layer.get_submodule(owner), part.get_submodule(owner)
+        put(module._buffers if table.buffer else module._parameters, leaf, getattr(made, leaf))
     for count in shape.counts:
-        put(vars(layer.get_submodule(count.module)), count.name, count.value)
+        held = vars(layer.get_submodule(count.module))
+        section, _, name = count.name.rpartition(".")
+        put(held, section or name, _OwnCount(held[section], name, count.value) if section else count.value)
     if shape.all_heads:
         handle = RemovableHandle(layer._forward_pre_hooks, extra_dict=layer._forward_pre_hooks_with_kwargs)
         put(layer._forward_pre_hooks_with_kwargs, handle.id, True)
         put(layer._forward_pre_hooks, handle.id, partial(_give_own_heads, *shape.heads, shape.all_heads))
+
+
+class _OwnCount:
+    """A config of which one count is the rank's; all else is the config's own, whatever it is when it is asked."""
+
+    def __init__(self, config: Any, name: str, value: int):
+        vars(self).update(_config=config, _name=name, _value=value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_config" not in vars(self):  # while it is copied it has nothing yet
+            raise AttributeError(name)
+        return self._value if name == self._name else getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
 
 
 def _give_own_heads(first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

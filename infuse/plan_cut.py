@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,9 @@ from infuse.plan_readings import KV_WORDS, WIDTH_WORDS, Layer, Reading, around, 
 from infuse.spec.packing import BLOCKS, FOUR_PARTS, Fill, Heads, block_starts
 from infuse.spec.roles import Group, Roles
 from infuse.spec.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
-from infuse.spec.unknown import embedding_shape, linears
+from infuse.spec.unknown import linears
 
-MOST_READINGS = 12  # each costs a proof
+MOST_READINGS = 24  # each costs a proof
 
 
 def split_parts(
@@ -43,9 +43,16 @@ def split_parts(
 
 
 def _products(choices: list[list[Reading]]) -> Iterator[tuple[Reading, ...]]:
-    """Every combination; groups that are read alike (self- and cross-attention) change together first."""
-    same = [tuple(found[min(i, len(found) - 1)] for found in choices) for i in range(max(map(len, choices)))]
-    return iter(dict.fromkeys((*same, *itertools.product(*choices))))
+    """Combinations of readings, likely ones first: those that differ from the first in one kind of group, then in two.
+
+    Groups that are alike (self- and cross-attention, the blocks of a stage) are read alike.
+    """
+    kinds = [(len(found), found[0].heads) for found in choices]
+    distinct = list(dict.fromkeys(kinds))
+    combinations = itertools.product(*(range(number) for number, _ in distinct))
+    for combination in sorted(combinations, key=lambda numbers: (sum(map(bool, numbers)), sum(numbers))):
+        numbers = dict(zip(distinct, combination, strict=True))
+        yield tuple(found[numbers[kind]] for found, kind in zip(choices, kinds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,10 @@ class _Cutter:
                 if bias:
                     fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
             if reading.heads is not None and share.own is not None:
-                for path, table in self.tables(group, reading.heads):
-                    tables.append(TablePart(path, table, share.own[1] - share.own[0]))
-                    fills.append(Fill(f"{path}.weight", (f"{path}.weight",), cut=Cut(1, (share.own,), (reading.heads.query,))))
+                for table, axis in self.tables(group, reading.heads):
+                    mine = share.own[1] - share.own[0]
+                    tables.append(replace(table, shape=tuple(mine if i == axis else n for i, n in enumerate(table.shape))))
+                    fills.append(Fill(table.path, (table.path,), cut=Cut(axis, (share.own,), (reading.heads.query,))))
         of_heads = {(share.own, reading.heads.query) for share, (_, reading) in zip(shares, self.groups, strict=True) if reading.heads}
         heads, all_heads = next(iter(of_heads)) if len(of_heads) == 1 else (None, 0)
         shape = SplitShape(tuple(parts), tuple(tables), tuple(counts), heads or (0, 0), all_heads if heads else 0)
@@ -110,17 +118,23 @@ class _Cutter:
         whole = SplitShape(tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in group.rows))
         return max(self.multiple(fill, whole) for _, fill in fills)
 
-    def tables(self, group: Group, heads: Heads) -> Iterator[tuple[str, int]]:
-        """The tables of a group that have a column for each head, and their rows."""
+    def tables(self, group: Group, heads: Heads) -> Iterator[tuple[TablePart, int]]:
+        """The parameters and buffers of a group that have a place for each head, and along which axis: the last of two, else the first."""
         top = around(self.layer, group)
         for name, module in self.layer.module.get_submodule(top).named_modules():
-            table = embedding_shape(module)
-            if table is not None and table.width == heads.query:
-                yield ".".join(part for part in (top, name) if part), table.rows
+            path = ".".join(part for part in (top, name) if part)
+            if path in self.layer.shapes or heads.query == 1:
+                continue
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if "Norm" in type(module).__name__ and (tensor is None or tensor.dim() < 2):
+                    continue  # over features, of which there may be as many as heads
+                axis = 1 if tensor is not None and tensor.dim() == 2 and tensor.shape[1] == heads.query else 0
+                if tensor is not None and tensor.dim() and tensor.shape[axis] == heads.query:
+                    yield TablePart(f"{path}.{leaf}" if path else leaf, tuple(tensor.shape), leaf in module._buffers), axis
 
     def counts(self, group: Group, reading: Reading, share: _Share) -> Iterator[Count]:
         """The attributes of a group's modules that count what a rank has only a part of."""
-        for module, name, value in attributes(self.layer, group):
+        for module, name, value in attributes(self.layer, group, reading.config):
             own = share.count(name, value)
             if own is not None:
                 yield Count(module, name, own)

@@ -18,6 +18,7 @@ from infuse.spec.roles import Group
 from infuse.spec.unknown import LinearShape
 
 _HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 WIDTH_WORDS = ("dim", "size", "width", "embed", "hidden", "inner", "channels", "d_model", "d_ff")
 KV_WORDS = ("kv", "key_value")
 
@@ -26,13 +27,15 @@ KV_WORDS = ("kv", "key_value")
 class Reading:
     """One way to understand a group: by `heads`, packed so where q, k, v are one matrix, or (None) by its inner width.
 
-    `halves`: two matrices in one lie one after the other, else row by row. `widths`: attributes that equal the width follow it.
+    `halves`: two matrices in one lie one after the other, else row by row. `widths`: attributes that equal the width follow it,
+    `config`: so do the counts of the config that modules hold.
     """
 
     heads: Heads | None
     packing: str = BLOCKS
     halves: bool = True
     widths: bool = True
+    config: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ def readings(layer: Layer, group: Group) -> Iterator[Reading]:
         packings = [BLOCKS, PER_HEAD if heads.query == heads.key else PER_GROUP]
         packings += [FOUR_PARTS] if heads.query == heads.key and heads.query % 4 == 0 else []
         fused = any(_is_packed(heads, rows) for rows in outputs)
-        for packing, follow in itertools.product(packings if fused else packings[:1], (True, False)):
-            yield Reading(heads, packing, widths=follow)
+        variants = [(True, False), (False, False)] + [(True, True)] * any(_config_counts(layer, group))
+        for (follow, config), packing in itertools.product(variants, packings if fused else packings[:1]):
+            yield Reading(heads, packing, widths=follow, config=config)
     if all(rows in (width, 2 * width) for rows in outputs) and not (by_heads and len(outputs) > 2):
         for halves, follow in itertools.product((True, False) if 2 * width in outputs else (True,), (True, False)):
             yield Reading(None, halves=halves, widths=follow)
@@ -67,9 +71,11 @@ def readings(layer: Layer, group: Group) -> Iterator[Reading]:
 
 def _heads(layer: Layer, group: Group, width: int) -> Heads | None:
     """The head counts of a group, None where neither its modules nor the config tell them."""
-    counts: list[Any] = [value for _, name, value in attributes(layer, group) if counts_heads(name) and not has_word(name, KV_WORDS)]
-    counts += [getattr(layer.config, key, None) for key in _HEAD_KEYS]
-    query = next((count for count in counts if isinstance(count, int) and count > 0 and width % count == 0), None)
+    counts = [value for _, name, value in attributes(layer, group) if counts_heads(name) and not has_word(name, KV_WORDS)]
+    told = [count for key in _HEAD_KEYS if isinstance(count := getattr(layer.config, key, None), int) and count > 0]
+    of_model = getattr(layer.config, "hidden_size", None) or width
+    counts += [count for count in told if width == count * (getattr(layer.config, "head_dim", None) or of_model // count)]
+    query = next((count for count in counts if count > 0 and width % count == 0), None)
     if query is None:
         return None
     d, outputs = width // query, [layer.shapes[path].outputs for path in group.columns]
@@ -103,8 +109,9 @@ def around(layer: Layer, group: Group) -> str:
     return ".".join(names[0] for names in same)
 
 
-def attributes(layer: Layer, group: Group) -> Iterator[tuple[str, str, int]]:
-    """The whole numbers that the modules of a group hold: module, name, value; of plain linears none."""
+def attributes(layer: Layer, group: Group, config: bool = False) -> Iterator[tuple[str, str, int]]:
+    """The whole numbers that the modules of a group hold: module, name, value; of plain linears none. `config`: theirs too."""
+    yield from _config_counts(layer, group) if config else ()
     top = around(layer, group)
     inner = layer.module.get_submodule(top)
     for name, module in inner.named_modules():
@@ -114,6 +121,16 @@ def attributes(layer: Layer, group: Group) -> Iterator[tuple[str, str, int]]:
         for key, value in vars(module).items():
             if isinstance(value, int) and not isinstance(value, bool) and not key.startswith("_"):
                 yield path, key, value
+
+
+def _config_counts(layer: Layer, group: Group) -> Iterator[tuple[str, str, int]]:
+    """The head counts of the configs that the modules of a group hold."""
+    top = around(layer, group)
+    for name, module in layer.module.get_submodule(top).named_modules():
+        for key in (*_HEAD_KEYS, *_KV_KEYS):
+            value = getattr(vars(module).get("config"), key, None)
+            if isinstance(value, int):
+                yield ".".join(part for part in (top, name) if part), f"config.{key}", value
 
 
 def has_word(name: str, words: Iterable[str]) -> bool:

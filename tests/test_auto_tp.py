@@ -69,8 +69,9 @@ def t5_on_rank(policy: Any, changes: dict[str, Any], settings: dict[str, Any]) -
     return *answers(engine), split, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("ranks_used", SIZES)
-@pytest.mark.parametrize("policy", [T5_POLICY, {"T5Block": T5_POLICY[T5Block]}, None], ids=["class", "name", "auto"])
+@pytest.mark.parametrize(("policy", "ranks_used"), [
+    *[(T5_POLICY, ranks_used) for ranks_used in SIZES], ({"T5Block": T5_POLICY[T5Block]}, 2), *[(None, ranks_used) for ranks_used in SIZES],
+])  # fmt: skip
 def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     results = ranks.run(ranks_used, t5_on_rank, policy, {}, {})
     model = t5()
@@ -106,8 +107,9 @@ def roberta_on_rank(policy: Any) -> tuple[Tensor, list[tuple[str, str]]]:
     return logits, [(step.depth, step.path) for step in engine.plan.steps if "layer" in step.path]
 
 
-@pytest.mark.parametrize("ranks_used", SIZES)
-@pytest.mark.parametrize("policy", [{RobertaLayer: ("output.dense",)}, {"RobertaLayer": "output.dense"}], ids=["tuple", "string"])
+@pytest.mark.parametrize(("policy", "ranks_used"), [
+    *[({RobertaLayer: ("output.dense",)}, ranks_used) for ranks_used in SIZES], ({"RobertaLayer": "output.dense"}, 2),
+])  # fmt: skip
 def test_roberta(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     results = ranks.run(ranks_used, roberta_on_rank, policy)
     given = inputs(BY_NAME["roberta"], padding="right")
@@ -198,6 +200,49 @@ def strict_on_rank(name: str) -> tuple[str, bool]:
 def test_an_error_leaves_the_model_unharmed(ranks: Ranks) -> None:
     for told, unharmed in ranks.run(2, strict_on_rank, "fixed"):
         assert told.startswith("layers.0: rank 0: ") and "other readings of it" in told and unharmed
+
+
+SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96)
+KNOWN: dict[str, tuple[Any, Any]] = {
+    "bart": (t.BartModel, t.BartConfig(
+        d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40,
+        decoder_ffn_dim=40, vocab_size=96,
+    )),
+    "mpnet": (t.MPNetModel, t.MPNetConfig(**SMALL)),  # biases of all heads come from outside of the layers
+    "swin": (t.SwinModel, t.SwinConfig(embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4)),
+    "mixtral": (t.MixtralModel, t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),  # experts stay whole
+    "phi3": (BY_NAME["phi3"].model, BY_NAME["phi3"].config(**BY_NAME["phi3"].values)),  # reads head counts from its config
+    "bloom": (BY_NAME["bloom"].model, BY_NAME["bloom"].config(**BY_NAME["bloom"].values)),  # ALiBi for all heads, per head
+}  # fmt: skip
+POLICIES = {"phi3": {"Phi3DecoderLayer": ("o_proj", "down_proj")}, "bloom": {"BloomBlock": ("dense", "dense_4h_to_h")}}
+
+
+def known(name: str) -> Any:
+    torch.manual_seed(0)
+    model = KNOWN[name][0](KNOWN[name][1]).eval()
+    enlarge(model)
+    return model
+
+
+def first_output(model: Any, name: str) -> Tensor:
+    ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        if name == "swin":
+            return model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)))[0]
+        return model(ids, decoder_input_ids=ids)[0] if name == "bart" else model(ids)[0]
+
+
+def known_on_rank(name: str) -> tuple[Tensor, str, bool]:
+    model = known(name)
+    engine = infuse.init_inference(model, dtype="fp32", tensor_parallel=size(), injection_policy=POLICIES.get(name))
+    return first_output(engine, name), str(engine.plan), any(step.depth == SPLIT for step in engine.plan.steps)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_models_of_transformers(name: str, ranks: Ranks) -> None:
+    results = ranks.run(2, known_on_rank, name)
+    assert results[0][2] and "refused" not in results[0][1], results[0][1]
+    assert same([result[0] for result in results]) and error(results[0][0], first_output(known(name), name)) < TOLERANCE
 
 
 # ---- from a checkpoint

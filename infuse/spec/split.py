@@ -25,16 +25,19 @@ class LinearPart:
 
 @dataclass(frozen=True)
 class TablePart:
-    """A table with a column for each head (relative positions), of which a rank has `width` columns."""
+    """A parameter or buffer with a place for each head along one axis (biases of relative positions), and a rank's shape of it."""
 
     path: str
-    rows: int
-    width: int
+    shape: tuple[int, ...]
+    buffer: bool = False
 
 
 @dataclass(frozen=True)
 class Count:
-    """An attribute of a module in the layer that counts heads or their width, and what it is on a rank."""
+    """An attribute of a module in the layer that counts heads or their width, and what it is on a rank.
+
+    "config.num_heads": of the config that the module holds, for that module alone.
+    """
 
     module: str
     name: str
