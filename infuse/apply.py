@@ -266,7 +266,7 @@ class _Run:
             return
         if step.depth == SPLIT:
             part, layer = self.built(step, self.plan.dtype), self.model.get_submodule(step.path)
-            put_part(layer, step, part, self.put, lambda new, old: adopt(new, old, "", self.classes))
+            put_part(layer, step, part, self.put, self.group, lambda new, old: adopt(new, old, "", self.classes))
             self.swapped.append(replace(step, others=()))
             return
         old = self.model.get_submodule(step.path)

@@ -20,7 +20,7 @@ from infuse.errors import CheckpointError, RankError
 from infuse.in_dtype import in_dtype
 from infuse.layers.combine import Combine, Sum
 from infuse.layers.linear import make_linear
-from infuse.parallel.collectives import Group
+from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import Step
 from infuse.spec.split import ROW, SplitShape
 from infuse.weights.fill import fill_module
@@ -67,7 +67,9 @@ def _owner(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def put_part(layer: nn.Module, step: Step, part: nn.Module, put: Put, adopt: Callable[[nn.Module, nn.Module], None]) -> None:
+def put_part(
+    layer: nn.Module, step: Step, part: nn.Module, put: Put, group: Group, adopt: Callable[[nn.Module, nn.Module], None]
+) -> None:
     """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each, so that it can be taken back."""
     shape = step.shape
     assert isinstance(shape, SplitShape)
@@ -90,6 +92,10 @@ def put_part(layer: nn.Module, step: Step, part: nn.Module, put: Put, adopt: Cal
         handle = RemovableHandle(layer._forward_pre_hooks, extra_dict=layer._forward_pre_hooks_with_kwargs)
         put(layer._forward_pre_hooks_with_kwargs, handle.id, True)
         put(layer._forward_pre_hooks, handle.id, partial(_give_own_heads, *shape.heads, shape.all_heads))
+    for path in shape.attentions if group.size > 1 else ():
+        hooks = layer.get_submodule(path)._forward_hooks
+        what = f"weights of {step.path}.{path}"
+        put(hooks, RemovableHandle(hooks).id, partial(_return_all_heads, group, shape.head_counts, what))
 
 
 class _OwnCount:
@@ -123,8 +129,16 @@ def _give_own_heads(first: int, last: int, heads: int, layer: nn.Module, args: t
     return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
 
 
+def _return_all_heads(group: Group, counts: tuple[int, ...], what: str, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Forward hook: the attention weights that a module returns last, [B, heads, T, L], of all ranks' heads."""
+    last = output[-1] if isinstance(output, tuple) else None
+    if not isinstance(last, Tensor) or last.dim() != 4 or last.shape[1] != counts[group.rank]:
+        return None
+    return (*output[:-1], group.all_gather(last, counts, 1, what))
+
+
 @contextlib.contextmanager
-def standing_in(layer: nn.Module, step: Step, part: nn.Module) -> Iterator[None]:
+def standing_in(layer: nn.Module, step: Step, part: nn.Module, group: Group) -> Iterator[None]:
     """`layer` as a rank's part of itself, for as long as the `with` runs."""
     before: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
 
@@ -133,7 +147,7 @@ def standing_in(layer: nn.Module, step: Step, part: nn.Module) -> Iterator[None]
         mapping[key] = value
 
     try:
-        put_part(layer, step, part, put, lambda new, old: None)
+        put_part(layer, step, part, put, group, lambda new, old: None)
         yield
     finally:
         for mapping, key, value in reversed(before):
@@ -192,7 +206,7 @@ def _agreed(group: Group, step: Step, look: Callable[[], str | None]) -> str | N
 
 def _run_alone(layer: nn.Module, step: Step, cases: Sequence[verify.Case], reader: Reader) -> None:
     part = filled_part(step, reader, torch.float32, lambda path: _alone)
-    with standing_in(layer, step, part), in_dtype(layer, torch.float32):
+    with standing_in(layer, step, part, LOCAL), in_dtype(layer, torch.float32):
         for case in cases:
             verify.outputs(layer, case, torch.float32)
 
@@ -204,14 +218,14 @@ def _alone(part: Tensor) -> Tensor:
 def _structure(
     layer: nn.Module, step: Step, cases: Sequence[verify.Case], reader: Reader, group: Group, wanted: verify.Expected
 ) -> str | None:
-    with standing_in(layer, step, filled_part(step, reader, torch.float32, over(group))):
+    with standing_in(layer, step, filled_part(step, reader, torch.float32, over(group)), group):
         return verify.structure_fault(layer, layer, list(cases), wanted)
 
 
 def _result(
     layer: nn.Module, step: Step, cases: Sequence[verify.Case], reader: Reader, dtype: torch.dtype, group: Group, wanted: verify.Expected
 ) -> str | None:
-    with standing_in(layer, step, filled_part(step, reader, dtype, over(group))), in_dtype(layer, dtype):
+    with standing_in(layer, step, filled_part(step, reader, dtype, over(group)), group), in_dtype(layer, dtype):
         return verify.result_fault(layer, step, list(cases), wanted, dtype)
 
 

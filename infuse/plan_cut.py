@@ -14,7 +14,19 @@ from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.shard import Cut, Range, split, split_heads
 from infuse.plan_ranks import Part
-from infuse.plan_readings import KV_WORDS, WIDTH_WORDS, Layer, Reading, around, attributes, counts_heads, has_word, misfit, readings
+from infuse.plan_readings import (
+    KV_WORDS,
+    WIDTH_WORDS,
+    Layer,
+    Reading,
+    around,
+    attributes,
+    counts_heads,
+    has_word,
+    misfit,
+    owner_of,
+    readings,
+)
 from infuse.spec.packing import BLOCKS, FOUR_PARTS, Fill, Heads, block_starts
 from infuse.spec.roles import Group, Roles
 from infuse.spec.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
@@ -89,7 +101,11 @@ class _Cutter:
                     fills.append(Fill(table.path, (table.path,), cut=Cut(axis, (share.own,), (reading.heads.query,))))
         of_heads = {(share.own, reading.heads.query) for share, (_, reading) in zip(shares, self.groups, strict=True) if reading.heads}
         heads, all_heads = next(iter(of_heads)) if len(of_heads) == 1 else (None, 0)
-        shape = SplitShape(tuple(parts), tuple(tables), tuple(counts), heads or (0, 0), all_heads if heads else 0)
+        shape = SplitShape(tuple(parts), tuple(tables), tuple(counts))
+        if heads is not None:
+            attentions = tuple(owner_of(group.columns) for group, reading in self.groups if reading.heads)
+            owned = next(share.counts for share in shares if share.own == heads and share.counts)
+            shape = replace(shape, heads=heads, all_heads=all_heads, attentions=attentions, head_counts=owned)
         return Part(shape, tuple(fills))
 
     def share(self, group: Group, reading: Reading, mesh: Mesh) -> _Share:
@@ -110,7 +126,8 @@ class _Cutter:
         if found is None:
             raise SpecMismatch(f"{self.layer.name} over {mesh.tp} ranks", [f"{heads.query} heads are too few"])
         mine = found[mesh.tp_rank]
-        return _Share(reading, width, mine.heads, tuple(range(*mine.heads)), tuple(range(*mine.kv_heads)))
+        counts = tuple(share.heads[1] - share.heads[0] for share in found)
+        return _Share(reading, width, mine.heads, tuple(range(*mine.heads)), tuple(range(*mine.kv_heads)), counts)
 
     def inner_multiple(self, group: Group, width: int) -> int:
         """What an inner width is split in multiples of, for the formats of the rows that read it."""
@@ -142,13 +159,14 @@ class _Cutter:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's share of a group: its range `own` of heads or of the width, and its query and key/value heads one by one."""
+    """A rank's share of a group: its range `own` of heads or of the width, its query and key/value heads one by one; all ranks' counts."""
 
     reading: Reading
     width: int
     own: Range | None
     query: tuple[int, ...] = ()
     key: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[Range, ...]:

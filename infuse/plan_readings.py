@@ -104,7 +104,12 @@ def misfit(layer: Layer, group: Group) -> str:
 
 def around(layer: Layer, group: Group) -> str:
     """The path of the smallest module that holds all linears of a group."""
-    owners = [path.split(".")[:-1] for path in (*group.columns, *group.rows)]
+    return owner_of((*group.columns, *group.rows))
+
+
+def owner_of(paths: Iterable[str]) -> str:
+    """The path of the smallest module that holds what is at `paths`."""
+    owners = [path.split(".")[:-1] for path in paths]
     same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*owners, strict=False))
     return ".".join(names[0] for names in same)
 

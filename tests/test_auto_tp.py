@@ -83,6 +83,26 @@ def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     assert sum(result[3] for result in results) < 1.1 * whole  # each rank has its part; the norms and biases of heads are small
 
 
+def attentions(model: Any) -> list[Tensor]:
+    """The weights of all attentions of T5, of all heads."""
+    given = text()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(**given, decoder_input_ids=given["input_ids"], output_attentions=True)
+    return [*found.encoder_attentions, *found.decoder_attentions, *found.cross_attentions]
+
+
+def attentions_on_rank() -> list[Tensor]:
+    return attentions(infuse.init_inference(t5(), dtype="fp32", tensor_parallel=size(), injection_policy=T5_POLICY))
+
+
+def test_attention_weights_are_those_of_all_heads(ranks: Ranks) -> None:
+    exact = attentions(t5())
+    for found in ranks.run(3, attentions_on_rank):
+        assert [x.shape for x in found] == [x.shape for x in exact] and len(exact) == 6
+        assert all((a - b).abs().max() < TOLERANCE for a, b in zip(found, exact, strict=True))
+
+
 def test_t5_gated_with_uneven_widths_and_heads(ranks: Ranks) -> None:
     changes = dict(feed_forward_proj="gated-gelu", d_ff=37, num_heads=3, d_kv=10, tie_word_embeddings=False)
     results = ranks.run(2, t5_on_rank, T5_POLICY, changes, {})

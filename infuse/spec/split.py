@@ -46,13 +46,18 @@ class Count:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none)."""
+    """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none).
+
+    `attentions` are the paths of the modules that may return the weights of their heads, `head_counts` the heads of each rank.
+    """
 
     linears: tuple[LinearPart, ...]
     tables: tuple[TablePart, ...] = ()
     counts: tuple[Count, ...] = ()
     heads: Range = (0, 0)
     all_heads: int = 0
+    attentions: tuple[str, ...] = ()
+    head_counts: tuple[int, ...] = ()
 
     def matrix(self, path: str) -> tuple[int, int]:
         """[outputs, inputs] of the linear at `path`."""
