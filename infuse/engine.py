@@ -62,12 +62,13 @@ class InferenceEngine(nn.Module):
             raise NotAvailable("; ".join(missing))
         _check_model(model)
         source, _, save_path = settings.checkpoint_files
-        if save_path:
-            check_folder(save_path)
         if source is None:
             _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
         mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s)
+        if save_path:
+            with all_or_none(self.group, "init_inference"):
+                check_folder(save_path)
         with _bar(settings.progress) as progress:
             if source is None:
                 decided = make_plan(model, settings, device, mesh)
@@ -78,7 +79,7 @@ class InferenceEngine(nn.Module):
                 loaded = load(model, settings, device, mesh, self.group, progress)
                 decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
             if save_path:
-                save(model, self.plan, settings, save_path, progress)
+                save(model, self.plan, settings, save_path, self.group, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)

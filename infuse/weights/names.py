@@ -44,11 +44,6 @@ class ModelReader:
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.pieces[self.names[name]].dtype
 
-    def stored(self, name: str) -> Tensor | None:
-        """The tensor of that name in the checkpoint itself, None where it has none."""
-        pieces = self.checkpoint.pieces.get(name)
-        return None if pieces is None else pieces.files[0].read(name)
-
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
         return self.checkpoint.pieces[self.names[name]].read(self.shapes[name], self.layouts[name], part)
