@@ -88,7 +88,7 @@ class _Run:
         self.steps = list(self.plan.steps)
         if self.config.verify == "off":
             return
-        self.prove_steps([step for step in self.steps if not self.was_saved(step)], progress)
+        self.prove_steps([step for step in self.steps if not self.was_proven(step)], progress)
         refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
         deeper = [linear for step in refused for linear in fallback(step, self.model, self.config, self.plan.mesh)]
         self.prove_steps(deeper, None)
@@ -142,8 +142,12 @@ class _Run:
         return found
 
     def was_saved(self, step: Step) -> bool:
-        """Whether a step is read back: it was proven when it was saved."""
+        """Whether a step is read back."""
         return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
+    def was_proven(self, step: Step) -> bool:
+        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
+        return self.was_saved(step) or (self.placing is not None and self.placing.saved and any(fill.cut for fill in step.fills))
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device

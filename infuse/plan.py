@@ -218,7 +218,8 @@ class _Decision:
             if split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
-                    self.steps += [self.embedding(other, name, fills[0].format) for other in others]
+                    tied = [self.embedding(other, name, fills[0].format) for other in others]  # which takes their earlier steps away
+                    self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 

@@ -23,9 +23,9 @@ TOLERANCE = 5e-5  # over the root mean square of the original's
 WHOLE = {"safetensors": safetensors, "bin": bin_shards, "glob": file_glob, "description": description, "training": training}
 
 
-def engine_of(name: str, source: Any, **keys: Any) -> infuse.InferenceEngine:
+def engine_of(name: str, source: Any, grain: int = 64, **keys: Any) -> infuse.InferenceEngine:
     size = dist.get_world_size() if dist.is_initialized() else 1
-    given = {"dtype": "fp32", "progress": False, "tensor_parallel": {"tp_size": size}, **keys}
+    given = {"dtype": "fp32", "progress": False, "tensor_parallel": {"tp_size": size, "tp_grain_size": grain}, **keys}
     if source is None:
         return infuse.init_inference(BY_NAME[name].make(), **given)
     return infuse.init_inference(on_meta(name), checkpoint=source, **{**given, "dtype": keys.get("dtype")})
@@ -127,11 +127,11 @@ def test_a_format_counted_in_groups_keeps_their_size(tmp_path: Path, ranks: Rank
 
 def test_scales_of_rows_become_scales_of_groups(tmp_path: Path, ranks: Ranks) -> None:
     """Two ranks have a scale each for their half of a row: one rank has two, and four ranks have the one of their half."""
-    first = saved("llama", tmp_path, 2, ranks, quant="fp8")
+    first = saved("llama", tmp_path, 2, ranks, quant="fp8", grain=4)
     found = engine_of("llama", str(tmp_path))
     assert {step.formats["mlp.down.weight"] for step in found.plan.steps if step.depth == "block"} == {"fp8:40"}
     assert distance(outputs(found, "llama"), first) < TOLERANCE
-    assert all(distance(other, first) < TOLERANCE for other, _ in ranks.run(4, loaded_by_rank, "llama", str(tmp_path), {"dtype": None}))
+    assert all(distance(other, first) < TOLERANCE for other, _ in ranks.run(4, loaded_by_rank, "llama", str(tmp_path), {"dtype": None, "grain": 4}))
 
 
 def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, ranks: Ranks) -> None:
@@ -139,7 +139,7 @@ def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, rank
     for error in ranks.run_expecting_errors(2, loaded_by_rank, "llama", str(tmp_path), {"dtype": None}):
         assert isinstance(error, infuse.InfuseError)
         assert "self_attn.out.weight: int8:16: groups of 16 inputs would be cut at [24]; possible: a multiple of 16" in str(error)
-    saved("llama", tmp_path, 2, ranks, quant="fp8")
+    saved("llama", tmp_path, 2, ranks, quant="fp8", grain=4)
     errors = ranks.run_expecting_errors(3, loaded_by_rank, "llama", str(tmp_path), {"dtype": None})
     assert any("mlp.down.weight: fp8: inputs of several ranks, each with a scale for its rows: " in str(error) for error in errors)
 

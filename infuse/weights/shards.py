@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,12 +97,24 @@ def _in_text(ranks: Iterable[tuple[Range, ...]]) -> list[str]:
     return [" ".join(f"{start}:{stop}" for start, stop in ranges) for ranges in ranks]
 
 
+class _Opened(dict[int, TensorFile]):
+    """The files that are open, by rank; another one is opened when it is asked for."""
+
+    def __init__(self, paths: Sequence[Path]):
+        super().__init__()
+        self._paths = paths
+
+    def __missing__(self, rank: int) -> TensorFile:
+        self[rank] = open_file(self._paths[rank])
+        return self[rank]
+
+
 @dataclass(frozen=True)
 class Joined:
-    """One tensor that ranks share, as a file that holds it whole. `files`: by rank, those that are open."""
+    """One tensor that ranks share, as a file that holds it whole. `files`: by rank."""
 
     name: str
-    files: Mapping[int, TensorFile]
+    files: dict[int, TensorFile]
     shared: Shared
     layout: Layout
     bytes_read = 0  # the files themselves count
@@ -150,27 +163,32 @@ class Joined:
 
 
 class SavedShards(Checkpoint):
-    """The files of all ranks, or of `rank` alone, which then must be asked for nothing that it does not have."""
+    """The files of all ranks, or of `rank` alone: the others' are opened if something of them is asked for."""
 
     def __init__(self, files: Files, shared: Mapping[str, Shared], rank: int | None):
         self.form, self.version, self.pieces = files.form, None, {}
         (paths,) = files.groups
-        opened = {number: open_file(path) for number, path in enumerate(paths) if rank in (None, number)}
-        self.files = tuple(opened.values())
+        self._opened = _Opened(paths)
+        opened = {number: self._opened[number] for number in range(len(paths)) if rank in (None, number)}
         layouts = {one: one.layout(rank or 0) for one in dict.fromkeys(shared.values())}
-        for name in dict.fromkeys(name for file in self.files for name in file.stored):
+        for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
             found = {number: file for number, file in opened.items() if name in file.stored}
             cut = shared.get(name) or shared.get(_weight_of(name))
-            file = next(iter(found.values())) if cut is None else Joined(name, found, cut, layouts[cut])
-            self.pieces[name] = Pieces(name, (file,))
-            if cut is not None and name in shared:
-                for number, one in found.items():
-                    if one.stored[name].shape[cut.axis] != cut.length(number):
-                        raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index gives this rank "
-                                              f"{cut.length(number)} of {cut.size} on axis {cut.axis}")
-            if cut is not None and len(found) < len(opened):
+            if cut is None:
+                self.pieces[name] = Pieces(name, (next(iter(found.values())),))
+                continue
+            self.pieces[name] = Pieces(name, (Joined(name, self._opened, cut, layouts[cut]),))
+            if len(found) < len(opened):
                 without = ", ".join(str(file.path) for number, file in opened.items() if number not in found)
                 raise CheckpointError(f"{name} is missing in {without}")
+            for number, one in found.items():
+                if name in shared and one.stored[name].shape[cut.axis] != cut.length(number):
+                    raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index gives this rank "
+                                          f"{cut.length(number)} of {cut.size} on axis {cut.axis}")
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._opened.values())
 
     def part(self, name: str, cut: Cut | None) -> Tensor | None:
         """A tensor of that name as it is stored, or a rank's part of it; None where there is none."""
