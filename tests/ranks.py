@@ -23,7 +23,7 @@ from typing import Any
 MOST = 4
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
 GRACE_S = 20.0  # for the other ranks, once one has failed
-START_S = 120.0  # for a worker to import torch on a busy machine
+START_S = 300.0  # for a worker to import torch on a busy machine
 
 
 class RankFailed(AssertionError):
@@ -81,10 +81,10 @@ class Worker:
 
 
 class Ranks:
-    """The pool. Workers start when that many are first needed; one that died or hung takes the others with it."""
+    """The pool. Workers start when that many are first needed; those that died or hung are replaced when they are next needed."""
 
     def __init__(self) -> None:
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}  # by rank
         self._folder = tempfile.TemporaryDirectory(prefix="infuse-ranks-")
         self._size = 0
         self._generation = 0
@@ -103,12 +103,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the workers; the next call starts new ones."""
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join()
-            worker.pipe.close()
-        self._workers, self._size = [], 0
+        self._end(list(self._workers))
 
     def _call(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], dict[int, str]]:
         assert 1 <= size <= MOST, f"{size} ranks: between 1 and {MOST}"
@@ -116,8 +111,8 @@ class Ranks:
         if size != self._size:
             self._generation, self._size = self._generation + 1, size
         store = str(Path(self._folder.name, f"store-{self._generation}"))
-        for rank, worker in enumerate(self._workers[:size]):
-            worker.pipe.send_bytes(pickle.dumps(Task(store, rank, size, function, args)))
+        for rank in range(size):
+            self._workers[rank].pipe.send_bytes(pickle.dumps(Task(store, rank, size, function, args)))
         results: list[Any] = [None] * size
         traces: dict[int, str] = {}
         for rank, answer in self._answers(size, timeout).items():
@@ -126,35 +121,42 @@ class Ranks:
                 traces[rank] = answer.trace
         if traces:
             self._size = 0  # a group with a failed rank is of no use any more
-        if any(isinstance(result, (RankDied, RankHung)) for result in results):
-            self.close()
+        self._end([rank for rank, result in enumerate(results) if isinstance(result, (RankDied, RankHung))])
         return results, traces
+
+    def _end(self, ranks: list[int]) -> None:
+        ended = [self._workers.pop(rank) for rank in ranks]
+        for worker in ended:
+            worker.process.kill()
+        for worker in ended:
+            worker.process.join()
+            worker.pipe.close()
 
     def _start(self, size: int) -> None:
         """Workers up to `size`, all at once."""
         context = multiprocessing.get_context("spawn")
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, before the worker's first line
-        fresh = []
-        for _ in range(size - len(self._workers)):
+        fresh = {}
+        for rank in set(range(size)) - set(self._workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, str(Path(__file__).parent)), daemon=True)
             process.start()
             theirs.close()  # so that the end of the worker is the end of the pipe
-            fresh.append(Worker(process, ours))
+            fresh[rank] = Worker(process, ours)
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads
-        self._workers += fresh
-        for worker in fresh:
+        self._workers |= fresh
+        for worker in fresh.values():
             assert worker.pipe.poll(START_S), f"a worker did not start within {START_S} s"
             worker.pipe.recv_bytes()
 
     def _answers(self, size: int, timeout: float) -> dict[int, Any]:
         """Each rank's value, or what went wrong as Raised."""
         answers: dict[int, Any] = {}
-        open_pipes = {worker.pipe: rank for rank, worker in enumerate(self._workers[:size])}
+        open_pipes = {worker.pipe: rank for rank, worker in self._workers.items() if rank < size}
         until = time.monotonic() + timeout
         while open_pipes:
             ready = wait(list(open_pipes), max(0.0, until - time.monotonic()))

@@ -61,3 +61,104 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, ranks: Ranks) 
         with torch.no_grad():
             wanted = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert all(torch.equal(result[1], wanted) for result in results)
+
+
+FORMATS = ("int8:8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
+QUANTIZED = ("llama", "gpt2", "bloom", "falcon-40b", "bert")
+
+
+def logits(name: str, **settings: Any) -> tuple[Tensor, set[str]]:
+    """The first output of the injected model, and the formats of its matrices."""
+    family = BY_NAME[name]
+    engine = infuse.init_inference(family.make(), dtype="fp32", **settings)
+    formats = {text for step in engine.plan.steps for text in step.formats.values()}
+    return outputs(engine, inputs(family))[0], formats
+
+
+def logits_on_rank(name: str, format: str) -> tuple[Tensor, set[str]]:
+    return logits(name, quant=format, tensor_parallel={"tp_size": torch.distributed.get_world_size()})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_shards_that_are_quantized_are_shards_of_the_quantized(name: str, format: str, ranks: Ranks) -> None:
+    """Groups of 8 lie within each rank's part: the same codes and scales on one rank and on two, so the same result."""
+    results = ranks.run(2, logits_on_rank, name, format)
+    exact, _ = logits(name, quant=format)
+    found, formats = results[0]
+    assert formats and same([result[0] for result in results])
+    assert (found - exact).abs().max() / exact.square().mean().sqrt() < TOLERANCE
+
+
+def generated_on_rank(name: str, mode: dict[str, Any]) -> Tensor:
+    family = BY_NAME[name]
+    size = torch.distributed.get_world_size()
+    engine = infuse.init_inference(family.make(), dtype="fp32", mp_size=size)
+    torch.manual_seed(100 + torch.distributed.get_rank())  # rank 0's counts
+    return engine.generate(**inputs(family, padding="left"), max_new_tokens=NEW_TOKENS, **mode)
+
+
+@pytest.mark.parametrize("mode", [
+    dict(do_sample=True, temperature=0.9, top_k=20), dict(do_sample=False, num_beams=3), dict(do_sample=True, num_beams=2),
+    dict(do_sample=False, repetition_penalty=1.4), dict(do_sample=False, prompt_lookup_num_tokens=2),
+], ids=["sampling", "beams", "beam sampling", "penalty", "prompt lookup"])  # fmt: skip
+def test_ranks_generate_the_same_and_what_one_generates(mode: dict[str, Any], ranks: Ranks) -> None:
+    given = inputs(BY_NAME["llama"], padding="left")
+    if "prompt_lookup_num_tokens" in mode:
+        results = ranks.run(2, generated_alone, mode)
+        given = {name: value[1:] for name, value in given.items()}
+    else:
+        results = ranks.run(2, generated_on_rank, "llama", mode)
+    model = BY_NAME["llama"].make()
+    torch.manual_seed(100)
+    with torch.no_grad():
+        wanted = model.generate(**given, max_new_tokens=NEW_TOKENS, **mode)
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+def generated_alone(mode: dict[str, Any]) -> Tensor:
+    """One row: modes that draft tokens take no more."""
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype="fp32", mp_size=2)
+    given = {name: value[1:] for name, value in inputs(family).items()}
+    return engine.generate(**given, max_new_tokens=NEW_TOKENS, **mode)
+
+
+def recorded_on_rank(name: str) -> tuple[list[Tensor], list[Tensor]]:
+    family = BY_NAME[name]
+    model = family.make(attn_implementation="eager")
+    engine = infuse.init_inference(model, dtype="fp32", mp_size=torch.distributed.get_world_size())
+    with torch.no_grad():
+        found = engine(**inputs(family), output_attentions=True, output_hidden_states=True)
+    return list(found.attentions), list(found.hidden_states)
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 3), ("bert", 2)])
+def test_attentions_and_hidden_states_are_those_of_all_heads(name: str, size: int, ranks: Ranks) -> None:
+    attentions, states = ranks.run(size, recorded_on_rank, name)[size - 1]
+    family = BY_NAME[name]
+    with torch.no_grad():
+        exact = family.make(attn_implementation="eager")(**inputs(family), output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(attentions, list(exact.attentions), rtol=0, atol=1e-5)
+    torch.testing.assert_close(states, list(exact.hidden_states), rtol=1e-4, atol=1e-4)
+
+
+def test_each_rank_holds_its_part(ranks: Ranks) -> None:
+    """Matrices are shared, norms are not: two ranks hold little more than one, though 80 inner features and 96 tokens give one more."""
+    model = BY_NAME["llama"].make()
+    whole, norms = (sum(p.nbytes for p in model.parameters() if p.dim() >= least) for least in (0, 2))
+    held = [result[3] for result in ranks.run(2, on_rank, "llama", None)]
+    assert sum(held) == whole + (whole - norms) and max(held) < 0.65 * whole
+
+
+def test_more_ranks_than_heads_leave_the_blocks_whole(ranks: Ranks) -> None:
+    notes = ranks.run(3, left_with_two_heads)
+    assert all("2 heads are too few for 3 ranks" in text for text, _ in notes)
+    exact = BY_NAME["gpt2"].make(n_head=2)
+    for _, found in notes:
+        torch.testing.assert_close(found, outputs(exact, inputs(BY_NAME["gpt2"]))[0], rtol=1e-4, atol=1e-4)
+
+
+def left_with_two_heads() -> tuple[str, Tensor]:
+    engine = infuse.init_inference(BY_NAME["gpt2"].make(n_head=2), dtype="fp32", mp_size=3)
+    return str(engine.plan), outputs(engine, inputs(BY_NAME["gpt2"]))[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from infuse.errors import RankError
 from infuse.parallel.distributed import Distributed, names
 from infuse.parallel.peers import Home, Peers
+from infuse.parallel.shared_memory import SharedMemory, new_region, opened_region, why_not
 
 SHOWN = 200  # characters of a value in the text of an error
 
@@ -157,18 +159,47 @@ class Group:
 LOCAL = Group(None)
 
 
-def make_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float) -> Group:
+def make_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float, shared_memory: bool = True) -> Group:
     """The group of a torch.distributed group, or of the default one: all its ranks call this together.
 
-    Every operation ends within `timeout_s`, by RankError where ranks do not come. The group of one rank is LOCAL.
+    Every operation ends within `timeout_s`, by RankError where ranks do not come. The group of one rank is LOCAL. Tensors on CPUs travel
+    through shared memory where all ranks are on one host and have the kernels, unless `shared_memory` is False on any of them.
     """
     if dist.get_world_size(process_group) == 1:
         return LOCAL
     distributed = Distributed(process_group, timeout_s)
     group = Group(distributed)
     homes = [Home.unpacked(text) for text in group._texts(Home.here().packed(), "exchange of hosts")]
-    distributed.peers = Peers(homes, group.rank)
-    return group
+    distributed.peers = peers = Peers(homes, group.rank)
+    reason = "it is switched off" if not shared_memory else why_not(group.size)
+    reason = group.any_fault(reason, "exchange of kernels") or (None if peers.on_one_host else "the ranks are on several hosts")
+    if reason:
+        return Group(distributed, why_not_shared=reason)
+    return _with_shared_memory(group, distributed, peers, timeout_s)
+
+
+def _with_shared_memory(group: Group, distributed: Distributed, peers: Peers, timeout_s: float) -> Group:
+    """The group with memory that rank 0 makes and all map; without it where that fails. No file is left behind."""
+    path, region, fault = None, None, None
+    try:
+        if group.rank == 0:
+            try:
+                path, region = new_region(group.size, spins=peers.each_has_a_processor)
+            except OSError as error:
+                fault = f"no shared memory: {error}"
+        name = group.broadcast_object(None if path is None else str(path), "exchange of shared memory")
+        if group.rank and name is not None:
+            try:
+                region = opened_region(Path(name))
+            except OSError as error:
+                fault = f"no shared memory: {error}"
+        fault = group.any_fault(fault, "mapping of shared memory")
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    if fault or region is None:
+        return Group(distributed, why_not_shared=fault or "no shared memory")
+    return Group(distributed, SharedMemory(region, group.rank, group.size, peers=peers, timeout_s=timeout_s))
 
 
 def _bytes(text: bytes) -> Tensor:

@@ -21,20 +21,23 @@ class Home:
 
     host: str
     pid: int
+    processors: tuple[int, ...]  # those that it may run on
 
     @classmethod
     def here(cls) -> Home:
         """A host is its name, its boot and its namespace of processes: containers may share the first two."""
         boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
         processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
-        return cls(" ".join((platform.node(), boot, processes)), os.getpid())
+        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return cls(" ".join((platform.node(), boot, processes)), os.getpid(), tuple(sorted(cpus)))
 
     def packed(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def unpacked(cls, text: str) -> Home:
-        return cls(**json.loads(text))
+        found = json.loads(text)
+        return cls(found["host"], found["pid"], tuple(found["processors"]))
 
 
 class Peers:
@@ -56,6 +59,11 @@ class Peers:
     @property
     def on_one_host(self) -> bool:
         return len({home.host for home in self.homes}) == 1
+
+    @property
+    def each_has_a_processor(self) -> bool:
+        """Whether all of them can run at once, where they are on one host."""
+        return len({number for home in self.homes for number in home.processors}) >= len(self.homes)
 
     def ended(self) -> list[int]:
         """The ranks on this host whose processes have ended. A descriptor of a process is ready then, even while it is a zombie."""

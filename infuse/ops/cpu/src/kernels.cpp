@@ -6,6 +6,7 @@
 #include "norm.h"
 #include "quantize.h"
 #include "probe.h"
+#include "shared.h"
 
 #define INFUSE_JOIN(a, b) a##b
 #define INFUSE_TABLE(isa) INFUSE_JOIN(kernels_, isa)
@@ -23,6 +24,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::attention_kernels(),
       INFUSE_ISA::quantize,
       INFUSE_ISA::read_bytes,
+      INFUSE_ISA::sum_arrays,
   };
   return table;
 }

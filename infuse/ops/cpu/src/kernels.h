@@ -24,6 +24,14 @@ struct NormArgs {
   Type type;
 };
 
+// to[i] = from[0][i] + from[1][i] + ...
+struct SumArgs {
+  const void* const* from;
+  void* to;
+  int count;
+  Type type;
+};
+
 struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
@@ -32,6 +40,7 @@ struct Kernels {
   AttentionKernels attention;
   QuantizeKernel quantize;
   uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
+  void (*sum_arrays)(const SumArgs&, int64_t begin, int64_t end);  // shared.h; elements [begin, end)
 };
 
 // Defined by kernels.cpp, compiled once for each instruction set.
