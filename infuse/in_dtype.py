@@ -62,4 +62,6 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """linear(x) with a weight in `dtype` of which only a part exists at a time."""
     rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
     out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
-    return out if linear.bias is None else out + linear.bias
+    out = out if linear.bias is None else out + linear.bias
+    combine = vars(linear).get("_combine")  # of a layer that ranks share: their parts become one
+    return out if combine is None else combine(out)
