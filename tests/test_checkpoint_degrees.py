@@ -68,8 +68,10 @@ def test_what_two_ranks_trained_is_read_by_two_and_by_four(name: str, form: str,
 # ---- our own shards ----
 
 # Groups of 4 inputs are whole in every part of these models, whatever the number of ranks.
-DEGREES = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 3), (3, 2), (1, 4)]
-FORMATS = [{}, {"quant": "int8:4"}, {"quant": "int4:4:asymmetric"}]
+INT8, INT4 = {"quant": "int8:4"}, {"quant": "int4:4:asymmetric"}
+DEGREES = [
+    (1, 2, {}), (2, 1, {}), (2, 4, {}), (1, 2, INT8), (2, 1, INT8), (2, 4, INT8), (4, 3, INT8), (2, 2, INT4), (1, 4, INT4), (3, 2, INT4),
+]  # fmt: skip
 
 
 def saved_by_rank(name: str, folder: str, keys: dict) -> Tensor:
@@ -95,8 +97,7 @@ def read(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> list[
     return ranks.run(size, read_by_rank, name, str(folder), keys) if size > 1 else [read_by_rank(name, str(folder), keys)]
 
 
-@pytest.mark.parametrize("keys", FORMATS, ids=str)
-@pytest.mark.parametrize(("writers", "readers"), DEGREES)
+@pytest.mark.parametrize(("writers", "readers", "keys"), DEGREES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shards_are_read_by_another_number_of_ranks(
     name: str, writers: int, readers: int, keys: dict, tmp_path: Path, ranks: Ranks
