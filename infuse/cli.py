@@ -119,7 +119,10 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
     tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
 ) -> None:
-    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set."""
+    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set.
+
+    Of ranks, rank 0's times, and the bounds of its part while all ranks probe.
+    """
     config = read_config(model_dir, weights=True)
     if against and tp:
         fail("--against with --tp: transformers alone has no ranks to be timed with", WRONG_USE)
@@ -129,7 +132,9 @@ def bench(
         import torch
 
         products = _products(empty_model(model_dir, config))
-        model: Any = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp)).module
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        model: Any = engine.module
+        engine.group.share_random_state()  # all ranks are given the same prompts
         models = {"infuse": model}
         if against == "eager":
             models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
@@ -139,7 +144,7 @@ def bench(
             for name, timed in models.items():  # in turns: a machine that slows down slows both
                 runs[name].append(_speed(timed, ids, new_tokens))
         speeds = {name: _median(timed[1:]) for name, timed in runs.items()}  # the first run warms up
-        speeds["bound"] = _bound(model, products * batch * prompt_tokens)
+        speeds["bound"] = _bound(model, products * batch * prompt_tokens // engine.group.size)
         what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"
         Console().print(_bench_table(f"{what}; batch {batch}, {prompt_tokens} + {new_tokens} tokens", speeds, batch))
 
