@@ -219,7 +219,7 @@ def test_the_index_says_how_tensors_were_cut(tmp_path: Path, ranks: Ranks) -> No
     qkv, down = cuts["model.layers.0.self_attn.qkv.weight"], cuts["model.layers.2.mlp.down.weight"]
     assert (qkv["axis"], qkv["size"], qkv["ranks"]) == (0, 96, ["0:24 48:60 72:84", "24:48 60:72 84:96"])
     assert (down["axis"], down["size"], down["ranks"]) == (1, 80, ["0:48", "48:80"])
-    assert cuts["lm_head.weight"]["ranks"] == cuts["model.embed_tokens.weight"]["ranks"] == ["0:48", "48:96"]
+    assert cuts["lm_head.weight"]["ranks"] == cuts["model.embed_tokens.weight"]["ranks"] == ["0:64", "64:96"]
 
 
 def test_an_index_of_one_rank_from_before_cuts_were_told(tmp_path: Path, ranks: Ranks) -> None:
@@ -230,3 +230,40 @@ def test_an_index_of_one_rank_from_before_cuts_were_told(tmp_path: Path, ranks: 
     path.write_text(json.dumps(index))
     for size in (1, 2):
         assert all(distance(found, first) < TOLERANCE for found, _ in read("llama", tmp_path, size, ranks, quant="int8:4"))
+
+
+# ---- what a rank reads ----
+
+
+def bytes_by_rank(name: str, folder: str, keys: dict) -> int:
+    """The bytes that this rank's load asked its files for."""
+    from infuse.weights.checkpoint import Checkpoint
+
+    opened: list[Checkpoint] = []
+    check = Checkpoint.__init__
+
+    def counted(self: Checkpoint, *args: Any) -> None:
+        check(self, *args)
+        opened.append(self)
+
+    Checkpoint.__init__ = counted  # type: ignore[method-assign]
+    try:
+        engine_of(name, folder, verify="off", **{"dtype": "fp32", **keys})
+    finally:
+        Checkpoint.__init__ = check  # type: ignore[method-assign]
+    (checkpoint,) = opened
+    return checkpoint.bytes_read
+
+
+@pytest.mark.parametrize("keys", [{}, {"quant": "int4:4"}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_touches_the_bytes_of_its_part(tied: bool, keys: dict, tmp_path: Path, ranks: Ranks) -> None:
+    """Half of each head's matrices, its share of the inner features and of the vocabulary, all norms; each byte once."""
+    name = "llama-bias" if tied else "llama"
+    BY_NAME[name].make().save_pretrained(tmp_path)
+    hidden, inner, layers, vocabulary, keys_width = 48, (48, 32), 3, (64, 32), 24
+    for rank, found in enumerate(ranks.run(2, bytes_by_rank, name, str(tmp_path), keys)):
+        matrices = 2 * hidden * hidden // 2 + 2 * keys_width * hidden // 2 + 3 * hidden * inner[rank]
+        biases = (hidden // 2 + keys_width + 2 * inner[rank] + (2 * hidden if rank == 0 else 0)) if tied else 0
+        tables = (1 if tied else 2) * hidden * vocabulary[rank]
+        assert found == 4 * (layers * (matrices + biases + 2 * hidden) + hidden + tables)
