@@ -88,7 +88,9 @@ class _Run:
         self.steps = list(self.plan.steps)
         if self.config.verify == "off":
             return
-        self.prove_steps([step for step in self.steps if not self.was_proven(step)], progress)
+        saved = self.placing is not None and self.placing.saved  # what ranks share was proven then, and the whole of it is not read again
+        proven = [self.was_saved(step) or (saved and any(fill.cut for fill in step.fills)) for step in self.steps]
+        self.prove_steps([step for step, done in zip(self.steps, proven, strict=True) if not done], progress)
         refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
         deeper = [linear for step in refused for linear in fallback(step, self.model, self.config, self.plan.mesh)]
         self.prove_steps(deeper, None)
@@ -144,10 +146,6 @@ class _Run:
     def was_saved(self, step: Step) -> bool:
         """Whether a step is read back."""
         return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
-
-    def was_proven(self, step: Step) -> bool:
-        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
-        return self.was_saved(step) or (self.placing is not None and self.placing.saved and any(fill.cut for fill in step.fills))
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device
