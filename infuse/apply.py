@@ -92,7 +92,7 @@ class _Run:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
         self.steps = candidates = list(self.plan.steps)
         off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
-        self.prove_steps([step for step in candidates if not self.was_saved(step) and (step.depth == SPLIT or not off)], progress)
+        self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
         while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
             candidates = [deeper for step in refused for deeper in fallback(step, self.model, self.config, self.plan.mesh)]
             self.prove_steps(candidates, None)
@@ -151,8 +151,13 @@ class _Run:
         return found
 
     def was_saved(self, step: Step) -> bool:
-        """Whether a step is read back: it was proven when it was saved."""
+        """Whether a step is read back."""
         return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
+    def was_proven(self, step: Step) -> bool:
+        """Whether a step was proven when it was saved; of what ranks share, the whole is not read again."""
+        shared = self.placing is not None and self.placing.saved and any(fill.cut for fill in step.fills)
+        return self.was_saved(step) or shared
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device

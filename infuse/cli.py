@@ -33,6 +33,7 @@ from infuse.cli_folder import (
     start_engine,
     told_errors,
 )
+from infuse.cli_ranks import as_ranks, rank_device
 
 if TYPE_CHECKING:
     import torch
@@ -50,23 +51,26 @@ QuantName = Annotated[str | None, typer.Option("--quant", help='Format of the we
 Verify = Annotated[
     Literal["sample", "all", "strict", "off"], typer.Option(help="Which layers are proven against the original before they are swapped.")
 ]
+Ranks = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")]
 
 
 @app.command("plan")
 def show_plan(
-    model_dir: Folder, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None
+    model_dir: Folder, tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample",
+    device: DeviceName = None,
 ) -> None:
-    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory."""
+    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory. Of ranks: what rank 0 does."""
     config = read_config(model_dir)
     with told_errors():
         import infuse
 
-        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device)))
+        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp)))
 
 
 @app.command()
 def generate(
+    context: typer.Context,
     model_dir: Folder,
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
@@ -74,12 +78,14 @@ def generate(
     temperature: Annotated[float | None, typer.Option(min=0.01, help="With --sample: below 1 sharper, above 1 flatter.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")] = None,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
-    dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
 ) -> None:
     """Continue a prompt; the text appears as it comes."""
     if not sample and (temperature, top_p, seed) != (None, None, None):
         fail("--temperature, --top-p and --seed have a meaning only with --sample", WRONG_USE)
     config = read_config(model_dir, weights=True)
+    if not as_ranks(context, tp):
+        return
     with told_errors():
         import torch
         import transformers
@@ -89,7 +95,7 @@ def generate(
         prompt_tokens = inputs["input_ids"].shape[1]
         if prompt_tokens == 0:
             fail("the prompt holds no token; give at least one character", WRONG_USE)
-        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
         if seed is not None:
             torch.manual_seed(seed)
         sampling = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
@@ -104,22 +110,31 @@ def generate(
 
 @app.command()
 def bench(
+    context: typer.Context,
     model_dir: Folder,
     against: Annotated[Literal["eager"] | None, typer.Option(help="Time transformers' own layers too. Needs memory for both.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
-    dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
 ) -> None:
-    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set."""
+    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set.
+
+    Of ranks, rank 0's times, and the bounds of its part while all ranks probe.
+    """
     config = read_config(model_dir, weights=True)
+    if against and tp:
+        fail("--against with --tp: transformers alone has no ranks to be timed with", WRONG_USE)
+    if not as_ranks(context, tp):
+        return
     with told_errors():
         import torch
 
-
         products = _products(empty_model(model_dir, config))
-        model: Any = start_engine(model_dir, config, _settings(dtype, quant, verify, device)).module
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        model: Any = engine.module
+        engine.group.share_random_state()  # all ranks are given the same prompts
         models = {"infuse": model}
         if against == "eager":
             models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
@@ -129,27 +144,31 @@ def bench(
             for name, timed in models.items():  # in turns: a machine that slows down slows both
                 runs[name].append(_speed(timed, ids, new_tokens))
         speeds = {name: _median(timed[1:]) for name, timed in runs.items()}  # the first run warms up
-        speeds["bound"] = _bound(model, products * batch * prompt_tokens)
+        speeds["bound"] = _bound(model, products * batch * prompt_tokens // engine.group.size)
         what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"
         Console().print(_bench_table(f"{what}; batch {batch}, {prompt_tokens} + {new_tokens} tokens", speeds, batch))
 
 
 @app.command()
 def shard(
+    context: typer.Context,
     model_dir: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")],
-    dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
 ) -> None:
     """Replace and quantize a model once, and save it so that `infuse generate OUT` reads it at the speed of the disk."""
     config = read_config(model_dir, weights=True)
     if out.resolve() == model_dir.resolve():
         fail("OUT is MODEL_DIR; the shards need a folder of their own", WRONG_USE)
+    if not as_ranks(context, tp):
+        return
     with told_errors():
         import infuse
 
         paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
-        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device))
-        copy_rest(model_dir, out)
+        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device, tp))
+        if engine.group.rank == 0:
+            copy_rest(model_dir, out)
         print(engine.plan)
         remarks().print(f"{sum(file.stat().st_size for file in out.glob('*.safetensors')) / 1e6:,.1f} MB in {out}")
 
@@ -238,12 +257,13 @@ def _bench_table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
     return table
 
 
-def _settings(dtype: str | None, quant: str | None, verify: str, device: str | None) -> dict[str, Any]:
+def _settings(dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None) -> dict[str, Any]:
     """The options as keyword arguments of init_inference and plan."""
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else None)
-    given = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
+    ranks = {"tp_size": tp} if tp else None
+    given = {"dtype": dtype, "quant": quant, "verify": verify, "device": rank_device(device) if ranks else device, "tensor_parallel": ranks}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -256,3 +276,7 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+if __name__ == "__main__":
+    app()

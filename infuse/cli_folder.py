@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,10 +70,10 @@ def empty_model(model_dir: Path, config: Any) -> Any:
 
 
 def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
-    """The engine of a folder whose model generates: from its weights, or from its shards."""
+    """The engine of a folder whose model generates: from its weights, or from its shards; each rank reads its own part."""
     import infuse
 
-    if not (model_dir / SHARDS).is_file():
+    if not (model_dir / SHARDS).is_file() and "tensor_parallel" not in settings:
         return infuse.init_inference(load_generative(model_dir, config), **settings)
     model = empty_model(model_dir, config)
     if not model.can_generate():
@@ -129,7 +132,15 @@ def told_errors() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", FAILED)
 
 
+def is_rank() -> bool:
+    """Whether torchrun, or our own launcher, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def fail(message: str, code: int) -> NoReturn:
+    """Tell what is wrong and exit. A rank leaves the message for its launcher; rank 0 alone says it."""
+    if is_rank() and (place := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        Path(place).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
     remarks().print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
@@ -140,4 +151,5 @@ def bar(items: Iterable[Any], description: str) -> Iterable[Any]:
 
 
 def remarks() -> Console:
-    return Console(stderr=True)
+    """Standard error; of several ranks, rank 0's."""
+    return Console(stderr=True, quiet=is_rank() and os.environ["RANK"] != "0")

@@ -25,7 +25,7 @@ from infuse.plan import BLOCK, LINEAR, Plan, make_plan
 from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.decode import install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
-from infuse.saved import check_folder, save
+from infuse.saved import check_folder, check_plan, save
 from infuse.verify import decodes
 
 
@@ -62,15 +62,17 @@ class InferenceEngine(nn.Module):
             raise NotAvailable("; ".join(missing))
         _check_model(model)
         source, _, save_path = settings.checkpoint_files
-        if save_path:
-            check_folder(save_path)
         if source is None:
             _check_weights(model)
         device = Device.of(settings.device or _device_of(model))
         mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s)
+        if save_path:
+            with all_or_none(self.group, "init_inference"):
+                check_folder(save_path)
         with _bar(settings.progress) as progress:
             if source is None:
                 decided = make_plan(model, settings, device, mesh)
+                check_plan(decided, settings)
                 model.to(device.torch_device).eval()
                 with all_or_none(self.group, "init_inference"):
                     self.plan = apply(decided, model, settings, progress, group=self.group)
@@ -78,7 +80,7 @@ class InferenceEngine(nn.Module):
                 loaded = load(model, settings, device, mesh, self.group, progress)
                 decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
             if save_path:
-                save(model, self.plan, settings, save_path, progress)
+                save(model, self.plan, settings, save_path, self.group, progress)
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)

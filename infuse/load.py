@@ -18,12 +18,13 @@ from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.join import all_or_none
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan import Plan, Step, make_plan
-from infuse.saved import is_packed, read_index, saved_config, saved_files, saved_plan
-from infuse.weights.checkpoint import Checkpoint, in_words
+from infuse.saved import check_plan, is_packed, open_shards, read_index, saved_config, saved_plan
+from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
 from infuse.weights.names import held, model_reader
 from infuse.weights.placing import Placing
 from infuse.weights.reader import tensor_at
+from infuse.weights.shards import SavedShards
 from infuse.weights.sources import SAVED, find_files
 
 
@@ -54,16 +55,21 @@ def _load(
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
     index = read_index(folder) if folder is not None else None
-    if folder is None or index is None:
-        checkpoint = Checkpoint(find_files(source, base_dir))
-    else:
-        checkpoint, config = Checkpoint(saved_files(folder, index)), saved_config(config, index)
+    files = find_files(source, base_dir) if index is None else None
+    config = config if index is None else saved_config(config, index)
     _tie(model)
     decided = make_plan(model, config, device, mesh)
+    check_plan(decided, config)
     packed: list[Step] = []
-    if index is not None:
-        decided = saved_plan(decided, index)
+    checkpoint: Checkpoint
+    if folder is None or index is None:
+        assert files is not None
+        checkpoint = Checkpoint(files)
+    else:
+        first = decided if mesh.tp_rank == 0 else make_plan(model, config, device, replace(mesh, tp_rank=0))
+        decided = saved_plan(decided, first, index, device)
         packed = [step for step in decided.steps if is_packed(step)]
+        checkpoint = open_shards(folder, index, decided)
     inside = tuple(f"{step.path}." for step in packed)
     _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
     reader = model_reader(model, checkpoint, lambda name: name.startswith(inside))
@@ -102,16 +108,17 @@ def _folder(source: Any, base_dir: str) -> Path | None:
 
 def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]) -> None:
     """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers are there."""
-    wrong = []
+    wrong: list[str] = []
+    if not packed:
+        return
+    assert isinstance(checkpoint, SavedShards)
     for step in packed:
         if step.shares:  # it has no tensors of its own
             continue
         old = model.get_submodule(step.path)
         own = [fill for fill in step.fills if id(tensor_at(old, fill.sources[0])) not in outside]
-        for name, shape in saved_tensors(build(step, dtype), step.path, own).items():
-            if name not in checkpoint.pieces:
-                wrong.append(f"missing  {name}")
-            elif checkpoint.pieces[name].shapes[0] != shape:
-                wrong.append(f"misshaped  {name}: {in_words(checkpoint.pieces[name].shapes)}, the model has {shape}")
+        for name, (shape, cut) in saved_tensors(build(step, dtype), step.path, own).items():
+            if fault := checkpoint.fault(name, cut, shape):
+                wrong.append(fault)
     if wrong:
         raise CheckpointError(f"{checkpoint.form} are not this model's:\n  " + "\n  ".join(wrong))

@@ -1,14 +1,15 @@
 """Saved: our own shards, written from a replaced model and read back into one on meta without quantizer and without proof.
 
 The index says which steps were carried out, and in which formats; the same steps are taken again, filled with what they
-held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused.
+held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused. Each rank of a
+group writes what it has; another number of ranks reads each part from the runs of whoever has it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +18,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse import ops
 from infuse.config import InferenceConfig
-from infuse.errors import CheckpointError, ConfigError
+from infuse.device import Device
+from infuse.errors import CheckpointError, ConfigError, NotAvailable
 from infuse.layers.linear import QuantizedLinear
-from infuse.plan import BLOCK, Left, Plan, Step
+from infuse.parallel.collectives import LOCAL, Group
+from infuse.parallel.shard import Cut
+from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, linear_ops
+from infuse.quant.format import quant_format
 from infuse.weights.names import held
+from infuse.weights.shards import SavedShards, Shared, alone, shared_tensors
 from infuse.weights.sources import SAVED, Files, read_json
 from infuse.weights.writer import FORMAT, Bundle, write_shards
 
 
-def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, progress: Any = None) -> None:
-    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index."""
+def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
+    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of `group` its own.
+
+    CheckpointError on all ranks where one fails; then there is no index.
+    """
     steps = [{"path": step.path, "kind": _digest(step), "formats": step.formats} for step in plan.steps if is_packed(step)]
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
         quant["format"] = config.weight_format
     dtype = str(plan.dtype).removeprefix("torch.")
     index = {"model": plan.model, "dtype": dtype, "format_of_weights": config.weight_format, "quant": quant, "steps": steps}
-    write_shards(Path(folder), list(_bundles(model, plan)), index, progress)
+    write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
+
+
+def cuts(plan: Plan) -> dict[str, Cut]:
+    """How this rank's tensors are cut, by the names that they are stored under."""
+    found: dict[str, Cut] = {}
+    for step in plan.steps:
+        for fill in step.fills if step.shape is not None else ():
+            if fill.cut is not None:
+                turned = fill.transposed and not is_packed(step)
+                found[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
+    return found
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
@@ -72,6 +93,14 @@ def check_folder(folder: str) -> None:
         raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
 
 
+def check_plan(plan: Plan, config: InferenceConfig) -> None:
+    """NotAvailable, before anything is done, where `config` asks for shards of what cannot be read back."""
+    split = [step.path for step in plan.steps if step.depth == SPLIT]
+    if split and config.checkpoint_files[2]:
+        raise NotAvailable(f"save_mp_checkpoint_path: {len(split)} layers ({split[0]}, ...) have no spec, and ranks share their linears: "
+                           "such parts are not saved; save with tp_size=1, and load that with ranks")
+
+
 def read_index(folder: Path) -> dict[str, Any] | None:
     """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be read."""
     if not (folder / SAVED).is_file():
@@ -80,17 +109,29 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     keys = ("tp_size", "files", "dtype", "format_of_weights", "quant", "steps")
     if not isinstance(index, dict) or index.get("format") != FORMAT or any(key not in index for key in keys):
         raise CheckpointError(f"{folder / SAVED}: not an index of this version ({FORMAT}); shard the model again")
-    if index["tp_size"] != 1:
-        raise CheckpointError(f"{folder / SAVED}: saved by {index['tp_size']} ranks; possible in this version: 1")
+    try:
+        index["cuts"] = shared_tensors(index.get("cuts", ()))
+        wrong = len(index["files"]) != index["tp_size"] or any(len(one.ranks) != index["tp_size"] for one in index["cuts"].values())
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / SAVED}: corrupt: {type(error).__name__}: {error}") from error
+    if wrong:
+        raise CheckpointError(f"{folder / SAVED}: saved by {index['tp_size']} ranks, and it names {len(index['files'])} files, or parts of "
+                              "another number of ranks")
     return index
 
 
-def saved_files(folder: Path, index: dict[str, Any]) -> Files:
-    """The files that the index names."""
-    files = Files(f"the shards of {folder / SAVED}", tuple((folder / name,) for name in index["files"]))
-    if missing := [str(path) for path in files if not path.is_file()]:
+def open_shards(folder: Path, index: dict[str, Any], plan: Plan) -> SavedShards:
+    """The files that the index names: of as many ranks as now, and cut as now, this rank's alone."""
+    own = cuts(plan)
+    shared: dict[str, Shared] = index["cuts"]
+    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys()
+    alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
+    rank = plan.mesh.tp_rank if alike else None
+    files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index["files"]),))
+    wanted = [path for number, path in enumerate(files) if rank in (None, number)]
+    if missing := [str(path) for path in wanted if not path.is_file()]:
         raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
-    return files
+    return SavedShards(files, shared, rank)
 
 
 def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceConfig:
@@ -109,16 +150,24 @@ def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceCon
     return config.model_copy(update=update)
 
 
-def saved_plan(plan: Plan, index: dict[str, Any]) -> Plan:
-    """`plan` with the steps that were saved, and with those that leave their weights as they are; CheckpointError where one differs."""
+def saved_plan(plan: Plan, first: Plan, index: dict[str, Any], device: Device) -> Plan:
+    """`plan` with the steps that were saved, in their formats, and with those that leave their weights as they are.
+
+    `first` is rank 0's plan, which has all that a layer is filled with. CheckpointError: a step that differs, a format whose groups
+    this rank's part would cut.
+    """
     saved = {entry["path"]: entry for entry in index["steps"]}
+    whole = {step.path: step for step in first.steps}
     steps, left = [], list(plan.left)
+    faults: list[str] = []
     for step in plan.steps:
-        entry = saved.pop(step.path, None)
-        if entry is not None and (entry["kind"], entry["formats"]) == (_digest(step), step.formats):
-            steps.append(replace(step, why="as it was saved"))
-        elif entry is not None:
-            saved[step.path] = entry
+        entry = saved.get(step.path)
+        if entry is not None:
+            formats = entry["formats"]
+            if step.path in whole and entry["kind"] == _digest(_with_formats(whole[step.path], formats)):
+                del saved[step.path]
+                found = {target: _format_of_part(step, target, text, index["cuts"], faults) for target, text in formats.items()}
+                steps.append(replace(_with_bodies(_with_formats(step, found), device, plan.dtype), why="as it was saved"))
         elif not is_packed(step):
             steps.append(step)
         else:
@@ -126,7 +175,51 @@ def saved_plan(plan: Plan, index: dict[str, Any]) -> Plan:
     if saved:
         raise CheckpointError(f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
                               f"{', '.join(saved)}; shard the model again")
+    if faults:
+        raise CheckpointError(f"the shards of {index['tp_size']} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults))
     return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
+
+
+def _with_formats(step: Step, formats: Mapping[str, str]) -> Step:
+    return replace(step, fills=tuple(replace(fill, format=formats.get(fill.target)) for fill in step.fills))
+
+
+def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
+    """The step with a body for each op that its formats need: where a group did not fit then, or does not now, it was planned without."""
+    chosen = dict(step.bodies)
+    for name in linear_ops(step.fills) if step.depth != EMBEDDING else ():
+        chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
+    return replace(step, bodies=tuple(chosen.items()))
+
+
+def _format_of_part(step: Step, target: str, text: str, shared: Mapping[str, Shared], faults: list[str]) -> str:
+    """The format that this rank's part of a saved matrix has; why it has none is added to `faults`."""
+    fill = next(fill for fill in step.fills if fill.target == target)
+    name, format = f"{step.path}.{target}", quant_format(text)
+    saved = shared.get(name)
+    cut = fill.cut
+    if (saved or cut) is None or (saved.axis if saved else cut.axis if cut else 0) == 0:
+        return text
+    size = saved.size if saved else sum(cut.sizes) if cut else 0
+    saved = saved or alone(1, size)
+    format = format.of_part(size)
+    layout = saved.layout()
+    runs = [run for start, stop in (cut.ranges if cut else [(0, size)]) for run in layout.part(start, stop)]
+    group = format.group_size
+    if group is None and len(runs) > 1:  # a scale for each row of each piece: a group for each piece, where they are equal
+        lengths = {saved.length(run.rank) for run in runs}
+        group = lengths.pop() if len(lengths) == 1 else None
+        if group is None or any(run.stop - run.start != group for run in runs):
+            pieces = ", ".join(f"{run.stop - run.start} of {saved.length(run.rank)}" for run in runs)
+            faults.append(f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {pieces}; "
+                          "possible: all inputs of ranks that have equally many")
+            return text
+        format = replace(format, group_size=group)
+    limits = [limit for run in runs for limit in (run.start, run.stop)]
+    if cut_at := [limit for limit in limits if limit % (group or format.pack)]:
+        what = f"groups of {group} inputs" if group else f"bytes of {format.pack} inputs"
+        faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {group or format.pack}")
+    return str(format)
 
 
 def is_packed(step: Step) -> bool:
@@ -135,5 +228,6 @@ def is_packed(step: Step) -> bool:
 
 
 def _digest(step: Step) -> str:
-    """What the stored tensors mean: the shape and the fills, without the kernels that work on them."""
-    return hashlib.sha256(repr((step.depth, step.shape, step.fills)).encode()).hexdigest()[:16]
+    """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work on them."""
+    fills = tuple(replace(fill, cut=None) for fill in step.fills)
+    return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]

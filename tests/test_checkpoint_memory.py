@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,29 @@ def test_peak_memory_is_the_result_and_one_layer(form: str, keys: dict, folders:
     assert found["result"] > 20 * MB and found["peak"] > 0.9 * found["result"], found  # it measures
     in_mb = {name: value / MB for name, value in (found | {"layer": layer}).items()}
     assert found["peak"] <= found["result"] + layer + SPARE_BYTES, in_mb
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quant", [{}, {"quant": "int4"}], ids=str)
+def test_peak_memory_of_a_rank_is_its_part_and_one_layer(quant: dict, folders: dict[str, Path]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    keys = {"dtype": "bf16", "tensor_parallel": {"tp_size": 2}, **quant}
+    command = [sys.executable, "-c", LOAD, str(folders["safetensors"]), json.dumps(keys), json.dumps(SHAPE), json.dumps(SMALL)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=600) for process in started]
+    layer = 2 * (4 * SHAPE["hidden_size"] ** 2 + 3 * SHAPE["hidden_size"] * SHAPE["intermediate_size"])
+    parameters = 7 * layer + 2 * 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    for process, (out, err) in zip(started, ended, strict=True):
+        assert process.returncode == 0, err[-3000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["result"] < 0.51 * parameters and found["peak"] > 0.9 * found["result"], found
+        in_mb = {name: value / MB for name, value in (found | {"layer": layer}).items()}
+        assert found["peak"] <= found["result"] + layer + SPARE_BYTES, in_mb

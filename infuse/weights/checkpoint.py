@@ -21,10 +21,12 @@ from infuse.weights.torch_file import TorchFile
 class TensorFile(Protocol):
     """One open file of tensors."""
 
-    path: Path
-    bytes_read: int
-    stored: dict[str, Stored]
-
+    @property
+    def path(self) -> Path: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def stored(self) -> dict[str, Stored]: ...
     def read(self, name: str, part: Part = ()) -> Tensor: ...
 
 

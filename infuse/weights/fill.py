@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops, pages
+from infuse.parallel.shard import Cut
 from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.packing import STACK, Fill, strips
 from infuse.weights.reader import Reader, tensor_at
@@ -80,26 +81,28 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
             place._buffers[leaf] = value
 
 
-def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str], Tensor | None], dtype: torch.dtype) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives None for what is not there."""
+def fill_saved(
+    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str, Cut | None], Tensor | None], dtype: torch.dtype
+) -> None:
+    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives a part, None for what is not there."""
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
         if fill.format is not None:
             at = ".".join(part for part in (path, owner) if part)
-            data, scale, zero = (read(f"{at}.{name}") for name in ("data", "scale", "zero"))
+            data, scale, zero = (read(f"{at}.{name}", fill.cut) for name in ("data", "scale", "zero"))
             assert data is not None and scale is not None, fill
             shape = (place.out_features, place.in_features)
             place.hold(QuantizedWeight(data, scale, zero, shape, quant_format(fill.format)))  # type: ignore[operator,arg-type]
         elif leaf in place._parameters:
-            value = read(f"{path}.{fill.target}")
+            value = read(f"{path}.{fill.target}", fill.cut)
             assert value is not None, fill
             place._parameters[leaf] = nn.Parameter(value.to(dtype), requires_grad=False)
 
 
-def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, tuple[int, ...]]:
-    """Name → shape of what `fill_saved` reads for `module`, on meta."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, tuple[tuple[int, ...], Cut | None]]:
+    """Name → shape of what `fill_saved` reads for `module`, on meta, and how it is cut."""
+    shapes: dict[str, tuple[tuple[int, ...], Cut | None]] = {}
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
@@ -108,7 +111,7 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
             weight = quant_format(fill.format).quantize(like)
             at = ".".join(part for part in (path, owner) if part)
             parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
-            shapes |= {f"{at}.{name}": tuple(tensor.shape) for name, tensor in parts.items() if tensor is not None}
+            shapes |= {f"{at}.{name}": (tuple(tensor.shape), fill.cut) for name, tensor in parts.items() if tensor is not None}
         elif leaf in place._parameters:
-            shapes[f"{path}.{fill.target}"] = tuple(place.get_parameter(leaf).shape)
+            shapes[f"{path}.{fill.target}"] = (tuple(place.get_parameter(leaf).shape), fill.cut)
     return shapes

@@ -18,6 +18,7 @@ from infuse.spec import bind_any, specs_for
 from infuse.weights.checkpoint import Checkpoint, in_words
 from infuse.weights.pieces import Layout, Packed, Shape, packed_qkv
 from infuse.weights.reader import Part
+from infuse.weights.shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
 _COMPARED_ROWS = 4096  # of tied tables that are both in a checkpoint: compared in parts
@@ -43,11 +44,6 @@ class ModelReader:
 
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.pieces[self.names[name]].dtype
-
-    def stored(self, name: str) -> Tensor | None:
-        """The tensor of that name in the checkpoint itself, None where it has none."""
-        pieces = self.checkpoint.pieces.get(name)
-        return None if pieces is None else pieces.files[0].read(name)
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
@@ -83,7 +79,8 @@ def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[st
             if way is not None:
                 reader.shapes[name], reader.layouts[name] = wanted, way
         for other in found[1:]:
-            if found[0] in reader.layouts and other in reader.layouts and not _equal(reader, found[0], other):
+            both = found[0] in reader.layouts and other in reader.layouts
+            if both and not (isinstance(checkpoint, SavedShards) or _equal(reader, found[0], other)):
                 untie = "untie it in the model's config"
                 misshaped.append(f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}")
     foreign, harmless = _judged(model, left)

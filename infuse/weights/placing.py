@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infuse.errors import CheckpointError
+from infuse.parallel.shard import Cut
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import Part, tensor_at
+from infuse.weights.shards import SavedShards
 
 CAST_BYTES = 1 << 26  # a table is cast in parts of that size, so that it is never there twice
 _Spot = tuple[nn.Module, str]
@@ -128,9 +130,10 @@ class Placing:
         """The values of the layer at `path`, by their names in it."""
         return LayerReader(self, path)
 
-    def stored(self, name: str) -> Tensor | None:
-        """A tensor of the checkpoint by its name there, None where it has none."""
-        found = self.reader.stored(name)
+    def stored(self, name: str, cut: Cut | None) -> Tensor | None:
+        """A tensor of our shards by its name there, or a rank's part of it; None where they have none."""
+        assert isinstance(self.reader.checkpoint, SavedShards)
+        found = self.reader.checkpoint.part(name, cut)
         return None if found is None else found.to(self.device)
 
     def value(self, name: str, part: Part = ()) -> Tensor:

@@ -1,26 +1,33 @@
 """Our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index that reads back.
 
-    infuse.json               what was replaced, in which formats and dtype, and the file of each rank
-    rank-00-of-01.safetensors
+    infuse.json                 what was replaced, in which formats and dtype, the file of each rank, and how each tensor was cut
+    rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own alone
+    rank-01-of-02.safetensors
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.weights.safetensors_file import DTYPES
+from infuse.parallel.collectives import Group
+from infuse.parallel.shard import Cut
+from infuse.weights.safetensors_file import DTYPES, SafetensorsFile
+from infuse.weights.shards import cuts_in_text, index_of_cuts
 from infuse.weights.sources import SAVED
 
 FORMAT = "infuse-1"
+CUTS = "infuse.cuts"  # in the header of each rank's file; rank 0 gathers them from there
 Progress = Callable[[int, int, str], None]
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -37,22 +44,51 @@ class Bundle:
     get: Callable[[], tuple[Tensor, ...]]
 
 
-def write_shards(folder: Path, bundles: Sequence[Bundle], index: Mapping[str, Any], progress: Progress | None = None) -> None:
-    """Write this rank's tensors and the `index` to `folder`, which is made. A file appears under its name when it is whole."""
-    files = [rank_file(0, 1)]
-    try:
+def write_shards(
+    folder: Path, bundles: Sequence[Bundle], cuts: Mapping[str, Cut], index: Mapping[str, Any], *, group: Group,
+    progress: Progress | None = None,
+) -> None:
+    """Write this rank's tensors, which are cut by `cuts`, to `folder`, which is made; rank 0 writes the `index` when all are whole.
+
+    A file appears under its name when it is whole. What fails on one rank is a CheckpointError on all, and then there is no index.
+    """
+    files = [rank_file(rank, group.size) for rank in range(group.size)]
+    with _together(group, folder, "the place for the shards"):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SAVED).unlink(missing_ok=True)  # until the new shards are there, there are none
-        write_safetensors(folder / files[0], bundles, progress)
-        text = json.dumps({"format": FORMAT, "tp_size": 1, "files": files, **index}, indent=1)
-        _whole(folder / SAVED, lambda file: file.write(text.encode()))
+        if group.rank == 0:
+            (folder / SAVED).unlink(missing_ok=True)  # until the new shards are there, there are none
+    with _together(group, folder, "writing the shards"):
+        write_safetensors(folder / files[group.rank], bundles, progress, {CUTS: cuts_in_text(cuts)} if cuts else {})
+    with _together(group, folder, "writing the index"):
+        if group.rank == 0:  # which sees the others' files, and sees that they are whole
+            shared = index_of_cuts([SafetensorsFile(folder / file).metadata.get(CUTS, "") for file in files])
+            text = json.dumps({"format": FORMAT, "tp_size": group.size, "files": files, **index, "cuts": shared}, indent=1)
+            _whole(folder / SAVED, lambda file: file.write(text.encode()))
+
+
+@contextmanager
+def _together(group: Group, folder: Path, what: str) -> Iterator[None]:
+    """What all ranks do, each for itself: CheckpointError on all where one fails."""
+    fault: Exception | None = None
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}") from error
+        fault = CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}")
+        fault.__cause__ = error
+    except Exception as error:
+        fault = error
+    faults = group.any_fault(None if fault is None else str(fault), what)
+    if fault is not None:
+        raise fault
+    if faults:
+        raise CheckpointError(f"{folder}: the shards are not whole: {faults}")
 
 
-def write_safetensors(path: Path, bundles: Sequence[Bundle], progress: Progress | None = None) -> None:
+def write_safetensors(
+    path: Path, bundles: Sequence[Bundle], progress: Progress | None = None, metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """A safetensors file, bundle by bundle: no second copy of the model in memory."""
-    places: dict[str, Any] = {}
+    places: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for bundle in bundles:
         for name, tensor in zip(bundle.names, bundle.get(), strict=True):

@@ -1,0 +1,88 @@
+"""`--tp`: commands that start ranks. Rank 0 prints what one process prints; an error is one message; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli import PROMPT, folder, run  # noqa: F401  # the fixture
+
+ROOT = Path(__file__).parent.parent
+GENERATE = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32")
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    command = [sys.executable, "-m", "infuse.cli", *map(str, arguments)]
+    return subprocess.Popen(
+        command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def command(*arguments: object, code: int = 0) -> tuple[str, str]:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+    return out, err
+
+
+def test_plan_is_that_of_rank_0_and_starts_nothing(folder):  # noqa: F811
+    out, _ = run("plan", folder, "--dtype", "float32", "--tp", 2)
+    assert "rank 0 of 2" in out and "block" in out
+    assert "too few for 8 ranks" in run("plan", folder, "--dtype", "float32", "--tp", 8)[0]
+
+
+def test_what_is_wrong_is_told_before_ranks_are_started(folder, tmp_path):  # noqa: F811
+    assert "--against with --tp" in run("bench", folder, "--against", "eager", "--tp", 2, code=2)[1]
+    assert "does not exist" in run("generate", tmp_path / "nowhere", *GENERATE, "--tp", 2, code=2)[1]
+
+
+@pytest.mark.slow
+def test_ranks_shard_and_generate_what_one_process_generates(folder, tmp_path):  # noqa: F811
+    wanted = run("generate", folder, *GENERATE)[0]
+    out, err = command("generate", folder, *GENERATE, "--tp", 2)
+    assert out == wanted and err.count("tokens/s") == 1 and "refused" not in err
+    out, err = command("shard", folder, tmp_path, "--dtype", "float32", "--tp", 2)
+    assert "rank 0 of 2" in out and err.count("MB in") == 1 and "refused" not in err
+    names = {"infuse.json", "rank-00-of-02.safetensors", "rank-01-of-02.safetensors"}
+    assert set(os.listdir(tmp_path)) == (set(os.listdir(folder)) - {"model.safetensors"}) | names
+    assert command("generate", tmp_path, *GENERATE, "--tp", 2)[0] == wanted
+    assert run("generate", tmp_path, *GENERATE)[0] == wanted
+    # one rank's file is gone: one message, from whichever rank was heard
+    (tmp_path / "rank-01-of-02.safetensors").unlink()
+    out, err = command("generate", tmp_path, *GENERATE, "--tp", 2, code=1)
+    assert not out and err.count("error: ") == 1 and "rank-01-of-02.safetensors" in err.replace("\n", "") and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_bench_over_ranks(folder):  # noqa: F811
+    out, _ = command("bench", folder, "--prompt-tokens", 4, "--new-tokens", 4, "--repeats", 1, "--dtype", "float32", "--tp", 2)
+    assert out.count("decode, tokens/s") == 1 and "bound" in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_all_ranks(folder):  # noqa: F811
+    process = start("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--dtype", "float32", "--tp", 2)
+    try:
+        assert process.stdout and process.stdout.read(1)  # the first of the text
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and err.count("error: ended by SIGINT") == 1 and "Traceback" not in err
+    finally:
+        process.kill()
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
