@@ -94,7 +94,7 @@ class _Run:
         off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
         self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
         while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
-            candidates = [deeper for step in refused for deeper in fallback(step, self.model, self.config, self.plan.mesh)]
+            candidates = fallback(refused, self.model, self.config, self.plan.mesh)
             self.prove_steps(candidates, None)
             self.steps += candidates
 

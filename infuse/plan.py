@@ -301,15 +301,16 @@ class _Decision:
         return tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
 
 
-def fallback(step: Step, model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:
-    """The next depth for a block that was refused: shared by ranks in its own form, then its linears, where they gain something."""
+def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:
+    """The next depth for layers that were refused: shared by ranks in their own form, then their linears, where they gain something."""
     device = Device.of(next(model.parameters()).device)
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
-    module = model.get_submodule(step.path)
-    if step.depth == BLOCK:
-        decision.split(module, step.path, config_around(model, step.path))
-    else:
-        decision.linears(module, step.path)
+    for step in steps:
+        module = model.get_submodule(step.path)
+        if step.depth == BLOCK:
+            decision.split(module, step.path, config_around(model, step.path))
+        else:
+            decision.linears(module, step.path)
     return decision.steps
 
 

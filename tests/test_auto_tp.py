@@ -119,6 +119,31 @@ def test_t5_int8(ranks: Ranks) -> None:
     assert 1e-5 < difference < 0.05 and all(len(result[2]) == 4 for result in results)
 
 
+def bfloat16_on_rank(name: str) -> tuple[Tensor, Tensor, str]:
+    """Logits of the bfloat16 original and over ranks, and the plan."""
+    model = t5() if name == "t5" else BY_NAME[name].make()
+    model.to(torch.bfloat16)
+    given = text()
+    more = {"decoder_input_ids": given["input_ids"]} if name == "t5" else {}
+    with torch.no_grad():
+        own = model(**given, **more).logits.float()
+        engine = infuse.init_inference(model, dtype="bf16", tensor_parallel=size())
+        return own, engine(**given, **more).logits.float(), str(engine.plan)
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_a_proof_in_another_dtype_sums_over_ranks_too(name: str, ranks: Ranks) -> None:
+    model: Any = t5() if name == "t5" else BY_NAME[name].make()
+    given = text()
+    with torch.no_grad():
+        exact = model(**given, **({"decoder_input_ids": given["input_ids"]} if name == "t5" else {})).logits
+    real = given["attention_mask"].bool()
+    for own, found, plan in ranks.run(2, bfloat16_on_rank, name):
+        assert "refused" not in plan and ("block" if name == "llama" else "split") in plan
+        rounding, distance = ((x[real] - exact[real]).square().mean().sqrt() for x in (own, found))
+        assert distance < 2 * rounding
+
+
 def roberta_on_rank(policy: Any) -> tuple[Tensor, list[tuple[str, str]]]:
     model = BY_NAME["roberta"].make()
     engine = infuse.init_inference(model, dtype="fp32", tensor_parallel=size(), injection_policy=policy)
