@@ -403,7 +403,7 @@ def test_ranks_on_two_addresses(hosts: list[tuple[str, str]], tmp_path: Path) ->
         started.append(subprocess.Popen([*command, str(tmp_path / "script.py")], env=environment, stderr=subprocess.PIPE, text=True))
         time.sleep(0.5)  # the first one is the rendezvous
     try:
-        ended = [process.communicate(timeout=180)[1] for process in started]
+        ended = [process.communicate(timeout=90)[1] for process in started]
     finally:
         for process in started:
             process.terminate()
