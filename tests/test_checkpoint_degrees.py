@@ -172,7 +172,7 @@ def generated_by_rank(name: str, folder: str) -> Tensor:
 
 
 def test_each_rank_reads_its_own_file_alone(tmp_path: Path, ranks: Ranks) -> None:
-    """The other's is not even there."""
+    """The other's is not even there; nothing is quantized."""
     first = saved("llama", tmp_path, 2, ranks, quant="int8:4")
     found = ranks.run(2, read_alone, "llama", str(tmp_path))
     assert all(torch.equal(one, first) for one, _ in found)
@@ -202,12 +202,19 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, int]:
             opened.append(self)
 
     import infuse.saved
+    from infuse.quant.integer import IntegerFormat
+
+    def refuse(self: Any, weight: Tensor) -> Any:
+        assert weight.is_meta, "quantized again"
+        return quantize(self, weight)
 
     before, infuse.saved.SavedShards = infuse.saved.SavedShards, Counted
+    quantize, IntegerFormat.quantize = IntegerFormat.quantize, refuse
     try:
         engine = engine_of(name, str(own))
     finally:
-        infuse.saved.SavedShards = before
+        infuse.saved.SavedShards, IntegerFormat.quantize = before, quantize
+    assert not any(left.why.startswith("refused") for left in engine.plan.left)
     return outputs(engine, name), opened[0].bytes_read
 
 

@@ -396,13 +396,14 @@ def test_ranks_on_two_addresses(hosts: list[tuple[str, str]], tmp_path: Path) ->
     (tmp_path / "script.py").write_text(textwrap.dedent(ACROSS.format(tests=str(ROOT / "tests"), folder=str(tmp_path))))
     rendezvous = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][1]}:29411")
     started = []
-    for name, address in hosts:
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *rendezvous, "--local-addr", address]
+    for number, (name, address) in enumerate(hosts):
+        own = ("--local-addr", address, "--rdzv-conf", f"is_host={1 - number}")  # these hosts have no names by which to know it
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *rendezvous, *own]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": name}
         started.append(subprocess.Popen([*command, str(tmp_path / "script.py")], env=environment, stderr=subprocess.PIPE, text=True))
         time.sleep(0.5)  # the first one is the rendezvous
     try:
-        ended = [process.communicate(timeout=180)[1] for process in started]
+        ended = [process.communicate(timeout=90)[1] for process in started]
     finally:
         for process in started:
             process.terminate()
