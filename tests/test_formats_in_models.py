@@ -33,8 +33,10 @@ def engine_of(name: str, quant: Any, **keys: Any) -> infuse.InferenceEngine:
 
 
 def logits(model: Any, name: str) -> Tensor:
+    """Of the real tokens [N, V]: an encoder's block has nothing at the padding."""
+    given = inputs(BY_NAME[name], padding="left")
     with torch.no_grad():
-        return model(**inputs(BY_NAME[name], padding="left"))[0]
+        return model(**given)[0][given["attention_mask"].bool()]
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
