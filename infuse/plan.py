@@ -144,6 +144,7 @@ class _Decision:
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
+        self.unfit: dict[tuple[str, str, str], None] = {}  # op, body and reason, of formats that a body leaves to the reference
         self.shared = shared_weights(model)
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
         self.formats = Formats(config, self.head)
@@ -289,6 +290,9 @@ class _Decision:
         if reason := next((reason for width in widths if (reason := format.fits(width))), None):
             self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
             return fill
+        for name, body in self.bodies(("quantized_linear",)):
+            layout = ops.registered()[name].bodies[body].layout
+            self.unfit |= {(name, body, reason): None for width in widths if layout and (reason := layout.declines(format, width))}
         return replace(fill, format=str(format))
 
     def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -298,7 +302,8 @@ class _Decision:
         return tuple((name, self.choices[name].body) for name in names)
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
-        return tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
+        declined = tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
+        return (*declined, *self.unfit)
 
 
 def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:

@@ -301,3 +301,11 @@ if __name__ == "__main__":
     cpu.kernels = lambda: "not built here"  # type: ignore[assignment]
     for name, (make, keys) in GOLDEN_PLANS.items():
         (GOLDEN / f"{name}.txt").write_text(text_of(plan_of(make(), **keys)), encoding="utf-8")
+
+
+def test_formats_that_a_body_leaves_to_the_reference_are_told() -> None:
+    """Groups of 6 cut the words of four codes that the C++ body reads; groups of 8 do not."""
+    if isinstance(cpu.kernels(), str):
+        pytest.skip(cpu.kernels())
+    assert "declined  cpu, for quantized_linear: int8:6: groups of 6 are not multiples of 4" in str(plan_of(family("llama")(), quant="int8:6"))
+    assert "for quantized_linear" not in str(plan_of(family("llama")(), quant="int8:8"))

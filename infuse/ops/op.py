@@ -27,10 +27,14 @@ Needs = Callable[[Device, torch.dtype], str | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference), `restore` back."""
+    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference), `restore` back.
+
+    `declines(format, inputs)` is why weights of a format and width are left to the reference, None where they are not.
+    """
 
     prepare: Callable[[Any], Any]
     restore: Callable[[Any], Any]
+    declines: Callable[[Any, int], str | None] = lambda format, inputs: None
 
 
 @dataclass(frozen=True)

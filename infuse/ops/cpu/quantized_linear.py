@@ -74,7 +74,7 @@ def _code(format: str) -> int:
     return CODES.index(quant_format(format).name)
 
 
-PANELS = Layout(_in_panels, _in_rows)
+PANELS = Layout(_in_panels, _in_rows, _declined)
 
 
 @quantized_linear.implement("cpu", needs, PANELS)
