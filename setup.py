@@ -28,7 +28,10 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 LEVELS: dict[str, tuple[str, ...]] = {"generic": ()}
 if platform.machine() in ("x86_64", "AMD64"):
-    LEVELS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
+    AVX512_BF16 = (*AVX512, "-mavx512bf16")
+    AMX = (*AVX512_BF16, "-mamx-tile", "-mamx-bf16")
+    LEVELS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16, "avx512_amx": AMX}
+AMX_PROGRAM = 'void multiply() { __asm__("tdpbf16ps %tmm0, %tmm1, %tmm2"); }'
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10
 
 
@@ -39,6 +42,14 @@ def torch_root() -> Path | None:
         if (root / "include/torch/csrc/stable/library.h").exists():
             return root
     return None
+
+
+def knows_amx(compiler: str, folder: Path) -> bool:
+    """Whether the compiler takes the flags of AMX and its assembler the instructions."""
+    source = folder / "amx_program.cpp"
+    source.write_text(AMX_PROGRAM)
+    command = [compiler, *LEVELS["avx512_amx"], "-c", str(source), "-o", str(folder / "amx_program.o")]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 class BuildKernels(build_ext):
@@ -60,10 +71,14 @@ class BuildKernels(build_ext):
         given = shlex.split(os.environ.get("CXXFLAGS", ""))
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
+        levels = dict(LEVELS)
+        if "avx512_amx" in levels and not knows_amx(compiler, objects):
+            del levels["avx512_amx"]
+            print("infuse: the C++ kernels are built without AMX, which the compiler does not know")
         jobs = [
-            ([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o") for level, flags in LEVELS.items()
+            ([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o") for level, flags in levels.items()
         ]
-        jobs.append(([], SOURCES / "detect.cpp", objects / "detect.o"))
+        jobs.append((["-DINFUSE_WITH_AMX"] if "avx512_amx" in levels else [], SOURCES / "detect.cpp", objects / "detect.o"))
         stable = [STABLE_ABI, f"-I{torch / 'include'}", "-include", str(SOURCES / "no_extern_templates.h")]
         for source in sorted(SOURCES.glob("binding*.cpp")):
             jobs.append((stable, source, objects / f"{source.stem}.o"))

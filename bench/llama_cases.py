@@ -25,7 +25,7 @@ MATRICES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "lm_head": (HIDDEN, VOCABULARY),
     }
 )  # name → inputs, outputs
-FORMATS = ("int8", "int4")
+FORMATS = ("int8", "int4", "fp8", "fp6")
 CONTEXTS = ((1, 1, 128), (8, 1, 128), (1, 1, 4096), (1, 512, 512))  # batch, new tokens, keys
 
 CaseMaker = Callable[[torch.dtype], Iterator[Case]]

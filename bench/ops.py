@@ -78,17 +78,19 @@ def copied(args: tuple) -> tuple:
 
 
 def runs(op: Op, case: Case, size: int) -> tuple[list[str], list[Callable[[], object]]]:
-    """The bodies that run here, and for each a function that calls it on the next copy of the arguments."""
+    """The bodies that run here, and for each a function that calls it on the next copy of the arguments, in the body's own layout."""
     copies = 1 if size < FROM_CACHE_BYTES else -(-COLD_BYTES // size)
     inputs = [case.args, *(copied(case.args) for _ in range(copies - 1))]
-    dtype = case.args[0].dtype
+    dtype = case.args[0].dtype if case.args[0].is_floating_point() else case.args[-1]
     names = [name for name, body in op.bodies.items() if body.needs(Device.of(CPU), dtype) is None]
-    following = cycle(inputs)  # one for all: a body must not find in the cache what the one before has read
+    following = cycle(range(copies))  # one for all: a body must not find in the cache what the one before has read
 
-    def over(function: Callable) -> Callable[[], object]:
-        return lambda: function(*next(following))
+    def over(name: str) -> Callable[[], object]:
+        function, _ = op.prepared(name, inputs[0])
+        prepared = inputs if op.bodies[name].layout is None else [op.prepared(name, args)[1] for args in inputs]
+        return lambda: function(*prepared[next(following)])
 
-    return names, [over(op.body(name)) for name in names]
+    return names, [over(name) for name in names]
 
 
 def timed(op: Op, case: Case, repeats: int, reader: MemoryReader) -> Iterator[Timed]:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from infuse import pages, verify
+from infuse.apply_adopt import adopt
+from infuse.apply_split import build_part, over, proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.block import Block
@@ -22,14 +24,16 @@ from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.hook import hook_name, ran
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
 from infuse.parallel.collectives import LOCAL, Group
-from infuse.plan import ATTENTION, BLOCK, Left, Plan, Step, fallback
+from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
 from infuse.saved import is_packed
 from infuse.spec.layer import LayerShape
+from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
+from infuse.verify_split import split_cases
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
-from infuse.weights.reader import LiveReader
+from infuse.weights.reader import LiveReader, Reader
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
@@ -78,23 +82,21 @@ class _Run:
     swapped: list[Step] = field(default_factory=list)
     classes: dict[tuple[type, type], type] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    readings: dict[tuple, int] = field(default_factory=dict)
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
-        return (step.path,) if self.config.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
+        return (step.path, step.depth) if self.config.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
 
     def prove(self, progress: Progress | None) -> None:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
-        self.steps = list(self.plan.steps)
-        if self.config.verify == "off":
-            return
-        saved = self.placing is not None and self.placing.saved  # what ranks share was proven then, and the whole of it is not read again
-        proven = [self.was_saved(step) or (saved and any(fill.cut for fill in step.fills)) for step in self.steps]
-        self.prove_steps([step for step, done in zip(self.steps, proven, strict=True) if not done], progress)
-        refused = [step for step in self.steps if step.depth == BLOCK and self.key(step) in self.refused]
-        deeper = [linear for step in refused for linear in fallback(step, self.model, self.config, self.plan.mesh)]
-        self.prove_steps(deeper, None)
-        self.steps += deeper
+        self.steps = candidates = list(self.plan.steps)
+        off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
+        self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
+        while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
+            candidates = [deeper for step in refused for deeper in fallback(step, self.model, self.config, self.plan.mesh)]
+            self.prove_steps(candidates, None)
+            self.steps += candidates
 
     def prove_steps(self, candidates: list[Step], progress: Progress | None) -> None:
         samples: dict[tuple, Step] = {}
@@ -104,25 +106,27 @@ class _Run:
         cases = self.cases(steps)
         for done, step in enumerate(steps):
             found = cases.get(step.path, [])
-            if step.depth == ATTENTION:
-                fault = self.hook_fault(step)
+            if step.depth == SPLIT and not isinstance(found, str):
+                fault = self.split_fault(step, found)  # on which the ranks have agreed
             else:
-                fault = found if isinstance(found, str) else self.fault(step, found)
-            fault = self.group.any_fault(fault, f"the proof of {step.path}")
+                alone = self.hook_fault(step) if step.depth == ATTENTION else found if isinstance(found, str) else self.fault(step, found)
+                fault = self.group.any_fault(alone, f"the proof of {step.path}")
             if fault is not None:
                 if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")
                 self.refused[self.key(step)] = fault
             if progress:
                 progress(done + 1, len(steps), "proving")
+        self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
     def cases(self, steps: Iterable[Step]) -> dict[str, list[verify.Case] | str]:
         """The cases of each step by its path, or why there are none."""
         found: dict[str, list[verify.Case] | str] = {}
-        by_owner: dict[tuple[str, bool], list[Step]] = {}
+        by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
-            if step.depth == BLOCK:
-                by_owner.setdefault((self.owner(step.path), verify.decodes(step)), []).append(step)
+            if step.depth in (BLOCK, SPLIT):
+                owner = self.owner(step.path) if step.depth == BLOCK else None  # what is split runs in the model as a whole
+                by_owner.setdefault((owner, verify.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
                 found[step.path] = verify.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
             elif isinstance(step.shape, LinearShape):
@@ -131,7 +135,10 @@ class _Run:
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:
                 with self.running():
-                    recorded = verify.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+                    if owner is None:
+                        recorded = split_cases(self.model, layers)
+                    else:
+                        recorded = verify.recorded_cases(self.model.get_submodule(owner), layers, decodes)
             except CheckpointError:
                 raise
             except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
@@ -146,6 +153,11 @@ class _Run:
     def was_saved(self, step: Step) -> bool:
         """Whether a step is read back."""
         return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
+    def was_proven(self, step: Step) -> bool:
+        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
+        shared = step.depth != SPLIT and any(fill.cut for fill in step.fills)
+        return self.was_saved(step) or (shared and self.placing is not None and self.placing.saved)
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device
@@ -182,11 +194,22 @@ class _Run:
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
+    def split_fault(self, step: Step, cases: list[verify.Case]) -> str | None:
+        """Why no reading of a layer that is split is the original, None if one is, which is remembered."""
+        with self.original(step):
+            layer = self.model.get_submodule(step.path)
+            number, fault = proven(layer, step, cases, self.source(step), self.plan.dtype, self.group)
+        self.readings[self.key(step)] = number
+        return fault
+
+    def source(self, step: Step) -> Reader:
+        return LiveReader(self.model.get_submodule(step.path)) if self.placing is None else self.placing.source(step.path)
+
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype, self.group)
-        reader = LiveReader(source) if self.placing is None else self.placing.source(step.path)
+        reader = self.source(step)
         bodies = dict(step.bodies)
         if self.placing is not None and self.was_saved(step):
             there = [fill for fill in step.fills if is_there(fill, source)]
@@ -195,7 +218,8 @@ class _Run:
         else:
             fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype, bodies)
         module.train(False)
-        adopt(module, source, step.attn, self.classes)
+        if step.depth != SPLIT:
+            adopt(module, source, step.attn, self.classes)
         return module
 
     def accepted(self) -> list[Step]:
@@ -206,7 +230,7 @@ class _Run:
             if step.shares and all(other.path != step.shares for other in accepted):
                 reason = reason or f"{step.shares}, whose weight it shares, was refused"
             if reason is None:
-                accepted.append(step)
+                accepted.append((step, *step.others)[self.readings.get(self.key(step), 0)])
             else:
                 self.left.append(Left(step.path, f"refused: {reason}"))
         return accepted
@@ -245,6 +269,11 @@ class _Run:
             self.model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))  # type: ignore[operator]
             self.swapped.append(step)
             return
+        if step.depth == SPLIT:
+            part, layer = self.built(step, self.plan.dtype), self.model.get_submodule(step.path)
+            put_part(layer, step, part, self.put, self.group, lambda new, old: adopt(new, old, "", self.classes))
+            self.swapped.append(replace(step, others=()))
+            return
         old = self.model.get_submodule(step.path)
         parameters = dict(old.named_parameters())
         for fill in step.fills if self.placing is None else ():
@@ -258,7 +287,7 @@ class _Run:
                     self.put(module._modules, name, new)
         self.swapped.append(step)
 
-    def put(self, modules: MutableMapping[str, Any], name: str, new: nn.Module) -> None:
+    def put(self, modules: MutableMapping[Any, Any], name: Any, new: Any) -> None:
         if self.placing is not None:  # which gives the old back should anything fail from here on
             self.placing.put(modules, name, new)
         else:
@@ -281,43 +310,14 @@ def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
     with torch.device("meta"):
         if isinstance(shape, LayerShape):
             return Block(shape, step.index, step.formats, bodies, group, step.path)
+        if isinstance(shape, SplitShape):
+            return build_part(step, over(group))
         if isinstance(shape, EmbeddingShape):
             of_all = Sum(group, step.path) if shape.all_rows else None
             return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
         assert shape is not None, step
         joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
         return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
-
-
-def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, type], type]) -> None:
-    """Make `new` stand where `old` stood: its attributes, its hooks and, for a block, its class.
-
-    transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
-    instance of the class that it replaces; models read attributes such as `attention_type` from their layers.
-    """
-    _take_over(new, old)
-    if isinstance(new, Block):
-        _mix_in(new, type(old), classes)
-        new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
-        _take_over(new_attn, old_attn)
-        _mix_in(new_attn, type(old_attn), classes)
-
-
-def _take_over(new: nn.Module, old: nn.Module) -> None:
-    for name, value in vars(old).items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
-        elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
-            object.__setattr__(new, name, value)
-
-
-def _mix_in(new: nn.Module, theirs: type, classes: dict[tuple[type, type], type]) -> None:
-    ours = type(new)
-    if (ours, theirs) not in classes:
-        mixed = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__})
-        mixed.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
-        classes[ours, theirs] = mixed
-    new.__class__ = classes[ours, theirs]
 
 
 def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:

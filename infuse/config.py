@@ -255,6 +255,8 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
     ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
     ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
+    ("injection_policy", lambda config, kind: config.injection_policy is not None and config.tp_size == 1 and not any(config.tp_given),
+     "one rank has whole layers: tensor_parallel.tp_size is 1"),
     ("quant.weight.post_init_quant", lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
      "group_dim=0: groups lie along the inputs"),
     ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
@@ -268,5 +270,4 @@ _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
     ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
-    ("injection_policy", lambda config: config.injection_policy, "injection by a policy of the caller"),
 )

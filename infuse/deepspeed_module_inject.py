@@ -13,6 +13,7 @@ from torch import nn
 
 from infuse.config import InferenceConfig
 from infuse.errors import ConfigError, NotAvailable
+from infuse.spec.roles import row_names
 
 __all__ = ["AutoTP", "GroupQuantizer", "ReplaceWithTensorSlicing", "generic_injection", "get_transformer_name", "replace_transformer_layer"]
 
@@ -20,7 +21,8 @@ __all__ = ["AutoTP", "GroupQuantizer", "ReplaceWithTensorSlicing", "generic_inje
 class ReplaceWithTensorSlicing:
     """Copies a checkpoint's tensor into this rank's tensor; `out_dim` and `in_dim` are the axes of `dst`.
 
-    Equal shapes are copied; slicing for more than one rank raises NotAvailable.
+    Equal shapes are copied. Where `src` is `mp_size` times as large along one axis, the part of this rank of `mp_group` is.
+    ConfigError: any other shapes.
     """
 
     def __init__(self, mp_group: Any = None, mp_size: int = 1, out_dim: int = 1, in_dim: int = 0):
@@ -30,6 +32,8 @@ class ReplaceWithTensorSlicing:
             raise ConfigError(f"out_dim, in_dim: found {out_dim!r}, {in_dim!r}; possible: 0 and 1, or 1 and 0")
         self.mp_size, self.out_dim, self.in_dim = mp_size, out_dim, in_dim
         self.gpu_index = 0 if mp_group is None else torch.distributed.get_rank(mp_group)
+        if not 0 <= self.gpu_index < mp_size:
+            raise ConfigError(f"mp_group, mp_size: found rank {self.gpu_index} of the group, and mp_size={mp_size}")
 
     def qkv_copy(self, dst: torch.Tensor, src: torch.Tensor | None) -> nn.Parameter | None:
         """`dst` as a parameter with this rank's part of q, k and v of `src`, which hold one third each of `out_dim`."""
@@ -51,28 +55,27 @@ class ReplaceWithTensorSlicing:
             return None
         if dst.is_meta or src.is_meta:
             raise ConfigError("found a tensor on meta, which holds no values; possible: tensors with values")
-        if dst.shape != src.shape:
-            self._check_slice(dst, src, split_into)
-            raise NotAvailable(
-                f"slicing {tuple(src.shape)} to {tuple(dst.shape)} for rank {self.gpu_index} of {self.mp_size}: "
-                "this version copies tensors of equal shape only"
-            )
         with torch.no_grad():
-            dst.copy_(src)
+            dst.copy_(src if dst.shape == src.shape else self._part(dst, src, split_into))
         copied = nn.Parameter(dst.detach(), requires_grad=False)
         if hasattr(src, "scale"):  # a quantized tensor carries its scale along, as GroupQuantizer gives it
             copied.scale = src.scale  # type: ignore[attr-defined]
         return copied
 
-    def _check_slice(self, dst: torch.Tensor, src: torch.Tensor, split_into: int) -> None:
+    def _part(self, dst: torch.Tensor, src: torch.Tensor, split_into: int) -> torch.Tensor:
+        """This rank's part of `src` along the axis on which it is larger: of each of its `split_into` equal pieces, side by side."""
         cut = [axis for axis in range(src.dim()) if src.dim() == dst.dim() and src.shape[axis] != dst.shape[axis]]
-        if src.dim() != dst.dim() or src.dim() > 2 or len(cut) != 1 or dst.shape[cut[0]] > src.shape[cut[0]]:
+        if src.dim() != dst.dim() or src.dim() > 2 or len(cut) != 1 or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]:
             raise ConfigError(
                 f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one or two axes, "
-                "or a dst that is smaller along one axis"
+                f"or a src that is mp_size={self.mp_size} times as large along one axis"
             )
-        if split_into > 1 and (src.shape[cut[0]] % split_into or dst.shape[cut[0]] % split_into):
-            raise ConfigError(f"dst, src: found {dst.shape[cut[0]]} and {src.shape[cut[0]]} along axis {cut[0]}; q, k and v need thirds")
+        (axis,) = cut
+        if split_into > 1 and (dst.shape[axis] % split_into or (src.dim() == 2 and axis != self.out_dim)):
+            found = f"{dst.shape[axis]} and {src.shape[axis]} along axis {axis}"
+            raise ConfigError(f"dst, src: found {found}; q, k and v need thirds of out_dim")
+        pieces = [piece.chunk(self.mp_size, dim=axis)[self.gpu_index] for piece in src.chunk(split_into, dim=axis)]
+        return torch.cat(pieces, dim=axis)
 
 
 class GroupQuantizer:
@@ -124,9 +127,13 @@ class AutoTP:
 
     @staticmethod
     def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
-        """DeepSpeed: [(layer class, names of its row-parallel linears)]. Raises NotAvailable."""
+        """[(layer class, names of its row-parallel linears)], as `injection_policy=dict(...)` takes them; live or on meta.
+
+        Names are told from the last number in their path on, so that they hold in each of the model's layers. A class whose linears
+        have no such roles is not among them.
+        """
         _check_model(model)
-        raise NotAvailable("AutoTP.tp_parser: this version does not split models over ranks")
+        return row_names(model)
 
 
 def get_transformer_name(replaced_module: nn.Module) -> str:

@@ -168,7 +168,8 @@ class InferenceEngine(nn.Module):
         """Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
         for note in self.plan.notes:
             warnings.warn(f"infuse: {note}", stacklevel=4)
-        refused = sum(step not in self.plan.steps for step in decided.steps)  # linears may have taken a block's place
+        done = {(step.path, step.depth) for step in self.plan.steps}
+        refused = sum((step.path, step.depth) not in done for step in decided.steps)  # linears may have taken a block's place
         if refused:
             why = next(left for left in self.plan.left if left.why.startswith("refused"))
             warnings.warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)

@@ -61,7 +61,8 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """linear(x) with a weight in `dtype` of which only a part exists at a time."""
     rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
+    x = x.to(dtype)  # T5 casts it to the dtype that the weight is held in
     out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
     out = out if linear.bias is None else out + linear.bias
-    combine = vars(linear).get("_combine")  # of a layer that ranks share: their parts become one
+    combine = vars(linear).get("_combine")  # of a rank's part: with the other ranks' it makes what the whole gives
     return out if combine is None else combine(out)

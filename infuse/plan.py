@@ -22,22 +22,24 @@ from infuse.layers.linear import linear_op
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan_bytes import bytes_after, parameter_bytes
 from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
+from infuse.plan_found import config_around, path_of, shared_weights
 from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
+from infuse.plan_split import Splits
 from infuse.plan_text import plan_lines
 from infuse.spec import Bound, bind_any, specs_for
 from infuse.spec.packing import Fill
 from infuse.spec.unknown import embedding_shape, linear_shape, linears
 
-BLOCK, LINEAR, EMBEDDING, ATTENTION = "block", "linear", "embedding", "attention"
+BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `depth` is "block", "linear", "embedding" or "attention" (no shape); `bodies` op → body.
+    """One replacement. `path` names the module, `depth` is "block", "split", "linear", "embedding" or "attention" (no shape).
 
-    `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is the path of the
-    head whose weight an embedding looks its rows up in. Where ranks share the module, `shape` and `fills` are this rank's, and
-    `whole` is the shape of all of it.
+    `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is
+    the path of the head whose weight an embedding looks its rows up in. Where ranks share the module, `shape` and `fills` are this rank's,
+    and `whole` is the shape of all of it; `others` are further readings of a layer that is split, for the proof to choose from.
     """
 
     path: str
@@ -51,11 +53,12 @@ class Step:
     attn: str = ""
     shares: str = ""
     whole: Shape | None = None
+    others: tuple[Step, ...] = ()
 
     @property
     def kind(self) -> tuple:
         """Steps of one kind differ in their weights and place only: one proof speaks for all."""
-        return (self.depth, self.layer, self.shape, self.fills, self.bodies)
+        return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -141,16 +144,19 @@ class _Decision:
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
-        self.shared = _shared_weights(model)
-        self.head, self.table = (_path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
+        self.shared = shared_weights(model)
+        self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
         self.formats = Formats(config, self.head)
         self.grain = config.tensor_parallel.tp_grain_size
+        self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and what is below; `config` is that of the nearest model around it."""
         specs = specs_for(module)
         if isinstance(module, Block):
             self.left.append(Left(path, "already replaced"))
+        elif self.splits.takes(path):
+            self.split(module, path, config)
         elif specs and not self.config.replace_with_kernel_inject:
             self.left.append(Left(path, "not as a whole block: replace_with_kernel_inject is False"))
             self.linears(module, path)
@@ -159,7 +165,7 @@ class _Decision:
                 self.steps.append(self.block(module, path, bind_any(specs, module, config)))
             except SpecMismatch as mismatch:
                 self.left.append(Left(path, f"not as a whole block: {mismatch}"))
-                self.linears(module, path)
+                self.split(module, path, config)
         elif linear_shape(module) is not None:
             self.linears(module, path)
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
@@ -188,6 +194,25 @@ class _Decision:
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
         return Step(path, BLOCK, name, shape, fills, bodies, f"spec of {name}", bound.index, bound.attn, whole=whole)
+
+    def split(self, module: nn.Module, path: str, config: Any) -> None:
+        """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot be."""
+        try:
+            if self.mesh.tp > 1:
+                roles, readings = self.splits.parts(path, config, self.formats)
+                steps: list[Step] = []
+                left: list[Left] = []
+                for whole, parts in readings:
+                    shape, fills, all_of_it = self.chosen(parts, whole.shape, path)
+                    bodies, why = self.bodies(linear_ops(fills)), f"linears shared by ranks, as {roles.why} tells"
+                    steps.append(Step(path, SPLIT, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
+                    left = left or list(self.left)  # what is told of the first reading speaks for all
+                self.steps.append(replace(steps[0], others=tuple(steps[1:])))
+                self.left = [*left] + [Left(f"{path}: {name}", "whole on each rank: no column and no row of a sum") for name in roles.left]
+                return
+        except SpecMismatch as mismatch:
+            self.left.append(Left(path, f"whole on each rank: {mismatch}"))
+        self.linears(module, path)
 
     def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
         """This rank's of the parts that ranks have of a module: its shape, its fills with their formats, and the whole shape."""
@@ -218,7 +243,7 @@ class _Decision:
             if split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
-                    tied = [self.embedding(other, name, fills[0].format) for other in others]  # which takes their earlier steps away
+                    tied = [self.embedding(other, name, fills[0].format) for other in others]  # takes their earlier steps away
                     self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
@@ -243,7 +268,9 @@ class _Decision:
         blocks = tuple(f"{step.path}." for step in self.steps if step.depth == BLOCK)
         stays = any(hasattr(module, "is_causal") and not f"{name}.".startswith(blocks) for name, module in model.named_modules())
         bodies = self.bodies(("attention",))
-        if stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
+        if stays and any(step.depth == SPLIT for step in self.steps):
+            self.left.append(Left("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec"))
+        elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
             why = "attention of layers that stay, by transformers' attention interface"
             self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
 
@@ -275,10 +302,14 @@ class _Decision:
 
 
 def fallback(step: Step, model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:
-    """The next depth for a block that was refused: its linears, where they gain something."""
+    """The next depth for a block that was refused: shared by ranks in its own form, then its linears, where they gain something."""
     device = Device.of(next(model.parameters()).device)
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
-    decision.linears(model.get_submodule(step.path), step.path)
+    module = model.get_submodule(step.path)
+    if step.depth == BLOCK:
+        decision.split(module, step.path, config_around(model, step.path))
+    else:
+        decision.linears(module, step.path)
     return decision.steps
 
 
@@ -288,23 +319,3 @@ def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
     fused = ("linear_activation",) if any(fill.target == "mlp.up.weight" and not fill.format for fill in matrices) else ()
     return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *fused, *quantized)
-
-
-def _path_of(model: Any, getter: str) -> str | None:
-    """The path of what `model.getter()` gives, None where it has no such module."""
-    try:
-        wanted = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
-        return None
-    return next((name for name, module in model.named_modules() if module is wanted), None)
-
-
-def _shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Module path → the other modules that hold the same weight (tied embeddings)."""
-    by_weight: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        if leaf == "weight":
-            by_weight.setdefault(id(parameter), []).append(owner)
-    tied = (paths for paths in by_weight.values() if len(paths) > 1)
-    return {path: tuple(other for other in paths if other != path) for paths in tied for path in paths}

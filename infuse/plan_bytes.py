@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infuse.plan_formats import format_bytes
+from infuse.spec.split import SplitShape
 
 if TYPE_CHECKING:
     from infuse.plan import Step
@@ -40,7 +41,8 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
                 total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+        if not isinstance(step.shape, SplitShape):  # of which the rest stays
+            seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:
             cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()

@@ -12,8 +12,10 @@ from infuse.plan_text import grouped
 from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec.layer import LayerShape
 from infuse.spec.packing import Fill
+from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 
+AnyShape = LayerShape | LinearShape | EmbeddingShape | SplitShape
 _KEY = "quant.weight.post_init_quant"
 
 
@@ -47,7 +49,7 @@ class Formats:
         """The format of the matrix that `fill` makes of linears below `path`; `difference` says whether there is one."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
-    def multiple(self, fill: Fill, path: str, shape: LayerShape) -> int:
+    def multiple(self, fill: Fill, path: str, shape: AnyShape) -> int:
         """The inputs that a part of `fill`'s matrix must be a multiple of, for whole groups of its format."""
         format, matrix = self.of_fill(fill, path), matrix_shape(fill, shape)
         if format is None or matrix is None:
@@ -92,10 +94,10 @@ def linears_of(fill: Fill, path: str) -> list[str]:
 
 
 def is_matrix(fill: Fill) -> bool:
-    return fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+    return fill.matrix or fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
 
 
-def matrix_shape(fill: Fill, shape: LayerShape | LinearShape | EmbeddingShape) -> tuple[int, int] | None:
+def matrix_shape(fill: Fill, shape: AnyShape) -> tuple[int, int] | None:
     """[outputs, inputs] of the matrix that `fill` makes; None for norms, biases and tables."""
     if not is_matrix(fill):
         return None
@@ -103,6 +105,8 @@ def matrix_shape(fill: Fill, shape: LayerShape | LinearShape | EmbeddingShape) -
         return shape.outputs, shape.inputs
     if isinstance(shape, EmbeddingShape):
         return shape.rows, shape.width
+    if isinstance(shape, SplitShape):
+        return shape.matrix(fill.target.removesuffix(".weight"))
     attn, mlp = shape.attn, shape.mlp
     return {
         "qkv": ((attn.heads + 2 * attn.kv_heads) * attn.head_width, attn.hidden),
@@ -112,7 +116,7 @@ def matrix_shape(fill: Fill, shape: LayerShape | LinearShape | EmbeddingShape) -
     }[fill.target.split(".")[-2]]
 
 
-def format_bytes(fills: Iterable[Fill], shape: LayerShape | LinearShape | EmbeddingShape | None) -> dict[str, int]:
+def format_bytes(fills: Iterable[Fill], shape: AnyShape | None) -> dict[str, int]:
     """Target → the bytes of its quantized matrix, codes, scales and zeros."""
     found: dict[str, int] = {}
     for fill in fills:

@@ -13,9 +13,10 @@ from infuse.parallel.mesh import Mesh
 from infuse.parallel.shard import Cut, HeadShare, Range, split, split_heads
 from infuse.spec.layer import LAYER, AttentionShape, LayerShape, NormShape
 from infuse.spec.packing import STACK, Fill
+from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 
-Shape = LayerShape | LinearShape | EmbeddingShape
+Shape = LayerShape | LinearShape | EmbeddingShape | SplitShape
 
 
 @dataclass(frozen=True)

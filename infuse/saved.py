@@ -61,7 +61,8 @@ def cuts(plan: Plan) -> dict[str, Cut]:
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
     inside = tuple(f"{step.path}." for step in plan.steps if is_packed(step))
-    turned = {f"{step.path}.weight" for step in plan.steps if step.shape and not is_packed(step) and step.fills[0].transposed}
+    plain = [step for step in plan.steps if step.shape and not is_packed(step)]
+    turned = {f"{step.path}.{fill.target}" for step in plain for fill in step.fills if fill.transposed}
     seen: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):

@@ -8,6 +8,7 @@ be at most twice that of the original itself run in that dtype.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from infuse.in_dtype import in_dtype
 from infuse.layers.cache import KVCache
@@ -69,7 +70,7 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
         padded = label.startswith("padded")
         seen: dict[str, list[Call]] = {path: [] for path in layers}
         for inputs, real in _model_inputs(owner, cache, padded):
-            _run_and_record(owner, layers, inputs, real, seen)
+            run_and_record(owner, layers, inputs, real, seen)
         for path, calls in seen.items():
             if calls:
                 cases[path].append(Case(label, tuple(calls), make_cache))
@@ -79,13 +80,13 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
 def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
-    like = _like(owner)
+    sample = like(owner)
     config: Any = getattr(owner, "config", None)
     batch = 2
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
-        yield {"pixel_values": pixels.to(like)}, None
+        yield {"pixel_values": pixels.to(sample)}, None
         return
     tokens = min(TOKENS, (getattr(config, "max_position_embeddings", None) or TOKENS + 1) - 1)
     mask = torch.ones(batch, tokens, dtype=torch.long)
@@ -94,10 +95,10 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterat
     elif padded:
         mask[0, -PADDING:] = 0
     caching: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
-    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(like.device)} | caching, mask.bool()
+    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(sample.device)} | caching, mask.bool()
     if cache is not None:
         longer = torch.cat((mask, torch.ones(batch, 1, dtype=torch.long)), dim=1)
-        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(like.device)} | caching, None
+        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(sample.device)} | caching, None
 
 
 def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
@@ -106,22 +107,33 @@ def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) 
         embedding = owner.get_input_embeddings()  # type: ignore[operator]
     except AttributeError:  # some users delete the table and pass embeddings alone
         embedding = None
-    like = _like(owner)
+    sample = like(owner)
     if isinstance(embedding, nn.Embedding):
         ids = torch.randint(3, max(embedding.num_embeddings, 4), shape, generator=generator)
         padding = getattr(getattr(owner, "config", None), "pad_token_id", None)
         ids[ids == padding] = 3 if padding != 3 else 4  # some models count positions by what is not padding
-        return {"input_ids": ids.to(like.device)}
+        return {"input_ids": ids.to(sample.device)}
     width: int = getattr(embedding, "embedding_dim", None) or owner.config.hidden_size  # type: ignore[union-attr,assignment]
-    return {"inputs_embeds": torch.randn(*shape, width, generator=generator).to(like.device, like.dtype)}
+    return {"inputs_embeds": torch.randn(*shape, width, generator=generator).to(sample.device, sample.dtype)}
 
 
-def _like(owner: nn.Module) -> Tensor:
+def cache_maker(model: nn.Module) -> Callable[[], Cache] | None:
+    """What makes a cache of transformers' that the model's forward takes, None where it takes none."""
+    config: Any = getattr(model, "config", None)
+    takes = "past_key_values" in inspect.signature(type(model).forward).parameters
+    if not takes or not getattr(config, "use_cache", False):
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        return lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return lambda: DynamicCache(config=config)
+
+
+def like(owner: nn.Module) -> Tensor:
     """A parameter whose device and dtype are the model's: while a checkpoint is being placed, layers are on meta."""
     return min(owner.parameters(), key=lambda parameter: parameter.is_meta)
 
 
-def _run_and_record(
+def run_and_record(
     owner: nn.Module, layers: Mapping[str, nn.Module], inputs: dict[str, Any], real: Tensor | None, seen: dict[str, list[Call]]
 ) -> None:
     remaining = set(layers)

@@ -11,7 +11,14 @@ import pytest
 
 from infuse.ops.cpu import isa
 
-LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")  # as in ops/cpu/src/detect.cpp, lowest first
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx")  # as in ops/cpu/src/detect.cpp, lowest first
+TILED = ("avx512_bf16", "avx512_amx")  # those that multiply many rows, and attend with many queries, by tiles
+
+
+def run_at_level(level: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Python with `arguments`, run in tests/ with INFUSE_CPU_ISA=`level`."""
+    environment = os.environ | {"INFUSE_CPU_ISA": level}
+    return subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
 
 
 def at_level(level: str, *arguments: str) -> str:
@@ -20,7 +27,6 @@ def at_level(level: str, *arguments: str) -> str:
     assert top in LEVELS
     if LEVELS.index(level) > LEVELS.index(top):
         pytest.skip(f"this machine has {top} at most")
-    environment = os.environ | {"INFUSE_CPU_ISA": level}
-    run = subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    run = run_at_level(level, *arguments)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from levels import LEVELS, at_level
+from levels import LEVELS, TILED, at_level
 from tolerance import assert_near
 from torch import Tensor
 
@@ -124,10 +124,10 @@ def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
                 check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
 
 
-TILED = pytest.mark.skipif(bool(REASON) or isa() != "avx512_bf16", reason="tiles of queries need bf16 instructions")
+BY_TILES = pytest.mark.skipif(bool(REASON) or isa() not in TILED, reason="tiles of queries need bf16 instructions")
 
 
-@TILED
+@BY_TILES
 @pytest.mark.parametrize("width", [1, 32, 33, 64, 80, 128])
 def test_many_queries_go_by_tiles(width: int, threads: int) -> None:
     for batch, heads, kv_heads, tokens, length in (
@@ -140,7 +140,7 @@ def test_many_queries_go_by_tiles(width: int, threads: int) -> None:
                 check(torch.bfloat16, q, k, v, None, None, width**-0.5, causal, window, 0.0)
 
 
-@TILED
+@BY_TILES
 def test_tiles_with_masks(threads: int) -> None:
     batch, heads, kv_heads, width = 3, 4, 2, 32
     for tokens, length in ((9, 130), (40, 40), (17, 400)):
@@ -158,7 +158,7 @@ def test_tiles_with_masks(threads: int) -> None:
             check(torch.bfloat16, q, k, v, hidden, None, 0.2, False, 0, 0.0)
 
 
-@TILED
+@BY_TILES
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_what_is_not_finite_passes_through_tiles(value: float) -> None:
     for which in range(3):

@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from levels import LEVELS, at_level
+from levels import LEVELS, TILED, at_level
 from prepared import runner
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
 from infuse import ops
-from infuse.ops.cpu import DTYPES, isa, kernels
-from infuse.quant.format import quant_format
+from infuse.ops.cpu import CODES, DTYPES, isa, kernels
+from infuse.quant.floating import pack_fp6
+from infuse.quant.format import QuantizedWeight, quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
 ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
 QUANTIZED_ROWS = (*ROWS, 73)  # which go by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
-FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row")
+FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row",
+           "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row")
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
@@ -85,7 +87,7 @@ def test_plain_is_the_exact_product(dtype: torch.dtype) -> None:
             check_plain(dtype, inputs, outputs)
 
 
-@pytest.mark.skipif(isa() != "avx512_bf16", reason="tiles need bf16 instructions")
+@pytest.mark.skipif(isa() not in TILED, reason="tiles need bf16 instructions")
 @pytest.mark.parametrize("rows", [0, 1, 9, 13, 50, 129])
 @pytest.mark.parametrize("inputs", [2, 66, 130, 384])
 def test_tiled_is_the_exact_product_and_activates_it(rows: int, inputs: int) -> None:
@@ -115,7 +117,7 @@ def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:
                 check_quantized(dtype, text, inputs, outputs)
 
 
-@pytest.mark.parametrize("text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric"))
+@pytest.mark.parametrize("text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28"))
 def test_groups_that_the_kernels_decline(text: str) -> None:
     check_quantized(torch.float32, text, 336, 5)
 
@@ -135,9 +137,68 @@ def test_panels_hold_the_codes_and_the_values(text: str) -> None:
         for dtype in DTYPES:
             wanted = format.dequantize(held, dtype)
             whole, rows = torch.full_like(wanted, float("nan")), torch.full_like(wanted[index], float("nan"))
-            kernels().dequantize(panels.data, panels.scale, panels.zero, format.bits, whole)
-            kernels().gather_rows(panels.data, panels.scale, panels.zero, format.bits, index, rows)
+            kernels().dequantize(panels.data, panels.scale, panels.zero, CODES.index(format.name), whole)
+            kernels().gather_rows(panels.data, panels.scale, panels.zero, CODES.index(format.name), index, rows)
             assert torch.equal(whole, wanted) and torch.equal(rows, wanted[index])
+
+
+@pytest.mark.parametrize("name", ("fp8", "fp6"))
+def test_every_code_of_a_float_has_its_exact_value(name: str) -> None:
+    """Subnormals and both zeros too, at every place of a word and in every lane, whatever the processor does with small numbers."""
+    bits, inputs = int(name[2:]), 1024
+    codes = torch.arange(inputs) % 2**bits
+    if name == "fp8":
+        codes[codes % 128 == 127] = 0  # NaN
+    rows = torch.stack([codes.roll(37 * row) for row in range(33)]).to(torch.uint8)
+    format = quant_format(f"{name}:row")
+    scale = torch.full((33, 1), 0.75, dtype=torch.bfloat16)
+    held = QuantizedWeight(pack_fp6(rows) if name == "fp6" else rows, scale, None, (33, inputs), format)
+    layout = ops.quantized_linear.bodies["cpu"].layout
+    assert layout is not None
+    panels = layout.prepare(held)
+    assert panels is not None and torch.equal(layout.restore(panels).data, held.data)
+    wanted = format.dequantize(held)
+    for dtype in DTYPES:
+        for flush in (False, True):
+            torch.set_flush_denormal(flush)
+            try:
+                found = torch.full_like(wanted, float("nan"), dtype=dtype)
+                kernels().dequantize(panels.data, panels.scale, None, CODES.index(name), found)
+                few, many = (quantized(x.to(dtype), held.data, scale, None, None, 33, inputs, f"{name}:row") for x in one_hot(inputs))
+            finally:
+                torch.set_flush_denormal(False)
+            assert torch.equal(found, wanted.to(dtype))
+            assert torch.equal(found.signbit(), wanted.signbit())
+            assert torch.equal(few, wanted.T[:8].to(dtype)) and torch.equal(many, wanted.T[:300].to(dtype))
+
+
+def one_hot(inputs: int) -> tuple[Tensor, Tensor]:
+    """Rows that pick single inputs, few and many."""
+    return torch.eye(inputs)[:8], torch.eye(inputs)[:300]
+
+
+@pytest.mark.parametrize("text", ("fp8", "fp8:32"))
+def test_fp8_with_nan_is_left_to_the_reference(text: str) -> None:
+    (data, scale, zero), _ = quantized_args(text, 64, 17)
+    data[3, 5] = 0xFF
+    layout = ops.quantized_linear.bodies["cpu"].layout
+    assert layout is not None and layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
+    args = (torch.randn(2, 64), data, scale, zero, None, 17, 64, text)
+    found = quantized(*args)
+    assert found[:, 3].isnan().all() and int(found.isnan().sum()) == 2
+    assert_near(found, ops.quantized_linear.reference(*args), torch.float32)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_kernel_runs_and_not_the_reference(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = 480 if quant_format(text).fits(480) is None else 448
+    buffers, _ = quantized_args(text, inputs, 17)
+    index = torch.tensor([3, 0])
+    for op in (ops.quantized_linear, ops.quantized_embedding):
+        monkeypatch.setattr(op, "reference", lambda *args: pytest.fail("the reference was called"))
+    for dtype in DTYPES:
+        quantized(torch.randn(2, inputs).to(dtype), *buffers, None, 17, inputs, text)
+        runner("quantized_embedding", "cpu")(index, *buffers, 17, inputs, text, dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64), (64,), (1, 1, 64), (0, 64), (2, 0, 64)])
@@ -169,7 +230,7 @@ def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> 
         for product in (plain, kernels().linear):
             assert_near(product(x, weight, None), ops.linear.reference(x, weight, None), dtype)
         weight[2, 33] = value
-    for text in ("int8:32", "int4:96", "int8:96:asymmetric", "int4:32:asymmetric"):
+    for text in ("int8:32", "int4:96", "int8:96:asymmetric", "int4:32:asymmetric", "fp8", "fp6:32"):
         (data, scale, zero), _ = quantized_args(text, 96, 5)
         scale[4, -1] = value
         args = (x, data, scale, zero, None, 5, 96, text)
@@ -201,6 +262,8 @@ def all_cases() -> None:
             check_quantized(dtype, text, 480 if quant_format(text).fits(480) is None else 448, 13)
             if quant_format(text).fits(96) is None:
                 check_quantized(dtype, text, 96, 5)
+    for name in ("fp8", "fp6"):
+        test_every_code_of_a_float_has_its_exact_value(name)
 
 
 @pytest.mark.parametrize("level", LEVELS)

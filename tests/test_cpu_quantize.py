@@ -22,8 +22,9 @@ from infuse.quant.format import QuantizedWeight, quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
-KINDS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
-LENGTHS = (1, 2, 7, 15, 16, 18, 33, 63, 64, 65, 96, 130)  # around the registers' widths of 4, 8 and 16
+KINDS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric", "fp8:{}", "fp6:{}")
+LENGTHS = (1, 2, 4, 7, 15, 16, 18, 20, 33, 63, 64, 65, 68, 96, 130)  # around the registers' widths of 4, 8 and 16
+PACK = {"int8": 1, "int4": 2, "fp8": 1, "fp6": 4}  # neighbours that share bytes
 ROWS = (0, 1, 3, 5, 17)
 LARGEST = 2.0**126
 
@@ -73,20 +74,20 @@ def check_values(kind: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_as_the_reference(kind: str, dtype: torch.dtype) -> None:
     for length in LENGTHS:
-        if "int8" in kind or length % 2 == 0:
+        if length % PACK[kind.partition(":")[0]] == 0:
             check_values(kind, length, dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows(kind: str) -> None:
     for rows in ROWS:
-        for text, columns in ((kind.format("row"), 130), (kind.format("row"), 4162), (kind.format("groups=3"), 192), (kind.format(64), 64)):
+        for text, columns in ((kind.format("row"), 132), (kind.format("row"), 4164), (kind.format("groups=3"), 192), (kind.format(64), 64)):
             check(torch.randn(rows, columns), text, f"{text} {rows}x{columns}")
 
 
 @pytest.mark.parametrize("columns", [3, 77, 4161])
 def test_odd_rows_as_one_group(columns: int) -> None:
-    for text in ("int8:row", "int8:row:asymmetric"):
+    for text in ("int8:row", "int8:row:asymmetric", "fp8"):
         check(torch.randn(3, columns).bfloat16(), text, f"{text} {columns}")
 
 
@@ -115,9 +116,9 @@ def test_values_without_a_code(kind: str, value: float) -> None:
             weight = torch.randn(37, 132).to(dtype)
             weight[row, column] = value
             with pytest.raises(ConfigError) as wanted:
-                ops.quantize.reference(weight, kind.format(66))
+                ops.quantize.reference(weight, kind.format(44))
             with pytest.raises(ConfigError) as found:
-                quantize(weight, kind.format(66))
+                quantize(weight, kind.format(44))
             assert str(found.value) == str(wanted.value) and f"[{row}, {column}]" in str(found.value)
 
 
@@ -137,7 +138,7 @@ def test_the_kernel_runs_and_not_the_reference(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ops.quantize, "reference", lambda *args: pytest.fail("the reference was called"))
     for dtype in DTYPES:
         for kind in KINDS:
-            quantize(torch.randn(5, 132).to(dtype), kind.format(66))
+            quantize(torch.randn(5, 132).to(dtype), kind.format(44))
 
 
 def test_other_dtypes_and_meta_are_left_to_the_reference() -> None:
@@ -184,8 +185,8 @@ def all_cases() -> None:
     """Some of the cases above for each dtype and kind, for a process whose instruction set is forced."""
     for kind in KINDS:
         for dtype in DTYPES:
-            for length in (18, 63, 130):
-                if "int8" in kind or length % 2 == 0:
+            for length in (18, 20, 63, 130):
+                if length % PACK[kind.partition(":")[0]] == 0:
                     check_values(kind, length, dtype)
         test_numbers_of_rows(kind)
         test_values_without_a_code(kind, float("nan"))

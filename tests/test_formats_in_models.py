@@ -86,8 +86,9 @@ def test_floating_formats_in_bfloat16(name: str, text: str) -> None:
     assert distance(logits(engine, name).float(), logits(make(name), name)) < bound + 0.02  # bfloat16 over three layers
 
 
-def test_casting_a_model_leaves_the_codes_alone() -> None:
-    engine = engine_of("llama", "fp8")
+@pytest.mark.parametrize("text", ["int8", "int4:32", "fp8", "fp6"])
+def test_casting_a_model_leaves_the_codes_alone(text: str) -> None:
+    engine = engine_of("llama", text)
     before = logits(engine, "llama")
     engine.module.double().float()
     assert torch.equal(logits(engine, "llama"), before)

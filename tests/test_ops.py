@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from prepared import body_and_args
 from tolerance import assert_near, assert_same_quantization
 from torch import Tensor
 
@@ -70,7 +69,7 @@ def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
         with pytest.raises(ConfigError, match=f"^{re.escape(str(refusal))}$"):
             op.body(body)(*given)
         return
-    function, given = body_and_args(name, body, given)
+    function, given = op.prepared(body, given)
     found = results(function, given, mutated)
     assert len(found) == len(wanted)
     if name == "quantize":
@@ -79,7 +78,7 @@ def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype, case.label
         assert_near(a, b, dtype, f"{name}, {body}, {case.label}")
-    _, before_all = body_and_args(name, body, case.args)
+    _, before_all = op.prepared(body, case.args)
     for i, (before, after) in enumerate(zip(before_all, given, strict=True)):
         if isinstance(before, Tensor) and i not in mutated:
             assert torch.equal(before.nan_to_num(), after.nan_to_num()), f"{case.label}: argument {i} was changed"

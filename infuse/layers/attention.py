@@ -29,6 +29,23 @@ def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+class Packed(NamedTuple):
+    """The real tokens of a padded batch, by their rows in [B T]: what a layer computes of each token alone, it computes of these."""
+
+    rows: Tensor
+    batch: int
+    tokens: int
+
+    def taken(self, x_BTC: Tensor) -> Tensor:
+        """[B, T, C] → the real tokens, [1, N, C]."""
+        return x_BTC.flatten(0, 1).index_select(0, self.rows)[None]
+
+    def spread(self, x_1NC: Tensor) -> Tensor:
+        """The inverse, with zeros in place of the padding."""
+        full = x_1NC.new_zeros(self.batch * self.tokens, x_1NC.shape[-1])
+        return full.index_copy_(0, self.rows, x_1NC[0]).view(self.batch, self.tokens, -1)
+
+
 class Inputs(NamedTuple):
     """What the model passed to the layer for this call, as it is."""
 
@@ -40,6 +57,7 @@ class Inputs(NamedTuple):
     causal: bool | None
     want_weights: bool
     heads: int
+    packed: Packed | None = None
 
 
 class Attention(nn.Module):
@@ -68,10 +86,13 @@ class Attention(nn.Module):
         self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
 
     def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        shape, (batch, tokens, _) = self.shape, x_BTC.shape
+        shape, packed = self.shape, inputs.packed
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
         qkv = direct(parts["qkv"], x_BTC)
+        if packed is not None:
+            qkv = packed.spread(qkv)
+        batch, tokens, _ = qkv.shape
         if shape.clip:
             qkv = qkv.clamp(-shape.clip, shape.clip)
         if parts["q_norm"] is not None or parts["k_norm"] is not None:
@@ -94,7 +115,8 @@ class Attention(nn.Module):
             weights = scored.to(x_BTC.dtype)
             if shape.head_counts:
                 weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
-        return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
+        out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
+        return direct(parts["out"], out if packed is None else packed.taken(out)), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""

@@ -35,7 +35,7 @@ def _fake(
 
 @quantized_embedding.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in ("int8", "int4:32:asymmetric"):
+    for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32"):
         held = quant_format(text).quantize(torch.randn(33, 64, device=device))
         for shape in ((), (1,), (2, 3), (0,)):
             index = torch.randint(33, shape, device=device)

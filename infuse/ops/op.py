@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infuse.device import Device
+from infuse.quant.format import QuantizedWeight, quant_format
 
 REFERENCE = "reference"
 # The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.
@@ -79,6 +80,23 @@ class Op:
 
     def body(self, name: str) -> Callable:
         return self.bodies[name].function
+
+    def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
+        """The function of a body and its arguments, the quantized weight among them in its layout.
+
+        Where the layout declines the weight: the reference and the arguments as they are, as layers do.
+        """
+        chosen = self.bodies[name]
+        if chosen.layout is None:
+            return chosen.function, args
+        # The arguments of a quantized weight have these names in every op: data, scale, zero, its two sizes, format.
+        names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
+        data, text = names.index("data"), names.index("format")
+        (codes, scale, zero), shape = args[data : data + 3], args[text - 2 : text]
+        laid = chosen.layout.prepare(QuantizedWeight(codes, scale, zero, shape, quant_format(args[text])))
+        if laid is None:
+            return self.reference, args
+        return chosen.function, (*args[:data], laid.data, laid.scale, laid.zero, *args[data + 3 :])
 
     def fake(self, function: Callable) -> Callable:
         """Declare the shapes and dtypes of the result, for tracing."""

@@ -152,7 +152,7 @@ def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
     """For each group the scale with the least squared error, as it will be stored, [G, 1]; of equals the first."""
     grid, largest_G1 = GRIDS[name], w_GN.abs().amax(dim=-1, keepdim=True)
     best_G1 = best_error_G1 = None
-    for position in _positions(grid, w_GN.shape[1]):
+    for position in positions(grid, w_GN.shape[1]):
         # At least SMALLEST_SCALE: it is normal, so no flush-to-zero mode can turn its reciprocal into infinity.
         scale_G1 = (largest_G1 / position).to(SCALE_DTYPE).float().clamp_min_(SMALLEST_SCALE)
         steps_GN = w_GN * scale_G1.reciprocal()
@@ -167,7 +167,7 @@ def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
     return best_G1
 
 
-def _positions(grid: Grid, length: int) -> Iterator[float]:
+def positions(grid: Grid, length: int) -> Iterator[float]:
     """Where the candidates put the largest value of a group of `length`."""
     farthest = grid.largest + grid.top_binade / 2 ** (grid.mantissa + 1)
     for part in FINE if length < SHORTEST_COARSE else COARSE:

@@ -24,6 +24,7 @@ from infuse.weights.shards import SavedShards
 
 CAST_BYTES = 1 << 26  # a table is cast in parts of that size, so that it is never there twice
 _Spot = tuple[nn.Module, str]
+_MISSING = object()
 
 
 class Placing:
@@ -44,7 +45,7 @@ class Placing:
 
     def put(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
         """mapping[key] = value, until an exception."""
-        self._before.append((mapping, key, mapping[key]))
+        self._before.append((mapping, key, mapping.get(key, _MISSING)))
         mapping[key] = value
 
     def __enter__(self) -> Placing:
@@ -72,7 +73,10 @@ class Placing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             for mapping, key, value in reversed(self._before):
-                mapping[key] = value
+                if value is _MISSING:
+                    mapping.pop(key, None)
+                else:
+                    mapping[key] = value
         self._before.clear()
 
     def place_rest(self, progress: Callable[[int, int, str], None] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install where there is a
-compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16 runs a lower
-instruction set than the machine has, INFUSE_CPU_ISA=off none of these bodies.
+compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower
+instruction set than the machine has (with ! behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from infuse.device import Device
 
 BINARY = Path(__file__).with_name("_kernels.so")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the order of `enum class Code` in src/types.h
 
 
 @cache
@@ -53,11 +54,16 @@ def described() -> dict[str, str]:
     found = kernels()
     if isinstance(found, str):
         return {"C++ kernels": f"none: {found}"}
-    levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; " missing" follows what this CPU lacks
+    levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; why it cannot be had follows
     names, runs = [name for name, _, _ in levels], found.isa()
-    forced = f"INFUSE_CPU_ISA={os.environ.get('INFUSE_CPU_ISA')}"
+    reasons = {
+        "missing": "this CPU does not have it",
+        "refused": "the system does not let this process use it",
+        "unbuilt": "the compiler that built the kernels did not know it",
+        "": f"INFUSE_CPU_ISA={os.environ.get('INFUSE_CPU_ISA')}",
+    }
     return {
-        "C++ kernels": f"{runs} runs, of {', '.join(names)}",
-        **{f"  not {name}": "this CPU does not have it" if missing else forced for name, _, missing in levels[: names.index(runs)]},
+        "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
+        **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
         "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
     }

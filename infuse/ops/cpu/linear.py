@@ -1,9 +1,11 @@
 """The matrix products of ops/linear.py with plain weights in C++. Few rows stream the weight once, as it lies (src/plain_linear.h); more
-in bfloat16 go by tiles of it (src/tile.h), unless the processor has AMX, which PyTorch's product uses and ours does not.
+in bfloat16 go by tiles of it (src/tile.h), but not with AMX: there PyTorch's product is taken.
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.activation import activation, gated_activation
-from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu import DTYPES, isa, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import linear
 from infuse.ops.linear_activation import linear_activation
@@ -50,9 +52,16 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype)
 
 
+@cache
+def _takes_tiles() -> bool:
+    """Whether products by tiles are ours. With AMX, PyTorch's (oneDNN) uses it too, and which is faster has not been measured: compare
+    `INFUSE_CPU_ISA=avx512_amx! python bench/ops.py --op linear --set llama`, which takes ours, with the same without the variable."""
+    return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
+
+
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
     """The product by tiles; None where it cannot be had or F.linear is the better choice."""
-    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2:
+    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2 or not _takes_tiles():
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)
 

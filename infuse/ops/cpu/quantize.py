@@ -1,4 +1,4 @@
-"""The search for each group's grid of ops/quantize.py in C++ (src/quantize.h), over the candidates of infuse/quant/integer.py.
+"""The search for each group's grid of ops/quantize.py in C++ (src/quantize.h), over the candidates of infuse/quant.
 
 Scales, zeros and codes are the reference's own, but where two candidates' errors are equal up to the order in which they are added up.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu import CODES, DTYPES, kernels, needs
 from infuse.ops.quantize import Buffers, quantize, quantized_like
-from infuse.quant.format import LARGEST_WEIGHT, quant_format
-from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS, IntegerFormat
+from infuse.quant.floating import GRIDS, FloatFormat, positions
+from infuse.quant.format import LARGEST_WEIGHT, QuantFormat, quant_format
+from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS
 
 COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transposed one, at a time: 4 MiB in float32
 
@@ -19,20 +20,23 @@ COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transpo
 @quantize.implement("cpu", needs)
 def _quantize(weight: Tensor, format: str) -> Buffers:
     chosen = quant_format(format)
-    if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu" or not isinstance(chosen, IntegerFormat):
+    if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu":
         return quantize.reference(weight, format)
     buffers = data, scale, zero = quantized_like(weight, format)
     rows = len(weight) if weight.is_contiguous() else max(1, COPIED_VALUES // max(weight.size(1), 1))
+    code, candidates = CODES.index(chosen.name), _candidates(chosen, weight.size(1) // max(scale.size(1), 1))
     for start in range(0, len(weight), max(rows, 1)):
         part = slice(start, start + rows)
         written = (data[part], scale[part], None if zero is None else zero[part])
-        if not kernels().quantize(weight.detach()[part].contiguous(), _candidates(chosen), LARGEST_WEIGHT, chosen.bits, *written):
+        if not kernels().quantize(weight.detach()[part].contiguous(), candidates, LARGEST_WEIGHT, code, *written):
             return quantize.reference(weight, format)  # which says what is wrong with the weight
     return buffers
 
 
-def _candidates(format: IntegerFormat) -> Tensor:
-    """As `enum class Grids` in src/quantize_kernels.h has them, float32."""
+def _candidates(format: QuantFormat, length: int) -> Tensor:
+    """Those of groups of `length`, as `enum class Grids` in src/quantize_kernels.h has them, float32."""
+    if isinstance(format, FloatFormat):
+        return torch.tensor(tuple(positions(GRIDS[format.name], length)), dtype=torch.float32)
     if format.bits == 8:
         return torch.tensor(INT8_LARGEST if format.symmetric else INT8_SPANS, dtype=torch.float32)
     if format.symmetric:

@@ -1,13 +1,14 @@
-"""The product with int8 and int4 weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved rows
+"""The product with quantized weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved rows
 (src/panels.h), brought there once.
 
-Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/panel_tile.h). Where the
+Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h). Where the
 instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,31 +16,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import pages
-from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.ops.cpu import CODES, DTYPES, kernels, needs
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
 from infuse.ops.op import Layout
-from infuse.quant.format import QuantizedWeight
-from infuse.quant.integer import IntegerFormat
+from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
 
 PANEL_ROWS = 16
-BITS = {torch.int8: 8, torch.uint8: 4}  # of the formats that come in panels
+UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
+
+
+def _declined(format: QuantFormat, inputs: int) -> str | None:
+    unit = UNIT[format.bits]
+    if inputs == 0:
+        return f"{format}: there are no inputs"
+    if inputs % (format.group_count(inputs) * unit):
+        return f"{format}: groups of {inputs // format.group_count(inputs)} are not multiples of {unit}"
+    return None
 
 
 def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a word."""
+    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a word.
+
+    None too for fp8 with a NaN among its codes, which quantizing does not make.
+    """
     outputs, inputs = weight.shape
-    groups = weight.scale.shape[1]
-    if not isinstance(weight.format, IntegerFormat) or inputs == 0 or inputs % (groups * 32 // weight.format.bits):
-        return None
-    if weight.data.device.type != "cpu":
+    if _declined(weight.format, inputs) or weight.data.device.type != "cpu":
         return None
     bits, panels = weight.format.bits, -(-outputs // PANEL_ROWS)
     data = pages.empty((panels, inputs * bits // 32, 4 * PANEL_ROWS), weight.data.dtype)
     if outputs % PANEL_ROWS:
         data[-1] = 0
-    kernels().pack_panels.default(weight.data.contiguous(), bits, data)
+    if not kernels().pack_panels.default(weight.data.contiguous(), CODES.index(weight.format.name), data):
+        return None
     zero = None if weight.zero is None else _interleaved(weight.zero, panels)
     return replace(weight, data=data, scale=_interleaved(weight.scale, panels), zero=zero)
 
@@ -48,7 +58,7 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """The inverse of _in_panels."""
     outputs, inputs = weight.shape
     data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=weight.data.dtype)
-    kernels().unpack_panels.default(weight.data, weight.format.bits, data)
+    kernels().unpack_panels.default(weight.data, CODES.index(weight.format.name), data)
     scale, zero = (None if t is None else t.transpose(1, 2).flatten(0, 1)[:outputs].contiguous() for t in (weight.scale, weight.zero))
     assert scale is not None
     return replace(weight, data=data, scale=scale, zero=zero)
@@ -59,6 +69,11 @@ def _interleaved(of_rows: Tensor, panels: int) -> Tensor:
     return padded.view(panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
 
 
+@cache
+def _code(format: str) -> int:
+    return CODES.index(quant_format(format).name)
+
+
 PANELS = Layout(_in_panels, _in_rows)
 
 
@@ -66,7 +81,7 @@ PANELS = Layout(_in_panels, _in_rows)
 def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
 ) -> Any:
-    bits, dtype = BITS[data.dtype], x.dtype
+    code, dtype = _code(format), x.dtype
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
         return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
@@ -74,11 +89,13 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    y = kernels().quantized_linear.default(x, data, scale, zero, bias, bits, outputs)
+    if scale.dtype is not SCALE_DTYPE:  # whoever casts the model casts it too
+        scale = scale.to(SCALE_DTYPE)
+    y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs)
     if y is not None:
         return y
     weight = torch.empty(outputs, inputs, dtype=dtype)
-    kernels().dequantize.default(data, scale, zero, bits, weight)
+    kernels().dequantize.default(data, scale, zero, code, weight)
     return F.linear(x, weight, bias)
 
 
@@ -89,5 +106,6 @@ def _quantized_embedding(
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
     out = torch.empty(*index.shape, width, dtype=dtype)
-    kernels().gather_rows.default(data, scale, zero, BITS[data.dtype], index.to(torch.int64).contiguous(), out)
+    scale = scale.to(SCALE_DTYPE)
+    kernels().gather_rows.default(data, scale, zero, _code(format), index.to(torch.int64).contiguous(), out)
     return out

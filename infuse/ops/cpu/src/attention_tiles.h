@@ -1,7 +1,8 @@
-// Attention of many queries, in bf16 where there are bf16 instructions: tiles of queries over blocks of keys, with the softmax
-// carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's fused attention is taken.
+// Attention of many queries, in bf16 where there are bf16 instructions (AVX512-BF16 or AMX): tiles of queries over blocks of keys, with the
+// softmax carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's fused attention is taken.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 #include "elements.h"
 
@@ -11,21 +12,30 @@ namespace INFUSE_ISA {
 #if defined(__AVX512BF16__)
 
 constexpr int kTileQueries = 128;  // rows of a tile: queries times the heads that share a key head
-constexpr int kStepRows = 8;       // rows in registers at once
+#if defined(__AMX_BF16__)
+constexpr int kStepRows = 2 * kAmxRows;  // rows in registers at once
+constexpr int kDepthStep = kAmxPairs;
+#else
+constexpr int kStepRows = 8;
+constexpr int kDepthStep = 1;
+#endif
 constexpr int kPairs = kBlock / 2;
+constexpr int64_t kTileScoreStep = kBlock + Vec::width;
 
-// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums.
+// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums; so are the rows of the last step.
 struct Tile {
   int64_t depth, columns;
   uint32_t* q;       // [rows][depth] pairs of neighbouring columns
   uint32_t* k;       // [depth][kBlock]
   uint32_t* v;       // [kPairs][columns] pairs of neighbouring keys
   float* sums;       // [rows][columns]
-  float* scores;     // [kStepRows][kBlock + Vec::width]
+  float* scores;     // [kStepRows][kTileScoreStep]
   uint32_t* weights; // [kStepRows][kPairs]
+  float* added;      // [kStepRows][columns], of one block of keys
   float *largest, *total, *allowed;  // [rows]
 
-  Tile(const AttentionArgs& a, void* at) : depth((a.width + 1) / 2), columns((a.width + 31) / 32 * 32) {
+  Tile(const AttentionArgs& a, void* at)
+      : depth(((a.width + 1) / 2 + kDepthStep - 1) / kDepthStep * kDepthStep), columns((a.width + 31) / 32 * 32) {
     char* p = static_cast<char*>(at);
     const auto take = [&](int64_t words) {
       char* from = p;
@@ -36,8 +46,9 @@ struct Tile {
     k = static_cast<uint32_t*>(take(depth * kBlock));
     v = static_cast<uint32_t*>(take(kPairs * columns));
     sums = static_cast<float*>(take(kTileQueries * columns));
-    scores = static_cast<float*>(take(kStepRows * (kBlock + Vec::width)));
+    scores = static_cast<float*>(take(kStepRows * kTileScoreStep));
     weights = static_cast<uint32_t*>(take(kStepRows * kPairs));
+    added = static_cast<float*>(take(kDepthStep > 1 ? kStepRows * columns : 0));
     largest = static_cast<float*>(take(kTileQueries));
     total = static_cast<float*>(take(kTileQueries));
     allowed = static_cast<float*>(take(kTileQueries));
@@ -64,11 +75,14 @@ inline void load_tile_queries(const AttentionArgs& a, const Rows& of, const Tile
   const int64_t group = group_of(a);
   for (int64_t r = 0; r < of.rows; ++r) {
     const bf16* q = static_cast<const bf16*>(a.q) + of.head.b * a.q_b + (of.head.n * group + r % group) * a.q_n + (of.t + r / group) * a.q_t;
-    tile.q[r * tile.depth + tile.depth - 1] = 0;
-    std::memcpy(tile.q + r * tile.depth, q, size_t(a.width) * sizeof(bf16));
+    uint32_t* to = tile.q + r * tile.depth;
+    std::memset(to + a.width / 2, 0, size_t(tile.depth - a.width / 2) * sizeof(uint32_t));
+    std::memcpy(to, q, size_t(a.width) * sizeof(bf16));
     tile.largest[r] = -kInfinity, tile.total[r] = tile.allowed[r] = 0.0f;
   }
   std::memset(tile.sums, 0, size_t(of.rows * tile.columns) * sizeof(float));
+  const int64_t padding = (of.rows + kStepRows - 1) / kStepRows * kStepRows - of.rows;
+  std::memset(tile.q + of.rows * tile.depth, 0, size_t(padding * tile.depth) * sizeof(uint32_t));
 }
 
 inline void load_keys(const AttentionArgs& a, const bf16* k, int count, const Tile& tile) {
@@ -79,8 +93,10 @@ inline void load_keys(const AttentionArgs& a, const bf16* k, int count, const Ti
       if (i < count) std::memcpy(&pair, row + 2 * c, 4);
       tile.k[c * kBlock + i] = pair;
     }
-    if (a.width % 2) tile.k[(tile.depth - 1) * kBlock + i] = i < count ? row[a.width - 1].bits : 0;
+    if (a.width % 2) tile.k[a.width / 2 * kBlock + i] = i < count ? row[a.width - 1].bits : 0;
   }
+  const int64_t there = (a.width + 1) / 2;
+  std::memset(tile.k + there * kBlock, 0, size_t((tile.depth - there) * kBlock) * sizeof(uint32_t));
 }
 
 inline void load_values(const AttentionArgs& a, const bf16* v, int count, const Tile& tile) {
@@ -97,6 +113,36 @@ inline void load_values(const AttentionArgs& a, const bf16* v, int count, const 
   }
 }
 
+// ---- products, and the softmax between them ----
+
+#if defined(__AMX_BF16__)
+
+// Scores of rows [row, row + rows), at most kStepRows, with `count` keys.
+inline void score_tile_rows(const Tile& tile, int64_t row, int64_t rows, int count) {
+  const AmxRows queries = {tile.q + row * tile.depth, tile.depth, kAmxPairs, kAmxRows * tile.depth};
+  for (int key = 0; key < count; key += 2 * Vec::width) {
+    amx_multiply(rows, queries, tile.k + key, kBlock, tile.depth / kAmxPairs, tile.scores + key, kTileScoreStep);
+  }
+}
+
+// Those rows' sums are scaled by `keep`, and their weights times the values are added.
+inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int count, const float (&keep)[kStepRows]) {
+  const AmxRows weights = {tile.weights, kPairs, kAmxPairs, kAmxRows * kPairs};
+  const int64_t steps = ((count + 1) / 2 + kAmxPairs - 1) / kAmxPairs;
+  for (int64_t c = 0; c < tile.columns; c += 2 * Vec::width) {
+    amx_multiply(rows, weights, tile.v + c, tile.columns, steps, tile.added + c, tile.columns);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = tile.sums + (row + r) * tile.columns;
+    const float* added = tile.added + r * tile.columns;
+    for (int64_t c = 0; c < tile.columns; c += Vec::width) {
+      store(to + c, fma(load(to + c, Vec::width), Vec(keep[r]), load(added + c, Vec::width)), Vec::width);
+    }
+  }
+}
+
+#else
+
 // sums[r][two registers] += the products of x[r][i] with y[i], over `depth` pairs.
 template <int R>
 [[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step, int64_t depth,
@@ -112,8 +158,6 @@ template <int R>
   }
 }
 
-constexpr int64_t kTileScoreStep = kBlock + Vec::width;
-
 template <int R>
 void score_tile(const Tile& tile, int64_t row, int count) {
   for (int key = 0; key < count; key += 2 * Vec::width) {
@@ -126,6 +170,33 @@ void score_tile(const Tile& tile, int64_t row, int count) {
     }
   }
 }
+
+template <int R>
+void add_values_tile(const Tile& tile, int64_t row, int count, const float (&keep)[kStepRows]) {
+  for (int64_t c = 0; c < tile.columns; c += 2 * Vec::width) {
+    __m512 sums[R][2];
+    float* to = tile.sums + row * tile.columns + c;
+    for (int r = 0; r < R; ++r) {
+      for (int half = 0; half < 2; ++half) {
+        sums[r][half] = _mm512_mul_ps(_mm512_load_ps(to + r * tile.columns + half * Vec::width), _mm512_set1_ps(keep[r]));
+      }
+    }
+    add_products<R>(tile.weights, kPairs, tile.v + c, tile.columns, (count + 1) / 2, sums);
+    for (int r = 0; r < R; ++r) {
+      for (int half = 0; half < 2; ++half) _mm512_store_ps(to + r * tile.columns + half * Vec::width, sums[r][half]);
+    }
+  }
+}
+
+// Rows [row, row + rows), at most kStepRows; see above.
+inline void score_tile_rows(const Tile& tile, int64_t row, int64_t rows, int count) {
+  with_rows<kStepRows>(rows, [&](auto R) { score_tile<decltype(R)::value>(tile, row, count); });
+}
+inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int count, const float (&keep)[kStepRows]) {
+  with_rows<kStepRows>(rows, [&](auto R) { add_values_tile<decltype(R)::value>(tile, row, count, keep); });
+}
+
+#endif
 
 // Scores of a row become weights relative to its largest score so far; returns what that makes of the sums before.
 inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, int count) {
@@ -145,37 +216,19 @@ inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_la
   return keep;
 }
 
-template <int R>
-void add_tile_values(const Tile& tile, int64_t row, int count, const float (&keep)[kStepRows]) {
-  for (int64_t c = 0; c < tile.columns; c += 2 * Vec::width) {
-    __m512 sums[R][2];
-    float* to = tile.sums + row * tile.columns + c;
-    for (int r = 0; r < R; ++r) {
-      for (int half = 0; half < 2; ++half) {
-        sums[r][half] = _mm512_mul_ps(_mm512_load_ps(to + r * tile.columns + half * Vec::width), _mm512_set1_ps(keep[r]));
-      }
-    }
-    add_products<R>(tile.weights, kPairs, tile.v + c, tile.columns, (count + 1) / 2, sums);
-    for (int r = 0; r < R; ++r) {
-      for (int half = 0; half < 2; ++half) _mm512_store_ps(to + r * tile.columns + half * Vec::width, sums[r][half]);
-    }
-  }
-}
-
-template <int R>
-void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile, int64_t row, int64_t key, int count) {
+inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile, int64_t row, int64_t rows, int64_t key, int count) {
   const int64_t group = group_of(a);
-  score_tile<R>(tile, row, count);
+  score_tile_rows(tile, row, rows, count);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0, each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
   Adjustment with;
   float keep[kStepRows];
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < rows; ++r) {
     const int64_t n = (row + r) % group, t = of.t + (row + r) / group;
     if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
     if (with.any) tile.allowed[row + r] = 1.0f;
     keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, tile.scores + r * kTileScoreStep), count);
   }
-  add_tile_values<R>(tile, row, count, keep);
+  add_tile_values(tile, row, rows, count, keep);
 }
 
 // Divides and rounds, as write_head.
@@ -192,6 +245,9 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
 }
 
 inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
+#if defined(__AMX_BF16__)
+  const AmxRegisters configured;
+#endif
   const Tile tile(a, scratch);
   const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
   const int64_t count_t = a.tokens - t < queries ? a.tokens - t : queries;
@@ -208,7 +264,7 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
       const int64_t rows = of.rows - row < kStepRows ? of.rows - row : kStepRows;
       if (a.causal && position + (row + rows - 1) / group < key) continue;  // before all these keys
       if (a.window && position + row / group - a.window >= key + count - 1) continue;
-      with_rows<kStepRows>(rows, [&](auto R) { attend_rows<decltype(R)::value>(a, of, tile, row, key, count); });
+      attend_rows(a, of, tile, row, rows, key, count);
     }
   }
   write_tile(a, of, tile);

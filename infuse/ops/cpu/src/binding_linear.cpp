@@ -20,8 +20,8 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
 
 // With many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half where gated. None where there are no tiles.
 std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t act, bool gated) {
-  const LinearKernels& kernel = kernels().linear;
-  if (!kernel.many || multiplies_tiles()) return std::nullopt;
+  const TileKernels& kernel = kernels().linear.tiles;
+  if (!kernel.multiply || left_to_pytorch()) return std::nullopt;
   LinearArgs a{};
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
@@ -30,9 +30,7 @@ std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor
   const int64_t columns = gated ? a.outputs / 2 : a.outputs;
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
-  a.scratch = scratch_of<Scratch::x>(size_t(a.rows * a.inputs) * 2);
-  over_blocks(a, (a.rows + kernel.tile_rows - 1) / kernel.tile_rows, [&](int64_t begin, int64_t end) { kernel.arrange_many(a, begin, end); });
-  over_tiles(a, columns, gated ? 16 : 32, kernel.many);
+  multiply_by_tiles(a, columns, kernel);
   return y;
 }
 

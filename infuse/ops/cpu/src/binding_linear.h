@@ -90,14 +90,21 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   torch::stable::parallel_for(0, blocks, 1, arrange);
 }
 
-// Tile by tile, each thread in a tile of its own.
-template <class F>
-void over_tiles(const LinearArgs& a, int64_t outputs, int64_t unit, const F& many) {
+// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own.
+inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel) {
+  a.scratch = scratch_of<Scratch::x>(kernel.x_bytes(a));
+  const int64_t blocks = (a.rows + kernel.block_rows - 1) / kernel.block_rows;
+  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
+  // At least two turns for each thread: one that is slowed down does not hold up the others.
+  const int64_t threads = torch::stable::get_num_threads(), columns = kernel.tile_columns(a);
+  const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a)), unit = tiles * columns;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
-    auto* tile = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(a.inputs) * 64));
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(tiles) * kernel.tile_bytes(a)));
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t o; (o = next.fetch_add(unit, std::memory_order_relaxed)) < outputs;) many(a, o, std::min(o + unit, outputs), tile);
+      for (int64_t o; (o = next.fetch_add(unit, std::memory_order_relaxed)) < outputs;) {
+        kernel.multiply(a, o, std::min(o + unit, outputs), room);
+      }
     }
   });
 }

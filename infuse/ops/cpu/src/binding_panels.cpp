@@ -9,13 +9,13 @@ namespace {
 
 constexpr int64_t kPanelRows = 16;
 // Up to so many rows of x, weights are decoded for each block of x anew; beyond, a tile of them is decoded once (where both take
-// as long, 8192 x 2048, bf16) or the whole weight (1024 x 1024, float32).
-constexpr int64_t kFewRows8 = 48, kFewRows4 = 72, kFewRowsFloat = 24;
+// as long, 8192 x 2048, bf16: 26 to 30 in every format) or the whole weight (1024 x 1024, float32).
+constexpr int64_t kFewRows = 28, kFewRowsFloat = 24;
 
-void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t bits, int64_t outputs) {
+void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
   a.weight = data.const_data_ptr();
-  a.bits = int(bits);
-  a.outputs = outputs, a.inputs = data.size(1) * 32 / bits;  // data [panels, units, 16] words
+  a.code = Code(code);
+  a.outputs = outputs, a.inputs = data.size(1) * 32 / bits_of(a.code);  // data [panels, words, 16] words
   a.scale = static_cast<const uint16_t*>(scale.const_data_ptr());
   a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
   a.groups = scale.size(1);  // scale [panels, groups, 16]
@@ -23,32 +23,32 @@ void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
 
 // None where there are more rows than these kernels are good at.
 std::optional<Tensor> quantized_linear(
-    Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias, int64_t bits, int64_t outputs) {
+    Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias, int64_t code, int64_t outputs) {
   LinearArgs a{};
-  take_panels(a, data, scale, zero, bits, outputs);
+  take_panels(a, data, scale, zero, code, outputs);
   const PanelKernels& kernel = kernels().panels;
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
-  const int64_t few = !bf16 ? kFewRowsFloat : bits == 4 ? kFewRows4 : kFewRows8;
+  const int64_t few = bf16 ? kFewRows : kFewRowsFloat;
   const bool many = x.numel() > few * a.inputs;
-  if (many && (!bf16 || !kernel.many || multiplies_tiles())) return std::nullopt;
+  if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
   Tensor y = begin_product(a, x, bias, a.outputs);
   if (a.rows == 0 || a.outputs == 0) return y;
-  a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
-  const int64_t most = many ? kernel.tile_rows : kernel.few_rows, blocks = (a.rows + most - 1) / most;
-  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
-  const int64_t row_bytes = a.inputs * bits / 8 + a.groups * (zero ? 3 : 2);
   if (many) {
-    over_tiles(a, a.outputs, 2 * kPanelRows, kernel.many);
-  } else {
-    over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
+    multiply_by_tiles(a, a.outputs, kernel.tiles);
+    return y;
   }
+  a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
+  const int64_t most = kernel.few_rows, blocks = (a.rows + most - 1) / most;
+  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
+  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (zero ? 3 : 2);
+  over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
   return y;
 }
 
 // The values of a quantized weight, into `to` [outputs, inputs].
-void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t bits, Tensor to) {
+void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t code, Tensor to) {
   LinearArgs a{};
-  take_panels(a, data, scale, zero, bits, to.size(0));
+  take_panels(a, data, scale, zero, code, to.size(0));
   a.type = type_of(to);
   a.y = to.mutable_data_ptr();
   const auto run = kernels().panels.dequantize;
@@ -57,9 +57,9 @@ void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t b
 }
 
 // The values of some rows: to[i] = w[index[i]]; index is int64, contiguous and within the rows.
-void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t bits, Tensor index, Tensor to) {
+void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t code, Tensor index, Tensor to) {
   LinearArgs a{};
-  take_panels(a, data, scale, zero, bits, data.size(0) * kPanelRows);
+  take_panels(a, data, scale, zero, code, data.size(0) * kPanelRows);
   a.type = type_of(to);
   a.y = to.mutable_data_ptr();
   a.index = static_cast<const int64_t*>(index.const_data_ptr());
@@ -85,48 +85,107 @@ uint32_t nibbles_of_word(uint32_t x) {
 }
 uint32_t middle_bytes_swapped(uint32_t x) { return (x & 0xff0000ff) | (x & 0xff00) << 8 | (x & 0xff0000) >> 8; }
 
+// Sixteen codes of 6 bits, 12 bytes, as the three words of a unit (panels.h), and back.
+struct Sixes {
+  uint64_t lower, upper;  // codes 0 to 7, codes 8 to 15
+};
+void words_of_sixes(const Sixes& from, uint32_t* words) {
+  words[0] = words[1] = words[2] = 0;
+  for (int half = 0; half < 2; ++half) {
+    const auto of_pair = [&](int pair) { return uint32_t((pair < 4 ? from.lower : from.upper) >> (12 * (pair % 4) + 6 * half)) & 63; };
+    for (int w = 0; w < 3; ++w) words[w] |= (of_pair(2 * w) | of_pair(2 * w + 1) << 6) << 16 * half;
+    const uint32_t six = of_pair(6), seven = of_pair(7);
+    words[0] |= (six & 15) << (12 + 16 * half), words[1] |= (seven & 15) << (12 + 16 * half);
+    words[2] |= (six >> 4 << 12 | seven >> 4 << 14) << 16 * half;
+  }
+}
+Sixes sixes_of_words(const uint32_t* words) {
+  Sixes to{};
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t w[3] = {words[0] >> 16 * half, words[1] >> 16 * half, words[2] >> 16 * half};
+    const auto put = [&](int pair, uint32_t code) { (pair < 4 ? to.lower : to.upper) |= uint64_t(code) << (12 * (pair % 4) + 6 * half); };
+    for (int pair = 0; pair < 6; ++pair) put(pair, w[pair / 2] >> 6 * (pair % 2) & 63);
+    put(6, (w[0] >> 12 & 15) | (w[2] >> 12 & 3) << 4);
+    put(7, (w[1] >> 12 & 15) | (w[2] >> 14 & 3) << 4);
+  }
+  return to;
+}
+
+// run(a unit's bytes in its row, its first word in its panel), over all rows and units of `bytes` bytes.
 template <class F>
-void over_words(int64_t rows, int64_t units, const F& run) {
+void over_units(int64_t rows, int64_t words, int64_t bytes, const F& run) {
+  const int64_t units = words * 4 / bytes;
   torch::stable::parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t there = std::min(kPanelRows, rows - panel * kPanelRows);
       for (int64_t u = 0; u < units; ++u) {
-        for (int64_t r = 0; r < there; ++r) run(((panel * kPanelRows + r) * units + u) * 4, ((panel * units + u) * kPanelRows + r) * 4);
+        for (int64_t r = 0; r < there; ++r) {
+          run(((panel * kPanelRows + r) * units + u) * bytes, ((panel * units + u) * bytes / 4 * kPanelRows + r) * 4);
+        }
       }
     }
   });
 }
 
-void copy_word(const uint8_t* from, uint8_t* to, uint32_t (*change)(uint32_t)) {
+uint32_t word_at(const uint8_t* p) {
   uint32_t word;
-  std::memcpy(&word, from, 4);
-  word = change(word);
-  std::memcpy(to, &word, 4);
+  std::memcpy(&word, p, 4);
+  return word;
 }
+void put_word(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
 
-// Codes as infuse/quant/integer.py stores them, rows of bytes, into panels; `to` is zero where there are no rows.
-void pack_panels(Tensor data, int64_t bits, Tensor to) {
+constexpr int64_t kSixesBytes = 12, kWordBytes = 4 * kPanelRows;  // of a unit in its row; of a word of a panel
+
+// Codes as infuse/quant stores them, rows of bytes, into panels; `to` is zero where there are no rows. False where one is a NaN of fp8.
+bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
-  const auto change = bits == 4 ? word_of_nibbles : middle_bytes_swapped;
-  over_words(data.size(0), to.size(1), [&](int64_t row, int64_t panel) { copy_word(from + row, into + panel, change); });
+  if (Code(code) == Code::fp6) {
+    over_units(data.size(0), to.size(1), kSixesBytes, [&](int64_t row, int64_t panel) {
+      const uint64_t a = word_at(from + row), b = word_at(from + row + 4), c = word_at(from + row + 8);
+      uint32_t words[3];
+      words_of_sixes({a | (b & 0xffff) << 32, b >> 16 | c << 16}, words);
+      for (int w = 0; w < 3; ++w) put_word(into + panel + w * kWordBytes, words[w]);
+    });
+    return true;
+  }
+  const auto change = Code(code) == Code::int4 ? word_of_nibbles : middle_bytes_swapped;
+  const uint32_t largest = Code(code) == Code::fp8 ? 0x7f7f7f7f : 0;  // magnitudes of which 0x7f is a NaN
+  std::atomic<bool> numbers{true};
+  over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) {
+    const uint32_t word = word_at(from + row);
+    put_word(into + panel, change(word));
+    if (((word & largest) + 0x01010101) & 0x80808080) numbers.store(false, std::memory_order_relaxed);
+  });
+  return numbers;
 }
 
-void unpack_panels(Tensor data, int64_t bits, Tensor to) {
+void unpack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
-  const auto change = bits == 4 ? nibbles_of_word : middle_bytes_swapped;
-  over_words(to.size(0), data.size(1), [&](int64_t row, int64_t panel) { copy_word(from + panel, into + row, change); });
+  if (Code(code) == Code::fp6) {
+    over_units(to.size(0), data.size(1), kSixesBytes, [&](int64_t row, int64_t panel) {
+      uint32_t words[3];
+      for (int w = 0; w < 3; ++w) words[w] = word_at(from + panel + w * kWordBytes);
+      const Sixes codes = sixes_of_words(words);
+      put_word(into + row, uint32_t(codes.lower));
+      put_word(into + row + 4, uint32_t(codes.lower >> 32 | codes.upper << 16));
+      put_word(into + row + 8, uint32_t(codes.upper >> 16));
+    });
+    return;
+  }
+  const auto change = Code(code) == Code::int4 ? nibbles_of_word : middle_bytes_swapped;
+  over_units(to.size(0), data.size(1), 4, [&](int64_t row, int64_t panel) { put_word(into + row, change(word_at(from + panel))); });
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int bits, int outputs) -> Tensor?");
-  m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int bits, Tensor(a!) to) -> ()");
-  m.def("gather_rows(Tensor data, Tensor scale, Tensor? zero, int bits, Tensor index, Tensor(a!) to) -> ()");
-  m.def("pack_panels(Tensor data, int bits, Tensor(a!) to) -> ()");
-  m.def("unpack_panels(Tensor data, int bits, Tensor(a!) to) -> ()");
+  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs) -> Tensor?");
+  m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int code, Tensor(a!) to) -> ()");
+  m.def("gather_rows(Tensor data, Tensor scale, Tensor? zero, int code, Tensor index, Tensor(a!) to) -> ()");
+  m.def("pack_panels(Tensor data, int code, Tensor(a!) to) -> bool");
+  m.def("unpack_panels(Tensor data, int code, Tensor(a!) to) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {

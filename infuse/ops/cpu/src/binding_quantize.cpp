@@ -10,8 +10,17 @@ namespace {
 // Values that one thread takes at least: a hundred microseconds of work.
 constexpr int64_t kGrainElements = 1 << 16;
 
+Grids grids_of(Code code, bool zeros) {
+  switch (code) {
+    case Code::int8: return zeros ? Grids::int8_asymmetric : Grids::int8_symmetric;
+    case Code::int4: return zeros ? Grids::int4_asymmetric : Grids::int4_symmetric;
+    case Code::fp8: return Grids::fp8;
+    default: return Grids::fp6;
+  }
+}
+
 // Fills data, scale and zero; false, and nothing of use in them, where a value cannot be stored.
-bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t bits, Tensor data, Tensor scale,
+bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t code, Tensor data, Tensor scale,
               std::optional<Tensor> zero) {
   QuantizeArgs a{};
   a.weight = weight.const_data_ptr();
@@ -21,8 +30,7 @@ bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t b
   a.candidates = static_cast<const float*>(candidates.const_data_ptr());
   a.count = candidates.size(0);
   a.largest_weight = float(largest_weight);
-  a.grids = bits == 8 ? (zero ? Grids::int8_asymmetric : Grids::int8_symmetric)
-                      : (zero ? Grids::int4_asymmetric : Grids::int4_symmetric);
+  a.grids = grids_of(Code(code), bool(zero));
   a.type = type_of(weight);
   const int64_t groups = scale.numel();
   a.length = groups ? weight.numel() / groups : 0;
@@ -38,7 +46,7 @@ bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t b
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("quantize(Tensor weight, Tensor candidates, float largest_weight, int bits, Tensor(a!) data, Tensor(b!) scale, "
+  m.def("quantize(Tensor weight, Tensor candidates, float largest_weight, int code, Tensor(a!) data, Tensor(b!) scale, "
         "Tensor(c!)? zero) -> bool");
 }
 

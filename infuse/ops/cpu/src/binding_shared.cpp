@@ -155,7 +155,7 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
   for (const int64_t bytes : columns) {
     places.push_back({whole_bytes, bytes, 0});
     whole_bytes += bytes, most = std::max(most, rows * bytes);
-    operation.rest = operation.rest * 1000003 + bytes;
+    operation.rest = int64_t(uint64_t(operation.rest) * 1000003 + uint64_t(bytes));  // a hash: it may wrap
   }
   STD_TORCH_CHECK(bytes_of(whole) == rows * whole_bytes, "columns do not fit");
   for (Columns& place : places) place.whole_bytes = whole_bytes;

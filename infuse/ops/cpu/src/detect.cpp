@@ -1,11 +1,16 @@
 // Which instruction set runs. Compiled without instruction set flags, since it must run everywhere.
-// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces a lower one than the machine has.
+// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx forces a lower one than the machine has. With an exclamation mark behind it
+// (avx512_amx!) it runs whether it was found or not: for emulators of instructions that the machine lacks.
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <cstdlib>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -19,67 +24,102 @@ extern "C" char __libc_single_threaded = 0;
 namespace infuse {
 namespace {
 
-using Table = const Kernels& (*)();
+enum class Found { yes, missing, refused, unbuilt };
 
 struct Level {
   const char* name;
-  bool there;
-  Table table;
+  Found (*found)();
+  const Kernels& (*table)();
 };
 
-// From the highest.
-std::vector<Level> levels() {
 #if defined(__x86_64__)
+
+bool avx2() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  return {
-      {"avx512_bf16", avx512_bf16, kernels_avx512_bf16},
-      {"avx512", avx512, kernels_avx512},
-      {"avx2", avx2, kernels_avx2},
-      {"generic", true, kernels_generic},
-  };
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+bool avx512() {
+  return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+[[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
+
+// The processor has AMX for bf16, the system saves its registers when it switches threads, and lends them to this process: Linux lends
+// them to those that ask, once for each process.
+Found amx() {
+  constexpr int kConfiguration = 17, kData = 18;  // which of the states of XSAVE, in XCR0 and for arch_prctl
+  constexpr long kAskPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
+  static const Found found = [] {
+    unsigned a, b, c, d;
+    if (!avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return Found::missing;
+    if (!(saved_states() >> kConfiguration & 1) || !(saved_states() >> kData & 1)) return Found::refused;
+#if defined(__linux__)
+    return syscall(SYS_arch_prctl, kAskPermission, kData) == 0 ? Found::yes : Found::refused;
 #else
-  return {{"generic", true, kernels_generic}};
+    return Found::refused;
 #endif
+  }();
+  return found;
 }
 
+Found if_there(bool there) { return there ? Found::yes : Found::missing; }
+
+#endif
+
+// From the highest.
+constexpr Level kLevels[] = {
+#if defined(__x86_64__)
+#if defined(INFUSE_WITH_AMX)
+    {"avx512_amx", amx, kernels_avx512_amx},
+#else  // the compiler did not know it
+    {"avx512_amx", [] { return Found::unbuilt; }, nullptr},
+#endif
+    {"avx512_bf16", [] { return if_there(avx512_bf16()); }, kernels_avx512_bf16},
+    {"avx512", [] { return if_there(avx512()); }, kernels_avx512},
+    {"avx2", [] { return if_there(avx2()); }, kernels_avx2},
+#endif
+    {"generic", [] { return Found::yes; }, kernels_generic},
+};
+
+// Nothing is asked of the system for levels above the forced one.
 const Kernels& chosen() {
-  const char* forced = std::getenv("INFUSE_CPU_ISA");
-  bool allowed = forced == nullptr || *forced == 0;
-  for (const Level& level : levels()) {
-    allowed = allowed || std::strcmp(forced, level.name) == 0;
-    if (allowed && level.there) return level.table();
+  const char* text = std::getenv("INFUSE_CPU_ISA");
+  const std::string forced = text ? text : "";
+  bool allowed = forced.empty();
+  for (const Level& level : kLevels) {
+    const bool anyhow = forced == std::string(level.name) + "!";
+    allowed = allowed || anyhow || forced == level.name;
+    if (allowed && (level.found() == Found::yes || (anyhow && level.table))) return level.table();  // found() is asked anyhow: it asks for permission
   }
   return kernels_generic();
 }
 
 }  // namespace
 
-bool multiplies_tiles() {
-#if defined(__x86_64__)
-  static const bool found = [] {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);  // AMX-BF16
-  }();
-  return found;
-#else
-  return false;
-#endif
-}
-
 const Kernels& kernels() {
   static const Kernels& table = chosen();
   return table;
 }
 
+bool left_to_pytorch() {
+#if defined(__x86_64__)
+  static const bool left = kernels().isa != std::string("avx512_amx") && amx() == Found::yes;
+  return left;
+#else
+  return false;
+#endif
+}
+
 const char* level_names() {
   static const std::string names = [] {
     std::string text;
-    for (const Level& level : levels()) text += std::string(text.empty() ? "" : "\n") + level.name + (level.there ? "" : " missing");
+    for (const Level& level : kLevels) {
+      const Found found = level.found();
+      text += std::string(text.empty() ? "" : "\n") + level.name;
+      text += found == Found::yes ? "" : found == Found::missing ? " missing" : found == Found::refused ? " refused" : " unbuilt";
+    }
     return text;
   }();
   return names.c_str();

@@ -11,7 +11,8 @@ namespace INFUSE_ISA {
 
 constexpr int kMostRows = 8;    // rows of x in registers at once
 constexpr int kPanel = 12;      // weight rows that are used for all rows of x before the next ones
-constexpr int kAhead = 2048;    // bytes: how far ahead of the use weights are asked for
+// Bytes: how far ahead of the use weights are asked for. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, 8192 up to 8 % more or 2 % less.
+constexpr int kAhead = 4096;
 
 // Inlined by force: g++ takes a function that only prefetches for one without effect, and drops the call.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -48,12 +48,14 @@ const Kernels& kernels_generic();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512_bf16();
+const Kernels& kernels_avx512_amx();
 
 // Defined by detect.cpp, compiled without instruction set flags.
 const Kernels& kernels();
-// Whether the processor multiplies tiles of bf16 itself (AMX): PyTorch's products use it, ours do not.
-bool multiplies_tiles();
-// Every level of this binary from the highest, one a line, with " missing" behind those that this machine lacks.
+// Whether products of many rows of bf16 are left to PyTorch: it may use AMX here, the level that runs does not.
+bool left_to_pytorch();
+// Every level from the highest, one a line, with " missing" behind those that this machine lacks, " refused" behind those that the system
+// does not let this process use and " unbuilt" behind those that this binary lacks.
 const char* level_names();
 
 }  // namespace infuse

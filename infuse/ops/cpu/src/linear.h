@@ -1,8 +1,8 @@
-// The matrix products of one instruction set by type and bits.
+// The matrix products of one instruction set by type and code.
 #pragma once
 
 #include "plain_linear.h"
-#include "tile.h"
+#include "tile_products.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -16,16 +16,14 @@ auto with_type(Type type, const F& run) {
   }
 }
 
-// Calls run(T(), std::integral_constant<int, bits>) for the type and the bits of `a`.
+// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`.
 template <class F>
 auto with_format(const LinearArgs& a, const F& run) {
-  return with_type(a.type, [&](auto t) {
-    return a.bits == 8 ? run(t, std::integral_constant<int, 8>()) : run(t, std::integral_constant<int, 4>());
-  });
+  return with_type(a.type, [&](auto t) { return with_code(a.code, [&](auto code) { return run(t, code); }); });
 }
 
 inline LinearKernels linear_kernels() {
-  LinearKernels made = {
+  return {
       [](const LinearArgs& a) {
         return with_type(a.type, [&](auto t) {
           using P = Elements<decltype(t)>;
@@ -36,45 +34,32 @@ inline LinearKernels linear_kernels() {
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_type(a.type, [&](auto t) { plain_rows<decltype(t)>(a, begin, end); });
       },
-      nullptr, nullptr, 0,
+      plain_tile_kernels(),
   };
-#if defined(__AVX512BF16__)
-  made.arrange_many = [](const LinearArgs& a, int64_t begin, int64_t end) { arrange_rows<bf16, 4>(a, kTileRows, begin, end); };
-  made.many = plain_tile_rows;
-  made.tile_rows = kTileRows;
-#endif
-  return made;
 }
 
 inline PanelKernels panel_kernels() {
-  PanelKernels made = {
-      kMostRows, 0,
+  return {
+      kMostRows,
       [](const LinearArgs& a) {
-        return with_format(a, [&](auto t, auto bits) {
-          return size_t(arranged_bytes<UnitDot<decltype(t), bits>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+        return with_format(a, [&](auto t, auto code) {
+          return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
       [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { arrange_rows<decltype(t), bits>(a, most, begin, end); });
+        with_format(a, [&](auto t, auto code) { arrange_rows<decltype(t), code>(a, most, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { panel_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { panel_rows<decltype(t), code>(a, begin, end); });
       },
-      nullptr,
+      panel_tile_kernels(),
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { dequantize_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { dequantize_rows<decltype(t), code>(a, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto bits) { gather_rows<decltype(t), bits>(a, begin, end); });
+        with_format(a, [&](auto t, auto code) { gather_rows<decltype(t), code>(a, begin, end); });
       },
   };
-#if defined(__AVX512BF16__)
-  made.tile_rows = kTileRows;
-  made.many = [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
-    a.bits == 8 ? tile_rows<8>(a, begin, end, tile) : tile_rows<4>(a, begin, end, tile);
-  };
-#endif
-  return made;
 }
 
 }  // namespace INFUSE_ISA

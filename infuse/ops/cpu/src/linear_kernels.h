@@ -10,16 +10,16 @@
 namespace infuse {
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
-// w = scale * (code - zero * unit), as infuse/quant/integer.py defines it.
+// w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
 struct LinearArgs {
   const void* x;       // contiguous
-  const void* weight;  // elements [O, I], or codes of `bits` bits in panels
+  const void* weight;  // elements [O, I], or codes in panels
   const void* bias;    // or null
   void* y;             // contiguous
   int64_t rows, inputs, outputs;
   Type type;  // of x, y, bias
 
-  int bits;               // 8 or 4, of a quantized weight
+  Code code;              // of a quantized weight
   const uint16_t* scale;  // bf16
   const int8_t* zero;     // or null
   int64_t groups;
@@ -32,24 +32,32 @@ struct LinearArgs {
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
 
-// `many` takes more rows than the others are good at, bf16 and an even number of inputs, in a tile of 64 bytes for each input; it is null
-// where there are no bf16 instructions.
+// Products with more rows than the others are good at, bf16 and an even number of inputs: weights are brought tile by tile into a core's
+// cache, for all rows of x (tile.h). All null where there are no bf16 instructions.
+struct TileKernels {
+  int block_rows;  // of x, the blocks that `arrange` counts
+  size_t (*x_bytes)(const LinearArgs&);
+  void (*arrange)(const LinearArgs&, int64_t begin_block, int64_t end_block);
+  size_t (*tile_bytes)(const LinearArgs&);
+  int64_t (*tile_columns)(const LinearArgs&);  // outputs, or gates, of a tile
+  int64_t (*most_tiles)(const LinearArgs&);    // that a thread takes at once, if there is work for all threads
+  void (*multiply)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tiles);  // outputs, or gates
+};
+
 struct LinearKernels {
   size_t (*scratch_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&);                          // x into the order in which the kernels read it
   void (*rows)(const LinearArgs&, int64_t begin, int64_t end);  // outputs [begin, end)
-  void (*arrange_many)(const LinearArgs&, int64_t begin_block, int64_t end_block);
-  void (*many)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tile);  // outputs, or gates
-  int tile_rows;  // the blocks of x that arrange_many counts
+  TileKernels tiles;
 };
 
-// Outputs and rows of weights begin at whole panels. `many` is as above.
+// Outputs and rows of weights begin at whole panels.
 struct PanelKernels {
-  int few_rows, tile_rows;  // the blocks of x in which `few` and `many` read it
+  int few_rows;  // the blocks of x in which `few` reads it
   size_t (*scratch_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
-  void (*many)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tile);
+  TileKernels tiles;
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`
   void (*gather)(const LinearArgs&, int64_t begin, int64_t end);      // w[index], into y
 };

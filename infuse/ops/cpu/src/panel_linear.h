@@ -17,9 +17,9 @@ int64_t arranged_bytes(const LinearArgs& a) {
 inline float* group_sums(const LinearArgs& a, int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
 // Rows [begin, end) of x, which are one block or several.
-template <class T, int Bits>
+template <class T, Code C>
 void arrange_rows(const LinearArgs& a, int64_t most, int64_t begin_block, int64_t end_block) {
-  using P = UnitDot<T, Bits>;
+  using P = UnitDot<T, C>;
   const T* x = static_cast<const T*>(a.x);
   const int64_t width = a.inputs / P::per_x, length = a.groups ? a.inputs / a.groups : 0;
   float* sums = group_sums(a, arranged_bytes<P>(a));
@@ -45,39 +45,39 @@ struct PanelRow {
   const bf16* scale;
   const int8_t* zero;  // or null
 
-  template <int Bits>
+  template <Code C>
   static PanelRow of(const LinearArgs& a, int64_t o) {
     const int64_t panel = o / kPanelRows, lane = o % kPanelRows, scales = panel * a.groups * kPanelRows + lane;
-    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<Bits>) * kUnitBytes + 4 * lane;
+    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> + 4 * lane;
     return {codes, reinterpret_cast<const bf16*>(a.scale) + scales, a.zero ? a.zero + scales : nullptr};
   }
-  template <int Bits>
+  template <Code C>
   float value(int64_t i, int64_t g) const {
-    uint32_t word;
-    std::memcpy(&word, codes + i / kUnit<Bits> * kUnitBytes, 4);
-    const float shift = zero ? float(zero[g * kPanelRows]) * kZeroUnit<Bits> : 0.0f;
-    return (float(code_in<Bits>(word, int(i % kUnit<Bits>))) - shift) * widen(scale[g * kPanelRows]);
+    uint32_t words[kUnitWords<C>];
+    for (int w = 0; w < kUnitWords<C>; ++w) std::memcpy(words + w, codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
+    const float shift = zero ? float(zero[g * kPanelRows]) * kZeroUnit<C> : 0.0f;
+    return (value_in<C>(words, int(i % kUnit<C>)) - shift) * widen(scale[g * kPanelRows]);
   }
 };
 
 // Rows [begin, end), of whole panels, as numbers, rounded to T as the reference rounds them.
-template <class T, int Bits>
+template <class T, Code C>
 void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
-  const int64_t units = a.inputs / kUnit<Bits>, in_group = units / a.groups;
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
-      const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes + 4 * lane;
+      const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
       const int64_t o = panel * kPanelRows + lane;
-      for (int64_t u = 0; u < units; ++u, p += kUnitBytes) {
+      for (int64_t u = 0; u < units; ++u, p += kUnitBytes<C>) {
         const int64_t at = (panel * a.groups + u / in_group) * kPanelRows + lane;
         const Vec scale = load(reinterpret_cast<const bf16*>(a.scale) + at, Vec::width);
-        const Vec shift = a.zero ? load_zeros(a.zero + at) * Vec(kZeroUnit<Bits>) : Vec();
-        alignas(64) float value[kUnit<Bits>][Vec::width];
-        const Words d = load_words(p);
-        for (int j = 0; j < kUnit<Bits>; ++j) store(value[j], (codes<Bits>(d, j) - shift) * scale, Vec::width);
+        const Vec shift = a.zero ? load_zeros(a.zero + at) * Vec(kZeroUnit<C>) : Vec();
+        alignas(64) float value[kUnit<C>][Vec::width];
+        const Unit<C> d = load_unit<C>(p);
+        for (int j = 0; j < kUnit<C>; ++j) store(value[j], (codes<C>(d, j) - shift) * scale, Vec::width);
         for (int r = 0; r < Vec::width && o + r < end; ++r) {
-          T* to = static_cast<T*>(a.y) + (o + r) * a.inputs + u * kUnit<Bits>;
-          for (int j = 0; j < kUnit<Bits>; ++j) narrow(value[j][r], to[j]);
+          T* to = static_cast<T*>(a.y) + (o + r) * a.inputs + u * kUnit<C>;
+          for (int j = 0; j < kUnit<C>; ++j) narrow(value[j][r], to[j]);
         }
       }
     }
@@ -85,25 +85,25 @@ void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 }
 
 // The rows that a.index[begin .. end) names, as numbers.
-template <class T, int Bits>
+template <class T, Code C>
 void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
-    const PanelRow row = PanelRow::of<Bits>(a, a.index[i]);
+    const PanelRow row = PanelRow::of<C>(a, a.index[i]);
     T* to = static_cast<T*>(a.y) + i * a.inputs;
-    for (int64_t k = 0; k < a.inputs; ++k) narrow(row.value<Bits>(k, k / (a.inputs / a.groups)), to[k]);
+    for (int64_t k = 0; k < a.inputs; ++k) narrow(row.value<C>(k, k / (a.inputs / a.groups)), to[k]);
   }
 }
 
 // Exactly as the reference, weight by weight: taken where a result is not finite, since a scale or an x that is not finite
 // gives another value after the sum of a group than before it.
-template <class T, int Bits>
+template <class T, Code C>
 float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
-  const PanelRow row = PanelRow::of<Bits>(a, o);
+  const PanelRow row = PanelRow::of<C>(a, o);
   const T* x = static_cast<const T*>(a.x) + r * a.inputs;
   float sum = 0;
   for (int64_t i = 0; i < a.inputs; ++i) {
     T w;
-    narrow(row.value<Bits>(i, i / (a.inputs / a.groups)), w);
+    narrow(row.value<C>(i, i / (a.inputs / a.groups)), w);
     sum += widen(w) * widen(x[i]);
   }
   return sum;
@@ -112,13 +112,13 @@ float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
 // ---- few rows: codes are exact, and a group's sum is scaled ----
 
 // y of one row and `count` outputs from o on.
-template <class T, int Bits>
+template <class T, Code C>
 void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   if (const float nothing = (acc * Vec(0.0f)).sum(); nothing != 0.0f) {
     alignas(64) float exact[Vec::width];
     store(exact, acc, Vec::width);
     for (int i = 0; i < count; ++i) {
-      if (!std::isfinite(exact[i])) exact[i] = dot_as_reference<T, Bits>(a, o + i, r);
+      if (!std::isfinite(exact[i])) exact[i] = dot_as_reference<T, C>(a, o + i, r);
     }
     acc = load(exact, Vec::width);
   }
@@ -128,11 +128,20 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
 
 constexpr int64_t kChainUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
 
-template <class T, int Bits, int R>
+// How many sums of each row of x run beside each other, so that no product waits for the one before it: 8 to 16 in all, as registers allow.
+constexpr int sum_chains(int R) {
+#if defined(__AVX512F__)
+  return R <= 4 ? 4 : 2;
+#else
+  return R >= 4 ? 1 : 4 / R;
+#endif
+}
+
+template <class T, Code C, int R>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
-  using P = UnitDot<T, Bits>;
-  constexpr int chains = R >= 4 ? 1 : 4 / R;
-  const int64_t units = a.inputs / kUnit<Bits>, in_group = units / a.groups;
+  using P = UnitDot<T, C>;
+  constexpr int chains = sum_chains(R);
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
@@ -140,16 +149,16 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
     const int64_t o = panel * kPanelRows + lane;
     const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
     if (count <= 0) return;
-    const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes + 4 * lane;
+    const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
     const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * (a.inputs / P::per_x);
     Vec acc[R];
     for (int64_t g = 0; g < a.groups; ++g) {
       const Vec scale = load(scales + g * kPanelRows + lane, Vec::width);
       for (int64_t left = in_group; left > 0; left -= kChainUnits) {
         Vec partial[chains][R];
-        const uint8_t* end = p + (left < kChainUnits ? left : kChainUnits) * kUnitBytes;
-        for (; p < end; p += kUnitBytes, x += kUnit<Bits> / P::per_x * R) {
-          prefetch(p + kAhead);
+        const uint8_t* end = p + (left < kChainUnits ? left : kChainUnits) * kUnitBytes<C>;
+        for (; p < end; p += kUnitBytes<C>, x += kUnit<C> / P::per_x * R) {
+          prefetch_unit<C>(p + kAhead);
           P::template add<chains, R>(p, x, partial);
         }
         for (int r = 0; r < R; ++r) {
@@ -158,20 +167,20 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
         }
       }
       if (zeros) {
-        const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-kZeroUnit<Bits>);
+        const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-kZeroUnit<C>);
         for (int r = 0; r < R; ++r) acc[r] = fma(shift, Vec(sums[r * a.groups + g]), acc[r]);
       }
     }
-    for (int r = 0; r < R; ++r) finish<T, Bits>(a, acc[r], o, count, first + r);
+    for (int r = 0; r < R; ++r) finish<T, C>(a, acc[r], o, count, first + r);
   }
 }
 
-template <class T, int Bits>
+template <class T, Code C>
 void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
       const auto [first, count] = row_block(a.rows, kMostRows, b);
-      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, Bits, decltype(rows)::value>(a, panel, first); });
+      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, C, decltype(rows)::value>(a, panel, first); });
     }
   }
 }

@@ -7,8 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "kernels.h"
-#include "vec_math.h"
+#include "quantize_floats.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -72,7 +71,6 @@ struct Search {
   bool hopeless(Vec outside) const { return (where_less(least, outside, Vec(), Vec(1.0f))).largest() == 0; }
 };
 
-inline Vec at_least_smallest(Vec scale) { return larger(Vec(1.17549435e-38f), scale); }  // 2^-126, SMALLEST_SCALE
 inline Vec within(Vec low, Vec high, Vec x) { return smaller(high, larger(low, x)); }
 constexpr float kRounding = 1e-5f;  // of the extreme values: what float32 may be off by where an error is foretold
 
@@ -155,6 +153,8 @@ inline Grid best_grid(const QuantizeArgs& a, const float* values, const Extremes
     case Grids::int8_asymmetric: return asymmetric_int8(a, values, e);
     case Grids::int4_symmetric: return symmetric_int4(a, values, e);
     case Grids::int4_asymmetric: return asymmetric_int4(a, values, e);
+    case Grids::fp8: return {Fp8Grid::best_scale(a, values, absolute(e.first)), Vec()};
+    case Grids::fp6: return {Fp6Grid::best_scale(a, values, absolute(e.first)), Vec()};
   }
   return {};
 }
@@ -165,6 +165,36 @@ void write_codes(const T* w, int64_t length, float scale, float zero, float low,
   for (int64_t i = 0; i < length; i += Vec::width) {
     const int n = int(length - i < Vec::width ? length - i : Vec::width);
     store(to + i, within(Vec(low), Vec(high), nearest(load(w + i, n) / Vec(scale) + Vec(zero))), n);
+  }
+}
+
+// Into its place in the data, by way of `unpacked` [N] where codes share bytes.
+template <class T>
+void write_group(const QuantizeArgs& a, const T* w, int64_t group, float scale, float zero, uint8_t* unpacked) {
+  const int64_t N = a.length;
+  uint8_t* data = static_cast<uint8_t*>(a.data);
+  switch (a.grids) {
+    case Grids::int8_symmetric:
+    case Grids::int8_asymmetric:
+      return write_codes(w, N, scale, zero, -128.0f, 127.0f, reinterpret_cast<int8_t*>(data) + group * N);
+    case Grids::int4_symmetric:
+    case Grids::int4_asymmetric: {
+      write_codes(w, N, scale, zero, -8.0f, 7.0f, reinterpret_cast<int8_t*>(unpacked));
+      uint8_t* to = data + group * (N / 2);
+      for (int64_t i = 0; i < N / 2; ++i) to[i] = uint8_t(((unpacked[2 * i] + 8) & 15) | (unpacked[2 * i + 1] + 8) << 4);
+      return;
+    }
+    case Grids::fp8: return Fp8Grid::write(w, N, scale, data + group * N);
+    case Grids::fp6: {
+      Fp6Grid::write(w, N, scale, unpacked);
+      uint8_t* to = data + group * (N / 4) * 3;
+      for (int64_t i = 0; i < N / 4; ++i) {
+        const uint8_t* four = unpacked + 4 * i;
+        const uint32_t bits = uint32_t(four[0]) | uint32_t(four[1]) << 6 | uint32_t(four[2]) << 12 | uint32_t(four[3]) << 18;
+        to[3 * i] = uint8_t(bits), to[3 * i + 1] = uint8_t(bits >> 8), to[3 * i + 2] = uint8_t(bits >> 16);
+      }
+      return;
+    }
   }
 }
 
@@ -186,13 +216,12 @@ bool quantize_groups(const QuantizeArgs& a, int64_t begin, int64_t end) {
     void operator()(void* p) const { std::free(p); }
   };
   const int64_t N = a.length;
-  const bool packed = a.grids == Grids::int4_symmetric || a.grids == Grids::int4_asymmetric;
-  const float low = packed ? -8.0f : -128.0f, high = packed ? 7.0f : 127.0f, zeros_in_step = packed ? 16.0f : 1.0f;
+  const float zeros_in_step = a.grids == Grids::int4_asymmetric ? 16.0f : 1.0f;
   const size_t values_bytes = (size_t(N) * Vec::width * sizeof(float) + 63) / 64 * 64;
   const std::unique_ptr<void, Free> scratch(std::aligned_alloc(64, values_bytes + (size_t(N) + 63) / 64 * 64));
   if (!scratch) return false;
   float* values = static_cast<float*>(scratch.get());
-  int8_t* unpacked = static_cast<int8_t*>(scratch.get()) + values_bytes;
+  uint8_t* unpacked = static_cast<uint8_t*>(scratch.get()) + values_bytes;
   for (int64_t start = begin; start < end; start += Vec::width) {
     const int64_t count = end - start < Vec::width ? end - start : Vec::width;
     const T* w = static_cast<const T*>(a.weight) + start * N;
@@ -207,12 +236,7 @@ bool quantize_groups(const QuantizeArgs& a, int64_t begin, int64_t end) {
       narrow(scale[g], kept);  // exact
       a.scale[start + g] = kept.bits;
       if (a.zero) a.zero[start + g] = int8_t(zero[g] * zeros_in_step);
-      int8_t* codes = packed ? unpacked : static_cast<int8_t*>(a.data) + (start + g) * N;
-      write_codes(w + g * N, N, scale[g], zero[g], low, high, codes);
-      if (packed) {
-        uint8_t* bytes = static_cast<uint8_t*>(a.data) + (start + g) * (N / 2);
-        for (int64_t i = 0; i < N / 2; ++i) bytes[i] = uint8_t((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
-      }
+      write_group(a, w + g * N, start + g, scale[g], zero[g], unpacked);
     }
   }
   return true;

@@ -7,20 +7,21 @@
 
 namespace infuse {
 
-// What each number among the candidates means, as infuse/quant/integer.py has them.
+// What each number among the candidates means, as infuse/quant/integer.py and floating.py have them.
 enum class Grids {
   int8_symmetric,   // code of the largest value
   int8_asymmetric,  // codes between the smallest and the largest value; the first is always possible
   int4_symmetric,   // the step is the extreme value by this
   int4_asymmetric,  // two numbers: the part of half the span cut off at the high end, and the step in half spans
+  fp8, fp6,         // the value of the grid that the largest one is divided down to
 };
 
 struct QuantizeArgs {
   const void* weight;  // [G, N] contiguous
-  void* data;          // int8: codes [G, N]; int4: code + 8, two in each byte [G, N / 2]
+  void* data;          // int8, fp8: codes [G, N]; int4: code + 8, two in each byte [G, N / 2]; fp6: four in three bytes [G, N * 3 / 4]
   uint16_t* scale;     // bf16 [G]
   int8_t* zero;        // [G], or null where the grids are symmetric
-  int64_t length;      // N; even for int4
+  int64_t length;      // N; even for int4, a multiple of 4 for fp6
   const float* candidates;
   int64_t count;  // of candidates
   float largest_weight;

@@ -1,4 +1,4 @@
-// The element types and the activations that kernels know. bf16 and fp16 travel as uint16_t.
+// The element types, the codes of quantized weights and the activations that kernels know. bf16 and fp16 travel as uint16_t.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,11 @@
 namespace infuse {
 
 enum class Type { f32, bf16, f16 };
+
+// As infuse/quant defines them, in the order of CODES in ops/cpu/quantized_linear.py.
+enum class Code { int8, int4, fp8, fp6 };
+
+constexpr int bits_of(Code code) { return code == Code::int4 ? 4 : code == Code::fp6 ? 6 : 8; }
 
 enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
 

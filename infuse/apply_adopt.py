@@ -1,0 +1,39 @@
+"""Make a new module stand where an old one stood: its attributes, its hooks and, for a block, its class."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infuse.layers.block import Block
+
+
+def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, type], type]) -> None:
+    """Make `new` stand where `old` stood: its attributes, its hooks and, for a block, its class.
+
+    transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
+    instance of the class that it replaces; models read attributes such as `attention_type` from their layers.
+    """
+    _take_over(new, old)
+    if isinstance(new, Block):
+        _mix_in(new, type(old), classes)
+        new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
+        _take_over(new_attn, old_attn)
+        _mix_in(new_attn, type(old_attn), classes)
+
+
+def _take_over(new: nn.Module, old: nn.Module) -> None:
+    for name, value in vars(old).items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
+        elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
+            object.__setattr__(new, name, value)
+
+
+def _mix_in(new: nn.Module, theirs: type, classes: dict[tuple[type, type], type]) -> None:
+    ours = type(new)
+    if (ours, theirs) not in classes:
+        mixed = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__})
+        mixed.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
+        classes[ours, theirs] = mixed
+    new.__class__ = classes[ours, theirs]
