@@ -155,9 +155,9 @@ class _Run:
         return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
 
     def was_proven(self, step: Step) -> bool:
-        """Whether a step was proven when it was saved; of what ranks share, the whole is not read again."""
-        shared = self.placing is not None and self.placing.saved and any(fill.cut for fill in step.fills)
-        return self.was_saved(step) or shared
+        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
+        shared = step.depth != SPLIT and any(fill.cut for fill in step.fills)
+        return self.was_saved(step) or (shared and self.placing is not None and self.placing.saved)
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device

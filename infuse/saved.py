@@ -36,7 +36,7 @@ from infuse.weights.writer import FORMAT, Bundle, write_shards
 def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
     """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of `group` its own.
 
-    CheckpointError on all ranks where one fails; then there is no index.
+    CheckpointError on all ranks where one fails; then there is no index. `check_plan` has said before what is not saved.
     """
     steps = [{"path": step.path, "kind": _digest(step), "formats": step.formats} for step in plan.steps if is_packed(step)]
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
@@ -61,7 +61,8 @@ def cuts(plan: Plan) -> dict[str, Cut]:
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
     inside = tuple(f"{step.path}." for step in plan.steps if is_packed(step))
-    turned = {f"{step.path}.weight" for step in plan.steps if step.shape and not is_packed(step) and step.fills[0].transposed}
+    plain = [step for step in plan.steps if step.shape and not is_packed(step)]
+    turned = {f"{step.path}.{fill.target}" for step in plain for fill in step.fills if fill.transposed}
     seen: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
@@ -94,11 +95,11 @@ def check_folder(folder: str) -> None:
 
 
 def check_plan(plan: Plan, config: InferenceConfig) -> None:
-    """NotAvailable, before anything is done, where `config` asks for shards of what cannot be read back."""
-    split = [step.path for step in plan.steps if step.depth == SPLIT]
-    if split and config.checkpoint_files[2]:
-        raise NotAvailable(f"save_mp_checkpoint_path: {len(split)} layers ({split[0]}, ...) have no spec, and ranks share their linears: "
-                           "such parts are not saved; save with tp_size=1, and load that with ranks")
+    """NotAvailable, before anything is done, where `config` asks for shards of quantized layers that are split in place."""
+    mixed = [step.path for step in plan.steps if step.depth == SPLIT and step.formats]
+    if mixed and config.checkpoint_files[2]:
+        raise NotAvailable(f"save_mp_checkpoint_path: {len(mixed)} layers without a spec are split and quantized, which this version "
+                           f"cannot save: {mixed[0]}, ...; save them without quant, or by one rank")
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
@@ -121,10 +122,13 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def open_shards(folder: Path, index: dict[str, Any], plan: Plan) -> SavedShards:
-    """The files that the index names: of as many ranks as now, and cut as now, this rank's alone."""
+    """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
+
+    Layers that are split in place are proven again, on the whole of them, so for these all files are needed.
+    """
     own = cuts(plan)
     shared: dict[str, Shared] = index["cuts"]
-    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys()
+    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys() and all(step.depth != SPLIT for step in plan.steps)
     alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
     rank = plan.mesh.tp_rank if alike else None
     files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index["files"]),))

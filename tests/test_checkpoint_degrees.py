@@ -274,3 +274,36 @@ def test_a_rank_touches_the_bytes_of_its_part(tied: bool, keys: dict, tmp_path: 
         biases = (hidden // 2 + keys_width + 2 * inner[rank] + (2 * hidden if rank == 0 else 0)) if tied else 0
         tables = (1 if tied else 2) * hidden * vocabulary[rank]
         assert found == 4 * (layers * (matrices + biases + 2 * hidden) + hidden + tables)
+
+
+# ---- layers without a spec ----
+
+
+def bart() -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    small = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    wide = {"encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "vocab_size": 96, "d_model": 48, "max_position_embeddings": 64}
+    return BartForConditionalGeneration(BartConfig(**small, **wide)).eval()
+
+
+def bart_by_rank(folder: str, write: bool, keys: dict) -> Tensor:
+    torch.manual_seed(0)
+    given = {"dtype": "fp32", "progress": False, "tensor_parallel": {"tp_size": dist.get_world_size()}, **keys}
+    if write:
+        engine = infuse.init_inference(bart(), save_mp_checkpoint_path=folder, **given)
+    else:
+        with torch.device("meta"):
+            model = bart()
+        engine = infuse.init_inference(model, checkpoint=folder, **given)
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        return engine(input_ids=ids, decoder_input_ids=ids).logits
+
+
+def test_layers_that_are_split_in_place(tmp_path: Path, ranks: Ranks) -> None:
+    first = ranks.run(2, bart_by_rank, str(tmp_path), True, {})
+    for size in (2, 3):
+        assert all(distance(found, first[0]) < TOLERANCE for found in ranks.run(size, bart_by_rank, str(tmp_path), False, {}))
+    for error in ranks.run_expecting_errors(2, bart_by_rank, str(tmp_path), True, {"quant": "int8:4"}):
+        assert isinstance(error, infuse.NotAvailable) and "without a spec are split and quantized" in str(error)

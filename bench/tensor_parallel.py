@@ -1,6 +1,6 @@
 """Ranks against threads: N ranks of one thread each, and one process of N threads, in turns on the same machine.
 
-    python bench/ranks.py [--ranks 2] [--shape llama-1b] [--dtype bfloat16] [--quant int8] [--out bench/results/FILE.md]
+    python bench/tensor_parallel.py [--ranks 2] [--shape llama-1b] [--dtype bfloat16] [--quant int8] [--out bench/results/FILE.md]
 
 Each contestant lives in processes of its own, which wait while the other one runs. Random weights of a real shape.
 """
