@@ -7,7 +7,9 @@ import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
+import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
 import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
+import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.embedding import quantized_embedding

@@ -11,3 +11,11 @@ def power_above(size: int) -> int:
 def row_warps(width: int) -> int:
     """Warps for a program that holds one row of `width` values: eight values for each thread, up to 16 warps."""
     return min(max(power_above(width) // 256, 1), 16)
+
+
+ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
+
+
+def rotary_heads(width: int) -> int:
+    """Heads that one program turns: 1024 values or one head."""
+    return max(1024 // power_above(width), 1)
