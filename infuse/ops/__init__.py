@@ -8,7 +8,9 @@ import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
+import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
+import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
