@@ -96,8 +96,8 @@ def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: in
     tile = min(max(power_above(rows), 16), 64)
     if tuned := TUNED.get((format, tile, outputs, inputs)):
         return tuned
-    wide = 64
-    depth = max(64 // words, 1)
-    segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
+    wide, packed = 64, format in ("int4", "fp6")
+    depth = max((32 if packed else 64) // words, 1)
+    segments = inputs // (words * (8 if packed else 4))
     programs = -(-rows // tile) * -(-outputs // wide)
-    return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=3)
+    return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=2 if packed else 3)

@@ -9,7 +9,7 @@ from infuse.ops.triton.kernels.words import codes_in_word, dot, unit, value, zer
 
 @triton.jit
 def weights(words, high, step, shift, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Code J of each word, dequantized and rounded to DTYPE; words, step and shift [OUTPUTS, SEGMENTS, words] as one broadcasts."""
+    """Code J of each word, dequantized and rounded to DTYPE; words, step and shift of one shape or broadcast to it."""
     return ((value(words, high, J, FORMAT) * unit(FORMAT, False) - shift) * step).to(DTYPE)
 
 
@@ -22,7 +22,8 @@ def product_tiles(
     """act(x [rows, inputs] @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
 
     With SPLITS float32 parts [SPLITS, rows, outputs]. A tile is SEGMENTS segments along the inputs; of a plain weight a segment is SEGMENT
-    neighbouring inputs. `of_group` segments share a scale.
+    neighbouring inputs. `of_group` segments share a scale. The sum is [OUTPUTS, ROWS]: the weight, which has the larger side of a tile,
+    may then be dequantized in registers.
     """
     wanted = outputs // 2 if GATED else outputs
     # Programs that run together share a tile of the weight in L2: rows vary fastest.
@@ -31,8 +32,8 @@ def product_tiles(
     row = (place % row_tiles) * ROWS + tl.arange(0, ROWS)
     output = (place // row_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(1)
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    upper = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    upper = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for tile in range(split, tl.cdiv(tl.cdiv(inputs, SEGMENT), SEGMENTS), SPLITS):
         total = add_tile(
             total, tile, x, data, scale, zero, row, output, wanted, rows, inputs, x_stride, row_words, groups, of_group,
@@ -43,21 +44,21 @@ def product_tiles(
                 upper, tile, x, data + wanted.to(tl.int64) * row_words, scale, zero, row, output, wanted, rows, inputs, x_stride, row_words,
                 groups, of_group, FORMAT, SEGMENT, ROWS, OUTPUTS, SEGMENTS,
             )  # fmt: skip
-    inside = (row[:, None] < rows) & (output[None, :] < wanted)
+    inside = (row[None, :] < rows) & (output[:, None] < wanted)
     if SPLITS > 1:
-        at = (split * rows + row[:, None]).to(tl.int64) * outputs + output[None, :]
+        at = (split * rows + row[None, :]).to(tl.int64) * outputs + output[:, None]
         tl.store(out + at, total, mask=inside)
         if GATED:
             tl.store(out + at + wanted, upper, mask=inside)
     else:
         if bias is not None:
-            total += tl.load(bias + output, mask=output < wanted, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + output, mask=output < wanted, other=0.0).to(tl.float32)[:, None]
         if GATED and bias is not None:
-            upper += tl.load(bias + wanted + output, mask=output < wanted, other=0.0).to(tl.float32)[None, :]
+            upper += tl.load(bias + wanted + output, mask=output < wanted, other=0.0).to(tl.float32)[:, None]
         total = activated(total, NAME)
         if GATED:
             total = total * upper
-        tl.store(out + row[:, None].to(tl.int64) * wanted + output[None, :], total.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row[None, :].to(tl.int64) * wanted + output[:, None], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -72,30 +73,30 @@ def add_tile(
     DEPTH: tl.constexpr = SEGMENTS * WORDS  # of one product
     at = tl.arange(0, DEPTH)
     segment, word = tile * SEGMENTS + at // WORDS, at % WORDS
-    x_row = x + row[:, None].to(tl.int64) * x_stride
-    start = data + output[None, :].to(tl.int64) * row_words
+    x_row = x + row[None, :].to(tl.int64) * x_stride
+    start = data + output[:, None].to(tl.int64) * row_words
     if FORMAT == "plain":
         k = segment * SEGMENT + word
-        x_tile = tl.load(x_row + k[None, :], mask=(row[:, None] < rows) & (k[None, :] < inputs), other=0.0)
-        tile_of_weight = tl.load(start + k[:, None], mask=(output[None, :] < outputs) & (k[:, None] < inputs), other=0.0)
-        total = dot(x_tile, tile_of_weight, total)
+        x_tile = tl.load(x_row + k[:, None], mask=(row[None, :] < rows) & (k[:, None] < inputs), other=0.0)
+        tile_of_weight = tl.load(start + k[None, :], mask=(output[:, None] < outputs) & (k[None, :] < inputs), other=0.0)
+        total = dot(tile_of_weight, x_tile, total)
     else:
         known = segment < inputs // SEGMENT
-        inside = (output[None, :] < outputs) & known[:, None]
-        words = tl.load(start + (segment * STRIDE + word)[:, None], mask=inside, other=0)
+        inside = (output[:, None] < outputs) & known[None, :]
+        words = tl.load(start + (segment * STRIDE + word)[None, :], mask=inside, other=0)
         high = words
         if FORMAT == "fp6":
-            high = tl.load(start + (segment * STRIDE + WORDS + word % (WORDS // 2))[:, None], mask=inside, other=0)
-            high = high >> (8 * (word // (WORDS // 2)))[:, None]
-        group = output[None, :].to(tl.int64) * groups + (segment // of_group)[:, None]
+            high = tl.load(start + (segment * STRIDE + WORDS + word % (WORDS // 2))[None, :], mask=inside, other=0)
+            high = high >> (8 * (word // (WORDS // 2)))[None, :]
+        group = output[:, None].to(tl.int64) * groups + (segment // of_group)[None, :]
         step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
         shift = tl.zeros((1, 1), tl.float32)
         if zero is not None:
             shift = tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
-            x_tile = tl.load(x_row + k[None, :], mask=(row[:, None] < rows) & known[None, :], other=0.0)
-            total = dot(x_tile, weights(words, high, step, shift, j, FORMAT, x.dtype.element_ty), total)
+            x_tile = tl.load(x_row + k[:, None], mask=(row[None, :] < rows) & known[:, None], other=0.0)
+            total = dot(weights(words, high, step, shift, j, FORMAT, x.dtype.element_ty), x_tile, total)
     return total
 
 

@@ -40,10 +40,12 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     """Code J of each word as float32, less its offset, times `unit`: what the format says, exactly."""
     if FORMAT == "plain":
         return word.to(tl.float32)
-    elif (FORMAT == "int8") | (FORMAT == "int4"):  # in the mantissa of 2**23, which is taken off with the offset
+    elif (FORMAT == "int8") | (FORMAT == "int4"):  # in the mantissa of 2**(23 - AT), which is taken off with the offset
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
-        code = (word >> (BITS * J)) & ((1 << BITS) - 1)
-        return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + offset(FORMAT))
+        DOWN: tl.constexpr = (16 if FORMAT == "int8" else 12) if BITS * (J + 1) > 20 else 0
+        AT: tl.constexpr = BITS * J - DOWN
+        code = ((word >> DOWN if DOWN > 0 else word) & (((1 << BITS) - 1) << AT)) | ((150 - AT) << 23)
+        return code.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + offset(FORMAT))
     elif FORMAT == "fp8":  # sign, exponent and mantissa to their places in float16, whose bias is larger by 8
         pair = word << 8 if J % 2 == 0 else word
         return half_of((pair & -2147450880) | ((pair >> 1) & 0x3F803F80), J >= 2)
