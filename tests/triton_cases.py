@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from prepared import body_and_args
 from test_ops import cases as cases_on_cpu
 from test_ops import own, planted, results, written
 from tolerance import assert_near
 from torch import Tensor
 
+from infuse import ops
 from infuse.ops import Case, registered
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -65,3 +67,65 @@ def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, value:
             assert_near(registered()[name].body("triton")(*args).cpu(), wanted.cpu(), torch.float32, case.label)
             continue
         compare(name, args, torch.float32, case.label)
+
+
+@by_dtype
+def test_append_at_a_place_in_a_tensor(dtype: torch.dtype) -> None:
+    for case in cases("rotary_append", dtype):
+        wanted = results(ops.rotary_append.reference, own(case.args, [3, 4]), [3, 4])
+        args = own(case.args, [3, 4])
+        start = torch.tensor([case.args[5]], device=DEVICE)
+        found = results(ops.rotary_append.body("triton"), (*args[:5], start, *args[6:]), [3, 4])
+        for a, b in zip(found, wanted, strict=True):
+            assert_near(a.cpu(), b.cpu(), dtype, case.label)
+
+
+def test_nothing_is_written_beyond_the_capacity() -> None:
+    qkv, keys, values = (torch.randn(shape, device=DEVICE) for shape in ((1, 3, 4, 16), (1, 1, 8, 16), (1, 1, 8, 16)))
+    around = torch.full((3, 1, 1, 8, 16), 7.0, device=DEVICE)
+    around[1] = keys
+    ops.rotary_append.body("triton")(qkv, None, None, around[1], values, torch.tensor(6, device=DEVICE), 2, False)
+    assert bool((around[::2] == 7).all()) and torch.equal(around[1, :, :, 6:].cpu(), qkv[:, :2, 2:3].transpose(1, 2).cpu())
+    with pytest.raises(IndexError, match="3 tokens at 6 do not fit a cache of 8"):
+        ops.rotary_append.body("triton")(qkv, None, None, keys, values, 6, 2, False)
+
+
+@by_dtype
+def test_attention_over_the_first_keys_of_a_storage(dtype: torch.dtype) -> None:
+    for case in cases("attention", dtype):
+        length, more = case.args[1].shape[2], 70
+        k, v = (F.pad(tensor, (0, 0, 0, more), value=float("nan")) for tensor in case.args[1:3])
+        mask, bias = (None if tensor is None else F.pad(tensor, (0, more), value=1) for tensor in case.args[3:5])
+        args = (case.args[0], k, v, mask, bias, *case.args[5:])
+        found = ops.attention.body("triton")(*args, length=torch.tensor([length], device=DEVICE))
+        assert_near(found.cpu(), ops.attention.reference(*case.args).cpu(), dtype, case.label)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
+    """Many keys in several parts, some of them hidden whole; rows of their own lengths through the mask; strided keys."""
+    q = torch.randn(2, 6, 2, 33, dtype=dtype, device=DEVICE)
+    storage = torch.randn(2, 300, 2, 2, 33, dtype=dtype, device=DEVICE)
+    k, v = storage[:, :, :, 0].transpose(1, 2), storage[:, :, :, 1].transpose(1, 2)
+    lengths = torch.tensor([300, 70], device=DEVICE)
+    mask = (torch.arange(300, device=DEVICE) < lengths[:, None])[:, None, None]
+    nothing = mask.clone()
+    nothing[1] = False
+    bias = torch.randn(1, 6, 1, 300, device=DEVICE)
+    for args in (
+        (mask, None, 0.2, False, 0, 0.0), (nothing, None, 0.2, False, 0, 0.0), (None, bias, 0.2, True, 0, 0.0),
+        (None, None, 0.2, True, 80, 0.0), (mask, bias, 0.2, True, 0, 3.0), (torch.randn(2, 1, 1, 1, device=DEVICE), None, 0.2, True, 0, 0.0),
+    ):  # fmt: skip
+        wanted = ops.attention.reference(q, k, v, *args)
+        assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
+
+
+@by_dtype
+def test_attention_of_many_queries(dtype: torch.dtype) -> None:
+    """Several tiles of rows, which begin and end inside a query's heads; the caps and biases that PyTorch's has not."""
+    q = torch.randn(1, 3, 50, 16, dtype=dtype, device=DEVICE)
+    k, v = (torch.randn(1, 1, 61, 16, dtype=dtype, device=DEVICE) for _ in range(2))
+    bias = torch.randn(1, 3, 1, 61, dtype=dtype, device=DEVICE)
+    for args in ((None, None, 0.25, True, 0, 5.0), (None, bias, 0.25, True, 0, 0.0), (None, None, 0.25, True, 9, 0.0)):
+        wanted = ops.attention.reference(q, k, v, *args)
+        assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)

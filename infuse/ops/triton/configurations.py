@@ -101,3 +101,25 @@ def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: in
     segments = inputs // (words * (8 if packed else 4))
     programs = -(-rows // tile) * -(-outputs // wide)
     return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=2 if packed else 3)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """One launch of attention: a program has `rows` pairs of query and head and goes over its share of the keys in steps of `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    splits: int
+    stages: int
+
+
+@cache
+def attention_tiles(rows: int, places: int, keys: int, row_bytes: int) -> AttentionTiles:
+    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each."""
+    tile = min(max(power_above(rows), 16), 64)
+    step = 64 if row_bytes <= 256 else 32
+    programs = -(-rows // tile) * places
+    wanted = min(2 * MULTIPROCESSORS // programs, -(-keys // step), 64)
+    splits = 1 << max(wanted, 1).bit_length() - 1
+    return AttentionTiles(tile, step, 4, splits, 2 if row_bytes > 256 else 3)
