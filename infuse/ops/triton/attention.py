@@ -43,7 +43,8 @@ def _attention(
     if is_bool and mask is not None:
         mask = mask.view(torch.uint8)
     group = heads // kv_heads
-    chosen = attention_tiles(tokens * group, batch * kv_heads, keys, power_above(max(width, value_width)) * q.element_size())
+    row_bytes, masked = power_above(max(width, value_width)) * q.element_size(), mask is not None or bias is not None
+    chosen = attention_tiles(tokens * group, batch * kv_heads, keys, row_bytes, masked)
     out = q.new_empty(batch, tokens, heads, value_width)
     rows, parts, sums = batch * tokens * heads, out, None
     if chosen.splits > 1:

@@ -15,6 +15,8 @@ MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
 ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
 COMBINED_BLOCK = 512  # outputs for each program that adds up parts
 DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for each of its 128 threads
+ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
+SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
 MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
 MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTorch's product
 
@@ -115,11 +117,13 @@ class AttentionTiles:
 
 
 @cache
-def attention_tiles(rows: int, places: int, keys: int, row_bytes: int) -> AttentionTiles:
-    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each."""
-    tile = min(max(power_above(rows), 16), 64)
+def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: bool) -> AttentionTiles:
+    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each. Larger tiles, or masks and biases
+    beside them, do not fit the registers of four warps."""
+    tile = min(max(power_above(rows), 16), 64 if row_bytes <= 512 else 16)
     step = 64 if row_bytes <= 256 else 32
     programs = -(-rows // tile) * places
     wanted = min(2 * MULTIPROCESSORS // programs, -(-keys // step), 64)
     splits = 1 << max(wanted, 1).bit_length() - 1
-    return AttentionTiles(tile, step, 4, splits, 2 if row_bytes > 256 else 3)
+    warps = 8 if tile == 64 and (row_bytes > 256 or masked) else 4
+    return AttentionTiles(tile, step, warps, splits, 2 if row_bytes > 256 else 3)
