@@ -114,7 +114,8 @@ def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
     bias = torch.randn(1, 6, 1, 300, device=DEVICE)
     for args in (
         (mask, None, 0.2, False, 0, 0.0), (nothing, None, 0.2, False, 0, 0.0), (None, bias, 0.2, True, 0, 0.0),
-        (None, None, 0.2, True, 80, 0.0), (mask, bias, 0.2, True, 0, 3.0), (torch.randn(2, 1, 1, 1, device=DEVICE), None, 0.2, True, 0, 0.0),
+        (None, None, 0.2, True, 80, 0.0), (mask, bias, 0.2, True, 0, 3.0),
+        (torch.randn(2, 1, 1, 1, device=DEVICE), None, 0.2, True, 0, 0.0),
     ):  # fmt: skip
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)

@@ -118,8 +118,9 @@ class AttentionTiles:
 
 @cache
 def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: bool) -> AttentionTiles:
-    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each. Larger tiles, or masks and biases
-    beside them, do not fit the registers of four warps."""
+    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each.
+
+    Larger tiles, or masks and biases beside them, do not fit the registers of four warps."""
     tile = min(max(power_above(rows), 16), 64 if row_bytes <= 512 else 16)
     step = 64 if row_bytes <= 256 else 32
     programs = -(-rows // tile) * places
