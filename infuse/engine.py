@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+from infuse import ops
 from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.layers.block import Block
-from infuse.layers.linear import QuantizedLinear
+from infuse.layers.linear import QuantizedLinear, linears
 from infuse.load import load, load_values
+from infuse.ops.triton import tuning
 from infuse.parallel.join import all_or_none, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan
@@ -82,6 +84,8 @@ class InferenceEngine(nn.Module):
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
         self.module = model
+        if settings.triton_autotune and ops.linear.choose(device, self.plan.dtype).body == "triton":
+            tuning.search(linears(model), self.plan.dtype, device.torch_device)
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
         self._handles = install(

@@ -59,6 +59,6 @@ def test_the_report(tmp_path: Path) -> None:
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert out.read_text().count("probed: read") == 2 == out.read_text().count("--op rotary")
-    for body in registered()["rotary"].bodies:
+    for body in set(registered()["rotary"].bodies) - {"triton"}:  # which no CPU runs
         if body != "cpu" or "kernels: none" not in done.stdout:
             assert f" {body} " in done.stdout, body

@@ -1,0 +1,84 @@
+"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py in a process of its own, since Triton asks for the
+interpreter when it is imported, and transformers imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import infuse.ops.triton
+from infuse.device import Device
+from infuse.ops import registered
+from infuse.ops.triton.configurations import plain_row, plain_tiles, quantized_row, quantized_tiles
+
+HERE = Path(__file__).parent
+
+
+def no_interpreter() -> str:
+    """Why the interpreter cannot run here, "" where it can."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    found = version("triton")
+    try:
+        int(np.zeros(1))  # type: ignore[call-overload]  # as Triton 3.6's interpreter has it, 3.9's no more; what between is not known
+    except TypeError:
+        if tuple(map(int, found.split(".")[:2])) < (3, 9):
+            return f"the interpreter of Triton {found} fails with NumPy {np.__version__}"
+    return ""
+
+
+@pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
+def test_every_body_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "triton_cases.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+GPU = Device("cuda", 0, "a GPU", ("sm_90",), 2**37, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, op in registered().items() if "triton" in op.bodies))
+def test_who_declines_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = registered()[name].bodies["triton"].needs
+    monkeypatch.setattr("infuse.ops.triton._missing", lambda: None)
+    assert needs(GPU, torch.bfloat16) is None and registered()[name].choose(GPU, torch.float16).body == "triton"
+    assert needs(replace(GPU, kind="cpu"), torch.bfloat16) == "the device is cpu"
+    assert str(needs(GPU, torch.float64)).startswith("torch.float64 is not one of torch.float32")
+    assert needs(replace(GPU, features=("sm_75",)), torch.float16) == "a GPU (sm_75) has not compute capability 8.0"
+    assert needs(replace(GPU, features=("sm_120",)), torch.float16) is None
+    monkeypatch.setattr("infuse.ops.triton._missing", lambda: "triton is not installed")
+    assert needs(GPU, torch.bfloat16) == "triton is not installed"
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infuse.ops.triton.find_spec", lambda name: None)
+    assert infuse.ops.triton._missing.__wrapped__() == "triton is not installed"
+    monkeypatch.setattr("infuse.ops.triton.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler" in str(infuse.ops.triton._missing.__wrapped__())
+
+
+def test_launches_fill_the_device() -> None:
+    """Enough programs for an H200's multiprocessors, at least two steps for each that shares a sum, and powers of two throughout."""
+    for outputs, inputs in ((4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096), (2048, 2048), (512, 8192), (33, 100)):
+        for words, format in ((8, "int4"), (16, "int8")):
+            for tiles in (
+                plain_row(outputs, inputs, 2), plain_tiles(8, outputs, inputs), quantized_row(outputs, inputs, format, words),
+                quantized_tiles(8, outputs, inputs, format, words),
+            ):  # fmt: skip
+                numbers = (tiles.outputs, tiles.depth, tiles.warps, tiles.rows, tiles.splits)
+                assert all(number & (number - 1) == 0 < number for number in numbers), tiles
+                if outputs >= 2048:
+                    assert -(-outputs // tiles.outputs) * tiles.splits >= 128, (outputs, inputs, tiles)
