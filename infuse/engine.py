@@ -20,7 +20,8 @@ from infuse.layers.block import Block
 from infuse.layers.linear import QuantizedLinear
 from infuse.load import load, load_values
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
-from infuse.runtime.decode import install, uninstall
+from infuse.runtime.capture import backend_for
+from infuse.runtime.decode import GraphUse, install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.saved import check_folder, save
 from infuse.verify import decodes
@@ -77,7 +78,9 @@ class InferenceEngine(nn.Module):
         self.module = model
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
-        self._handles = install(model, limit_tokens=settings.max_out_tokens, min_new_tokens=settings.min_out_tokens, caches=caches)
+        graphs = _graphs(settings, device)
+        limit, least = settings.max_out_tokens, settings.min_out_tokens
+        self._handles = install(model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs)
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._tell(decided)
@@ -186,6 +189,11 @@ def _bar(wanted: bool | None) -> Iterator[Any]:
             bar.update(tasks[what], completed=done)
 
         yield progress
+
+
+def _graphs(settings: InferenceConfig, device: Device) -> GraphUse | None:
+    backend = backend_for(device.torch_device)
+    return None if backend is None else GraphUse(backend, steps=settings.step_graphs, forward=settings.enable_cuda_graph)
 
 
 def _check_model(model: Any) -> None:

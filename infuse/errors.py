@@ -6,8 +6,11 @@ InfuseError
 ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
 ├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
 ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
+├── OutOfMemory (torch.OutOfMemoryError)  the device has no memory for a call; the engine works on
 └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
+
+import torch
 
 
 class InfuseError(Exception):
@@ -40,6 +43,10 @@ class CheckpointError(InfuseError):
 
 class ContextLimitError(InfuseError, ValueError):
     """The call needs more tokens than `max_out_tokens` allows."""
+
+
+class OutOfMemory(InfuseError, torch.OutOfMemoryError):
+    """The device has no memory left for a call; the text says what was freed and what to do."""
 
 
 class NotAvailable(InfuseError, NotImplementedError):

@@ -16,14 +16,14 @@ HOUSE = ROOT / "infuse"
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
     "errors": 0, "device": 0, "pages": 0,
-    "quant": 1, "parallel": 1, "runtime.graph": 1,
+    "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
     "ops": 2,
     "spec": 3, "runtime.probe": 3, "runtime.profile": 3,
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,
     "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
-    "runtime.loop": 8, "runtime.decode": 8, "engine": 8,
+    "runtime.bucket": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8, "runtime.forward": 8, "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
 }
 # The imports between different rooms of one level: (who, whom).

@@ -71,14 +71,18 @@ class Attention(nn.Module):
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])
+        window = shape.window
         if isinstance(inputs.cache, KVCache) and self._index is not None:
-            mask = ops.both_masks(mask, inputs.cache.slot(self._index).seen(tokens), q.dtype)
+            slot = inputs.cache.slot(self._index)
+            mask = ops.both_masks(mask, slot.seen(tokens), q.dtype)
+            if slot.place is not None and (mask is None or window):  # the last key is not the last query's: a mask says it all
+                mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
-        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or shape.window > 0
-        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or window > 0
+        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap)
         weights = None
         if inputs.want_weights:
-            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, window, shape.softcap)
             weights = scored.to(x_BTC.dtype)
         return direct(parts["out"], out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)), weights
 
@@ -88,8 +92,8 @@ class Attention(nn.Module):
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
         interleaved = positions.interleaved
-        if isinstance(cache, KVCache) and self._index is not None and cache.slot(self._index).row_lengths is None:
-            slot = cache.slot(self._index)
+        slot = cache.slot(self._index) if isinstance(cache, KVCache) and self._index is not None else None
+        if slot is not None and slot.row_lengths is None and slot.place is None:
             start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
             slot.advance(qkv_BTND.shape[1])

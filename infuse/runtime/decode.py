@@ -19,6 +19,10 @@ from transformers.generation import GenerationMixin
 
 from infuse.errors import ContextLimitError
 from infuse.layers.cache import KVCache
+from infuse.runtime.bucket import Buckets
+from infuse.runtime.capture import Backend
+from infuse.runtime.device_loop import Run
+from infuse.runtime.forward import Forward, explained
 from infuse.runtime.loop import decode
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
@@ -40,11 +44,26 @@ class Installed:
     limit_tokens: int | None
     min_new_tokens: int
     caches: bool
+    buckets: Buckets | None = None
 
 
-def install(module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool) -> list[RemovableHandle]:
-    """Put generate, cap and device care on `module`. `caches`: its layers take our cache. Returns the hooks' handles."""
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches)  # type: ignore[assignment]
+@dataclass(frozen=True)
+class GraphUse:
+    """What is to be graphs of `backend`: decode steps of `generate`, and the module's forward."""
+
+    backend: Backend
+    steps: bool
+    forward: bool
+
+
+def install(
+    module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool, graphs: GraphUse | None = None
+) -> list[RemovableHandle]:
+    """Put generate, cap, device care and graphs on `module`. `caches`: its layers take our cache. Returns the hooks' handles."""
+    buckets = Buckets(graphs.backend, limit_tokens=limit_tokens) if graphs is not None and graphs.steps and caches else None
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets)  # type: ignore[assignment]
+    if graphs is not None:
+        module.forward = Forward(module, vars(module).get("forward"), graphs.backend if graphs.forward else None)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
@@ -62,12 +81,18 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
         handle.remove()
     for name in ("_infuse", "generate"):
         vars(module).pop(name, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, Forward):
+        del module.forward
+        if forward.own is not None:
+            module.forward = forward.own  # type: ignore[method-assign]
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on this model, with our cache where none was asked for.
 
-    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`.
+    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory where the
+    device has no room for them.
     """
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
@@ -80,12 +105,33 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
                 "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
             )
+    run = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
-        if asked.is_plain_search():
-            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"))
-    return type(self).generate(self, *args, **kwargs)
+        if not asked.is_plain_search():
+            kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
+        else:
+            if installed.buckets is not None and not _is_watched(self):
+                run = Run(self, installed.buckets, asked.rows(), prepared)
+            cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if run is None else run.bucket.cache
+            kwargs.update(past_key_values=cache, custom_generate=partial(decode, streamer=kwargs.get("streamer"), run=run))
+    try:
+        return type(self).generate(self, *args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        forward = vars(self).get("forward")
+        clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
+        run = None  # its cache goes, too
+        raise explained(error, self, *clear) from error
+    finally:
+        if run is not None:
+            run.end()
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether someone's hooks are to see each forward: a graph would run without them."""
+    ours = (_bring, _refuse_too_long)
+    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
+    return bool(before or module._forward_hooks)
 
 
 class _Asked:
@@ -114,6 +160,13 @@ class _Asked:
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
         return one and not any(self.value(name) for name in _NOT_PLAIN) and len(self._args) < 3
 
+    def rows(self) -> int:
+        """The batch: prompts times the answers to each."""
+        first = self._args[0] if self._args else self._kwargs.get("inputs")
+        given = (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first)
+        prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
+        return prompts * (self.value("num_return_sequences") or 1)
+
     def prompt_tokens(self) -> int:
         """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
@@ -139,6 +192,8 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     if not isinstance(given, Tensor) or given.dim() < 2:
         return
     held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
+    if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
+        return
     if held + given.shape[1] > limit_tokens:
         raise ContextLimitError(
             f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
