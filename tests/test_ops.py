@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from prepared import body_and_args
 from tolerance import assert_near, assert_same_quantization
 from torch import Tensor
@@ -166,6 +167,33 @@ def test_append_writes_its_own_tokens_and_nothing_else(body: str) -> None:
         for storage in args[3:5]:
             assert torch.isfinite(storage[:, :, start:end]).all(), case.label
             assert torch.isnan(storage[:, :, :start]).all() and torch.isnan(storage[:, :, end:]).all(), case.label
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("body", registered()["rotary_append"].bodies)
+def test_append_at_a_place_in_a_tensor(body: str, dtype: torch.dtype) -> None:
+    runs("rotary_append", body, dtype)
+    for case in cases("rotary_append", dtype):
+        wanted = results(ops.rotary_append.reference, own(case.args, [3, 4]), [3, 4])
+        for start in (torch.tensor(case.args[5]), torch.tensor([case.args[5]])):
+            args = own(case.args, [3, 4])
+            found = results(registered()["rotary_append"].body(body), (*args[:5], start, *args[6:]), [3, 4])
+            for a, b in zip(found, wanted, strict=True):
+                assert_near(a, b, dtype, case.label)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("body", registered()["attention"].bodies)
+def test_attention_over_the_first_keys_of_a_storage(body: str, dtype: torch.dtype) -> None:
+    """As many as a tensor says: what the others hold, and mask and bias over them, does not matter."""
+    runs("attention", body, dtype)
+    for case in cases("attention", dtype):
+        length, more = case.args[1].shape[2], 3
+        k, v = (F.pad(tensor, (0, 0, 0, more), value=float("nan")) for tensor in case.args[1:3])
+        mask, bias = (None if tensor is None else F.pad(tensor, (0, more), value=1) for tensor in case.args[3:5])
+        args = (case.args[0], k, v, mask, bias, *case.args[5:])
+        found = registered()["attention"].body(body)(*args, length=torch.tensor([length]))
+        assert_near(found, ops.attention.reference(*case.args), dtype, case.label)
 
 
 # ---- registrations ----

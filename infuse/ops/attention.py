@@ -62,26 +62,53 @@ def attention(
     causal: bool,
     window: int,
     softcap: float,
+    length: Tensor | None = None,
 ) -> Tensor:
-    """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; float32 inside."""
+    """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; float32 inside.
+
+    Called directly, not in the registered form, a body also takes `length`: an int64 tensor of one element, how many of the L keys
+    there are. The others are as if cut off, from mask and bias too, whatever they hold. The reference and "torch" read it on the host.
+    """
+    if length is not None:
+        k_BKLD, v_BKLD, mask, bias = cut(k_BKLD, v_BKLD, mask, bias, int(length))
     weights = attention_weights(q_BHTD, k_BKLD, mask, bias, scale, causal, window, softcap)
     groups = q_BHTD.shape[1] // v_BKLD.shape[1]
     values = v_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else v_BKLD
     return (weights @ values.float()).transpose(1, 2).to(q_BHTD.dtype).contiguous()
 
 
+def cut(
+    k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, length: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys, values, mask and bias (where it has a column for each key) of the first `length` keys."""
+    whole = k.shape[2]
+    mask, bias = (t if t is None or t.shape[-1] != whole else t[..., :length] for t in (mask, bias))
+    return k[:, :, :length], v[:, :, :length], mask, bias
+
+
 @attention.implement("torch")
 def _attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    length: Tensor | None = None,
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention; what it cannot do (soft caps) goes to the reference."""
+    if length is not None:
+        k, v, mask, bias = cut(k, v, mask, bias, int(length))
     if softcap > 0:
         return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap)
     batch, heads, tokens, width = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
+    kv_heads, keys = k.shape[1], k.shape[2]
     # SDPA's own causal order lines up the first query with the first key, and excludes a mask.
-    if window or (causal and tokens > 1 and (length > tokens or mask is not None or bias is not None)):
-        mask = both_masks(mask, _allowed(tokens, length, causal, window, q.device), q.dtype)
+    if window or (causal and tokens > 1 and (keys > tokens or mask is not None or bias is not None)):
+        mask = both_masks(mask, _allowed(tokens, keys, causal, window, q.device), q.dtype)
         causal = False
     if bias is not None:
         mask = both_masks(bias.to(q.dtype), mask, q.dtype)

@@ -43,23 +43,33 @@ def rotary_append(
     sin: Tensor | None,
     keys_BKSD: Tensor,
     values_BKSD: Tensor,
-    start: int,
+    start: int | Tensor,
     heads: int,
     interleaved: bool,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values to the cache at [start, start + T), return the queries [B, H, T, D].
 
-    Without cos and sin nothing is rotated. The cache must have room: start + T <= S.
+    Without cos and sin nothing is rotated. The cache must have room: start + T <= S. Called directly, not in the registered form,
+    a body also takes `start` as an int64 tensor of one element on the cache's device, which is not read on the host.
     """
-    kv_heads, end = keys_BKSD.shape[1], start + qkv_BTND.shape[1]
+    kv_heads = keys_BKSD.shape[1]
     qk, v_BTKD = qkv_BTND.split((heads + kv_heads, kv_heads), dim=2)
     if cos is not None and sin is not None:
         qk = rotary.reference(qk, cos, sin, interleaved)
     q_BTHD, k_BTKD = qk.split((heads, kv_heads), dim=2)
-    keys_BKSD[:, :, start:end].copy_(k_BTKD.transpose(1, 2))
-    values_BKSD[:, :, start:end].copy_(v_BTKD.transpose(1, 2))
+    _write(keys_BKSD, k_BTKD.transpose(1, 2), start)
+    _write(values_BKSD, v_BTKD.transpose(1, 2), start)
     # A registered op must not return a view of its input.
     return q_BTHD.transpose(1, 2).contiguous()
+
+
+def _write(storage_BKSD: Tensor, rows_BKTD: Tensor, start: int | Tensor) -> None:
+    tokens = rows_BKTD.shape[2]
+    if isinstance(start, Tensor):
+        places = start.view(1) + torch.arange(tokens, device=start.device)
+        storage_BKSD.index_copy_(2, places, rows_BKTD.to(storage_BKSD.dtype))
+    else:
+        storage_BKSD.narrow(2, start, tokens).copy_(rows_BKTD)
 
 
 @rotary.implement("torch")
@@ -81,17 +91,24 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @rotary_append.implement("torch")
 def _rotary_append_torch(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int, heads: int, interleaved: bool
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    heads: int,
+    interleaved: bool,
 ) -> Tensor:
     """The reference less its last copy: a body called directly may return a view."""
-    kv_heads, tokens = keys.shape[1], qkv.shape[1]
+    kv_heads = keys.shape[1]
     if cos is None or sin is None:
         turned = qkv
     else:
         turned = _rotary_torch(qkv.narrow(2, 0, heads + kv_heads), cos, sin, interleaved)
     turned = turned.transpose(1, 2)
-    keys.narrow(2, start, tokens).copy_(turned.narrow(1, heads, kv_heads))
-    values.narrow(2, start, tokens).copy_(qkv.narrow(2, heads + kv_heads, kv_heads).transpose(1, 2))
+    _write(keys, turned.narrow(1, heads, kv_heads), start)
+    _write(values, qkv.narrow(2, heads + kv_heads, kv_heads).transpose(1, 2), start)
     return turned.narrow(1, 0, heads)
 
 

@@ -8,13 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
-from infuse.ops.attention import attention
+from infuse.ops.attention import attention, cut
 from infuse.ops.cpu import kernels, needs
 
 
 @attention.implement("cpu", needs)
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    length: Tensor | None = None,
 ) -> Any:
+    if length is not None:
+        k, v, mask, bias = cut(k, v, mask, bias, int(length))
     out = kernels().attention.default(q, k, v, mask, bias, scale, causal, window, softcap)
     return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap) if out is None else out
