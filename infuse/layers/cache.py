@@ -31,6 +31,7 @@ class KVSlot(CacheLayerMixin):
         self.length = 0
         self.row_lengths: Tensor | None = None
         self.place: Tensor | None = None
+        self.count: Tensor | None = None
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
         self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
@@ -132,6 +133,11 @@ class KVSlot(CacheLayerMixin):
         seen = keys <= self.place
         return (seen & (keys > self.place - window) if window else seen)[None, None, None]
 
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with all their room, [B, K, S, D] each, once there are any."""
+        assert self.key_storage is not None and self.value_storage is not None
+        return self.key_storage, self.value_storage
+
     def _update_place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         assert self.place is not None and self.key_storage is not None and self.value_storage is not None
         if key_states.shape[2] != 1:
@@ -178,7 +184,8 @@ class KVSlot(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        self.length, self.row_lengths, self.place = 0, None, None
+        self.length, self.row_lengths = 0, None
+        self.place = self.count = None
 
     def crop(self, tokens: int) -> None:
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
@@ -240,15 +247,16 @@ class KVCache(Cache):
         for slot in self.layers:
             slot.crop_rows(lengths)
 
-    def hold_place(self, place: Tensor | None) -> None:
-        """From now on the next token goes to `place`, an integer on the device that the caller counts up; None: counted here again.
+    def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
+        """From now on the next token goes to `place`, and there are `count` = place + 1 tokens with it: integers on the device, which
+        the caller counts up. None: counted here again.
 
         Every layer must hold the same tokens, at its rows' common length.
         """
         if any(slot.row_lengths is not None for slot in self.layers):
             raise InfuseError("rows of different lengths have no common place")
         for slot in self.layers:
-            slot.place = place
+            slot.place, slot.count = place, count
 
     def even(self, batch: int) -> bool:
         """Whether all layers hold the same number of tokens, at least one, of `batch` rows, in storages of one capacity."""

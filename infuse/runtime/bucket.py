@@ -62,7 +62,7 @@ class Bucket:
             self.tokens_B1 = torch.empty(self.batch, 1, **counts)
             self.ids_BI = torch.empty(self.batch, self.capacity_tokens + 1, **counts)
             self.unfinished_B, self.ends_B = torch.empty(self.batch, **counts), torch.empty(self.batch, **counts)
-            self.device_place, self.device_column = torch.zeros((), **counts), torch.zeros((), **counts)
+            self.device_place, self.device_count, self.device_column = (torch.zeros((), **counts) for _ in range(3))
             self.positions = None if state.positions is None else torch.empty_like(state.positions)
             self.mask_BS = None if state.mask_BS is None else state.mask_BS.new_empty(self.batch, self.capacity_tokens)
             self.logits_BV: Tensor | None = None
@@ -82,8 +82,9 @@ class Bucket:
             self.mask_BS[:, : state.mask_BS.shape[1]] = state.mask_BS
         self.place, self.column = state.place, columns
         self.device_place.fill_(state.place)
+        self.device_count.fill_(state.place + 1)
         self.device_column.fill_(columns)
-        self.cache.hold_place(self.device_place)
+        self.cache.hold_place(self.device_place, self.device_count)
 
     def state(self) -> State:
         """Copies of where the batch stands, for another bucket or a loop on the host."""
@@ -138,6 +139,7 @@ class Bucket:
         else:
             self._take(choose(self.ids_BI, logits, self.unfinished_B), choose.ends)
         self.device_place.add_(1)
+        self.device_count.add_(1)
         if self.positions is not None:
             self.positions.add_(1)
 
