@@ -71,6 +71,8 @@ class Attention(nn.Module):
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
+        if inputs.mask is None and 1 < tokens < k.shape[2] and not isinstance(inputs.cache, KVCache):
+            k, v = k[:, :, :tokens], v[:, :, :tokens]  # a prompt in a static cache: without a mask the rest of its room is meant as hidden
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])

@@ -8,8 +8,9 @@ Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ class Bucket:
     def _fill(self, state: State) -> None:
         columns = state.ids_BI.shape[1]
         self.ids_BI[:, :columns] = state.ids_BI
-        self.ids_BI[:, columns:] = state.ids_BI[:, :1]  # a token that was there already: penalties for repetition do not change
+        self.ids_BI[:, columns:] = state.ids_BI[:, -1:]  # a token that is there already: penalties for repetition do not change
         self.tokens_B1.copy_(state.tokens_B1)
         self.unfinished_B.copy_(state.unfinished_B)
         self.ends_B.copy_(state.ends_B)
@@ -116,6 +117,8 @@ class Bucket:
             step.captured, _ = backend.capture(lambda: self._step(forward, choose))
             step.choose = choose  # the graph reads its tensors
         if step.captured is not None:
+            if choose is not None and step.choose is not None:
+                step.choose.take(choose)
             step.captured.replay()
         else:
             step.warmed += 1
@@ -180,13 +183,28 @@ class _Step:
 class Choose:
     """Tokens from scores, on the device: processors, the largest or a sample, padding for rows that have ended."""
 
-    def __init__(self, choice: Choice, processors: Any, device: torch.device):
-        self._choice, self._processors = choice, processors
+    def __init__(self, choice: Choice, processors: Iterable[Any], device: torch.device):
+        self._choice = choice
+        self._processors = [copy.copy(processor) for processor in processors]  # whose tensors are our own: see `take`
+        self._tensors: list[Tensor] = []
+        for processor in self._processors:
+            for name, value in sorted(vars(processor).items()):
+                if isinstance(value, Tensor):
+                    setattr(processor, name, value.to(device, copy=True))
+                    self._tensors.append(getattr(processor, name))
+        self._taken = self
         self.ends = torch.tensor(choice.ends, dtype=torch.long, device=device) if choice.ends else None
 
+    def take(self, other: Choose) -> None:
+        """The values of `other`, an equal choice of another call, into the tensors that a graph reads."""
+        if other is not self._taken:
+            for own, given in zip(self._tensors, other._tensors, strict=True):
+                own.copy_(given)
+            self._taken = other
+
     def __call__(self, ids_BI: Tensor, scores_BV: Tensor, unfinished_B: Tensor) -> Tensor:
-        if self._processors:
-            scores_BV = self._processors(ids_BI, scores_BV)
+        for process in self._processors:
+            scores_BV = process(ids_BI, scores_BV)
         if self._choice.samples:
             # torch.multinomial as it is inside, draw for draw, without its look at the probabilities on the host.
             probabilities = F.softmax(scores_BV, dim=-1)

@@ -121,13 +121,12 @@ def _choice(processors: Any, criteria: Any, config: Any) -> Choice:
 
 
 def _values(processor: Any) -> Hashable | None:
-    """A processor's class and settings; None for one that may need the host."""
-    values = vars(processor)
-    if type(processor) not in _ON_DEVICE or any(isinstance(value, Tensor) for value in values.values()):
+    """A processor's class and settings, of tensors their form; None for one that may need the host."""
+    if type(processor) not in _ON_DEVICE:
         return None
-    if values.get("prompt_ignore_length") is not None:  # it cuts the ids, which beyond the last repeat the first
-        return None
-    return (type(processor), tuple(sorted(values.items(), key=lambda item: item[0])))
+    settings = sorted(vars(processor).items())
+    forms = ((name, (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v) for name, v in settings)
+    return (type(processor), tuple(forms))
 
 
 class _Steps:
