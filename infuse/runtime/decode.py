@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
-from infuse.errors import ContextLimitError
+from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.runtime.bucket import Buckets
 from infuse.runtime.capture import Backend
@@ -121,7 +121,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward = vars(self).get("forward")
         clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
         run = None  # its cache goes, too
-        raise explained(error, self, *clear) from error
+        kwargs.clear()
+        raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
         if run is not None:
             run.end()

@@ -35,7 +35,7 @@ class Forward:
         try:
             return (self.graphs or self._run)(*args, **kwargs)
         except torch.OutOfMemoryError as error:
-            raise explained(error, self._module, self.clear) from error
+            raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
     def clear(self) -> None:
         """Give the memory of the graphs back."""
@@ -48,11 +48,11 @@ class Forward:
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
     """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them."""
-    if isinstance(error, OutOfMemory):
-        return error
-    traceback.clear_frames(error.__traceback__)
     for forget in clear:
         forget()
+    if isinstance(error, OutOfMemory):  # from a module inside
+        return error
+    traceback.clear_frames(error.__traceback__)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     held = ""
     if device.type == "cuda":
@@ -61,7 +61,7 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
         held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
     weights_bytes = sum(p.nbytes for p in module.parameters())
     return OutOfMemory(
-        f"{device} has no memory left for this call: {str(error).partition('.')[0]}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
+        f"{device} has no memory left for this call: {' '.join(str(error).split())[:120]}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
         "The engine can be used on. Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
         'quantize the weights (quant="int8" or "int4")'
     )

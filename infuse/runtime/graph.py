@@ -187,10 +187,12 @@ class Places:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        owners = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-        self._ends = (owners[0], owners[-1]) if owners else ()  # a walk over all of them at each call would cost more than the call
+        self._ends: tuple | None = None  # found once: a walk over all weights at each call would cost more than the call
 
     def __call__(self) -> Hashable:
+        if self._ends is None:
+            owners = [(owner, name) for owner in self._module.modules() for name, p in owner._parameters.items() if p is not None]
+            self._ends = (owners[0], owners[-1]) if owners else ()
         ends = [owner._parameters[name] for owner, name in self._ends]
         return (self._module.training, *((p.data_ptr(), p.dtype, p.device) for p in ends if p is not None))
 
