@@ -60,8 +60,9 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
     weights_bytes = sum(p.nbytes for p in module.parameters())
+    said = " ".join(str(error).split())[:120]
     return OutOfMemory(
-        f"{device} has no memory left for this call: {' '.join(str(error).split())[:120]}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
+        f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
         "The engine can be used on. Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
         'quantize the weights (quant="int8" or "int4")'
     )
