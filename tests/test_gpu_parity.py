@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import DECODERS, FAMILIES, Family, inputs
-from gpu import CUDA, assert_close, first_tensor, moved, needs_gpu
+from on_gpu import CUDA, assert_close, first_tensor, moved, needs_gpu
 from test_graph_decode import ON_HOST, SAMPLING
 
 import infuse

@@ -422,6 +422,13 @@ def test_watched_models_run_without() -> None:
     engine.profile_model_time()
     same("llama", engine, **padded(), max_new_tokens=6)
     assert len(engine.model_times()) == 6 and not backend.captures
+    engine.destroy()
+    engine, backend = graphed(made("llama"))
+    with engine.profile() as profile:
+        same("llama", engine, **padded(), max_new_tokens=6)
+    assert profile.as_dict()["forwards"] == 6 and not backend.captures
+    same("llama", engine, **padded(), max_new_tokens=6)
+    assert backend.captures
 
 
 def test_threads() -> None:

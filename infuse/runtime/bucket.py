@@ -219,7 +219,7 @@ class Choose:
 class Buckets:
     """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used last."""
 
-    def __init__(self, backend: Backend, limit_bytes: int = 8 << 30, limit_tokens: int | None = None):
+    def __init__(self, backend: Backend, limit_bytes: int, limit_tokens: int | None = None):
         self.backend, self.limit_bytes, self.limit_tokens = backend, limit_bytes, limit_tokens
         self.refused: set[Hashable] = set()  # keys of steps that could not be captured
         self._idle: list[Bucket] = []

@@ -49,18 +49,21 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What is to be graphs of `backend`: decode steps of `generate`, and the module's forward."""
+    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
 
     backend: Backend
     steps: bool
     forward: bool
+    keep_bytes: int = 1 << 30
 
 
 def install(
     module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool, graphs: GraphUse | None = None
 ) -> list[RemovableHandle]:
     """Put generate, cap, device care and graphs on `module`. `caches`: its layers take our cache. Returns the hooks' handles."""
-    buckets = Buckets(graphs.backend, limit_tokens=limit_tokens) if graphs is not None and graphs.steps and caches else None
+    buckets = None
+    if graphs is not None and graphs.steps and caches:
+        buckets = Buckets(graphs.backend, graphs.keep_bytes, limit_tokens)
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets)  # type: ignore[assignment]
     if graphs is not None:
         module.forward = Forward(module, vars(module).get("forward"), graphs.backend if graphs.forward else None)  # type: ignore[assignment]
