@@ -7,6 +7,13 @@ import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
+import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
+import infuse.ops.triton.attention  # noqa: F401  (declares bodies)
+import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
+import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
+import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
+import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
+import infuse.ops.triton.sampling  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.embedding import quantized_embedding
@@ -16,10 +23,11 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
+from infuse.ops.sampling import argmax, sample
 
 __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
-    "attention", "attention_weights", "both_masks",
+    "argmax", "attention", "attention_weights", "both_masks",
     "gated_activation", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
-    "registered", "rms_norm", "rotary", "rotary_append",
+    "registered", "rms_norm", "rotary", "rotary_append", "sample",
 ]  # fmt: skip

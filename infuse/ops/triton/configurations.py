@@ -1,0 +1,129 @@
+"""How each kernel is launched for a shape: block sizes, warps, splits. Plain functions of the shape over a small table.
+
+The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132 multiprocessors
+need to keep the memory busy; TUNED holds what a search on a GPU has found to be faster (tuning.py), and goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
+ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
+COMBINED_BLOCK = 512  # outputs for each program that adds up parts
+DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for each of its 128 threads
+ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
+SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
+MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
+MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTorch's product
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One launch of a product: a program has `rows` of x and `outputs`, and goes over the inputs in steps of `depth` inputs (plain)
+    or segments (quantized), every `splits`-th of them."""
+
+    outputs: int
+    depth: int
+    warps: int
+    rows: int = 1
+    splits: int = 1
+    stages: int = 1
+
+
+Key = tuple[str, int, int, int]  # format, rows of the tile, outputs, inputs
+TUNED: Mapping[Key, Tiles] = MappingProxyType({})
+
+
+def power_above(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def row_warps(width: int) -> int:
+    """Warps for a program that holds one row of `width` values: eight values for each thread, up to 16 warps."""
+    return min(max(power_above(width) // 256, 1), 16)
+
+
+def rotary_heads(width: int) -> int:
+    """Heads that one program turns: 1024 values or one head."""
+    return max(1024 // power_above(width), 1)
+
+
+def splits_for(programs: int, steps: int, most: int = 16) -> int:
+    """Programs that share an output, so that each multiprocessor has at least one and each program at least two steps."""
+    wanted = -(-MULTIPROCESSORS // max(programs, 1))
+    return power_above(max(min(wanted, steps // 2, most), 1)) if wanted > 1 else 1
+
+
+@cache
+def plain_row(outputs: int, inputs: int, element_bytes: int) -> Tiles:
+    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once."""
+    if tuned := TUNED.get(("plain", 1, outputs, inputs)):
+        return tuned
+    warps = 4
+    while warps > 1 and warps * 32 * 16 // element_bytes > power_above(inputs):
+        warps //= 2
+    depth = warps * 32 * 16 // element_bytes
+    return Tiles(4, depth, warps, splits=splits_for(-(-outputs // 4), -(-inputs // depth)))
+
+
+@cache
+def plain_tiles(rows: int, outputs: int, inputs: int) -> Tiles:
+    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each."""
+    tile = max(power_above(rows), 16)
+    if tuned := TUNED.get(("plain", tile, outputs, inputs)):
+        return tuned
+    return Tiles(32, 128, 4, tile, splits_for(-(-outputs // 32), -(-inputs // 128)), stages=4)
+
+
+@cache
+def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
+    """One row by a weight of segments of `words` words: 16 bytes for each thread and output, eight outputs at once."""
+    if tuned := TUNED.get((format, 1, outputs, inputs)):
+        return tuned
+    warps, wide = 2, 4 if format == "fp6" else 8
+    depth = max(warps * 32 * 4 // words, 1)
+    segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
+    depth = min(depth, power_above(segments))
+    return Tiles(wide, depth, warps, splits=splits_for(-(-outputs // wide), -(-segments // depth)))
+
+
+@cache
+def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
+    """More rows: the depth of one product of the tensor cores is at least 16 words."""
+    tile = min(max(power_above(rows), 16), 64)
+    if tuned := TUNED.get((format, tile, outputs, inputs)):
+        return tuned
+    wide, packed = 64, format in ("int4", "fp6")
+    depth = max((32 if packed else 64) // words, 1)
+    segments = inputs // (words * (8 if packed else 4))
+    programs = -(-rows // tile) * -(-outputs // wide)
+    return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=2 if packed else 3)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """One launch of attention: a program has `rows` pairs of query and head and goes over its share of the keys in steps of `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    splits: int
+    stages: int
+
+
+@cache
+def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: bool) -> AttentionTiles:
+    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each. Larger tiles, or masks and biases
+    beside them, do not fit the registers of four warps."""
+    tile = min(max(power_above(rows), 16), 64 if row_bytes <= 512 else 16)
+    step = 64 if row_bytes <= 256 else 32
+    programs = -(-rows // tile) * places
+    wanted = min(2 * MULTIPROCESSORS // programs, -(-keys // step), 64)
+    splits = 1 << max(wanted, 1).bit_length() - 1
+    warps = 8 if tile == 64 and (row_bytes > 256 or masked) else 4
+    return AttentionTiles(tile, step, warps, splits, 2 if row_bytes > 256 else 3)

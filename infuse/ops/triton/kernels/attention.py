@@ -1,0 +1,125 @@
+"""Attention of ops/attention.py with a running maximum and sum, the keys of a program split among others where queries are few.
+
+The rows of a tile are queries and the heads that share a key head: row r is query r // GROUP, head r % GROUP of the key head. So keys and
+values are read once for all of them.
+"""
+
+import triton
+import triton.language as tl
+
+from infuse.ops.triton.kernels.activation import tanh
+from infuse.ops.triton.kernels.words import dot
+
+
+@triton.jit
+def attend(
+    q, k, v, mask, bias, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
+    q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride, v_batch_stride, v_head_stride,
+    v_token_stride, mask_batch_stride, mask_head_stride, mask_token_stride, mask_key_stride, bias_batch_stride, bias_head_stride,
+    bias_token_stride, bias_key_stride,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASK_IS_BOOL: tl.constexpr, LENGTH_IS_THERE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """q [B, H, T, D] over k, v [B, K, L, D] into out [B, T, H, D]; with SPLITS into float32 parts [SPLITS, B * T * H, D], not yet divided
+    by their sums [SPLITS, B * T * H, 2], the maximum and the sum. LENGTH_IS_THERE: `length` points to the number of keys.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.program_id(1).to(tl.int64)
+    batch, kv_head = place // kv_heads, place % kv_heads
+    split = tl.program_id(2)
+    token, head = r // GROUP, kv_head * GROUP + r % GROUP
+    d = tl.arange(0, WIDTH)
+    of_value = tl.arange(0, VALUE_WIDTH)
+    real = token < tokens
+    q_at = q + batch * q_batch_stride + head * q_head_stride + token * q_token_stride
+    q_tile = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :], other=0.0)
+
+    keys = tl.load(length).to(tl.int32) if LENGTH_IS_THERE else length
+    query = keys - tokens + token  # its place among the keys
+    end = keys
+    begin = 0
+    if CAUSAL:
+        end = tl.minimum(keys, keys - tokens + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
+    if WINDOWED:
+        begin = tl.maximum(keys - tokens + (tl.program_id(0) * ROWS) // GROUP - window + 1, 0) // KEYS * KEYS
+    if SPLITS > 1:  # by what is there, not by what the grid was made for
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), SPLITS) * KEYS
+        begin += split * share
+        end = tl.minimum(end, begin + share)
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    seen = tl.zeros((ROWS,), tl.int32)
+    part = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+    k_at = k + batch * k_batch_stride + kv_head * k_head_stride
+    v_at = v + batch * v_batch_stride + kv_head * v_head_stride
+    for first in range(begin, end, KEYS):
+        key = first + tl.arange(0, KEYS)
+        there = key < keys
+        k_tile = tl.load(
+            k_at + key[None, :].to(tl.int64) * k_token_stride + d[:, None], mask=there[None, :] & (d < width)[:, None], other=0.0
+        )  # fmt: skip
+        scores = dot(q_tile, k_tile, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+        if CAPPED:
+            scores = tanh(scores / softcap) * softcap
+        allowed = real[:, None] & there[None, :]
+        if CAUSAL:
+            allowed &= key[None, :] <= query[:, None]
+        if WINDOWED:
+            allowed &= key[None, :] > (query - window)[:, None]
+        if bias is not None:
+            at = bias + batch * bias_batch_stride + head * bias_head_stride + token * bias_token_stride
+            scores += tl.load(at[:, None] + key[None, :] * bias_key_stride, mask=allowed, other=0.0).to(tl.float32)
+        if mask is not None:
+            at = mask + batch * mask_batch_stride + head * mask_head_stride + token * mask_token_stride
+            masked = tl.load(at[:, None] + key[None, :] * mask_key_stride, mask=allowed, other=0)
+            if MASK_IS_BOOL:
+                allowed &= masked != 0
+            else:
+                scores += masked.to(tl.float32)
+                allowed &= masked != float("-inf")
+        seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
+        scores = tl.where(allowed, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        known = tl.where(higher == float("-inf"), 0.0, higher)  # nothing allowed so far: exp gives 0, not NaN
+        weights = tl.exp(scores - known[:, None])
+        shrink = tl.exp(highest - known)
+        total = total * shrink + tl.sum(weights, 1)
+        v_tile = tl.load(
+            v_at + key[:, None].to(tl.int64) * v_token_stride + of_value[None, :],
+            mask=there[:, None] & (of_value < value_width)[None, :], other=0.0,
+        )  # fmt: skip
+        part = dot(weights.to(v_tile.dtype), v_tile, part * shrink[:, None])
+        highest = higher
+
+    # Scores of -inf alone are NaN in the end, as a softmax of them is; a row with nothing allowed is zeros.
+    total = tl.where((highest == float("-inf")) & (seen == 1), float("nan"), total)
+    heads = kv_heads * GROUP
+    at = (batch * tokens + token) * heads + head
+    inside = real[:, None] & (of_value < value_width)[None, :]
+    if SPLITS > 1:
+        at += split.to(tl.int64) * (tl.num_programs(1) // kv_heads) * tokens * heads
+        tl.store(sums + at * 2, highest, mask=real)
+        tl.store(sums + at * 2 + 1, total, mask=real)
+        tl.store(out + at[:, None] * value_width + of_value[None, :], part, mask=inside)
+    else:
+        y = part / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at[:, None] * value_width + of_value[None, :], y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_splits(parts, sums, out, rows, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """One row of the result from its parts, always in the same order."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS).to(tl.int64) * rows + row
+    d = tl.arange(0, VALUE_WIDTH)
+    highest = tl.load(sums + split * 2)
+    most = tl.max(highest, 0)
+    share = tl.exp(highest - tl.where(most == float("-inf"), 0.0, most))
+    sum_of_part = tl.load(sums + split * 2 + 1)
+    # A part with scores of -inf alone, whose sum is NaN, counts only where all parts are like it.
+    weighed = share * sum_of_part
+    total = tl.sum(tl.where(highest == float("-inf"), tl.where(most == float("-inf"), weighed, 0.0), weighed), 0)
+    part = tl.load(parts + split[:, None] * value_width + d[None, :], mask=(d < value_width)[None, :], other=0.0)
+    y = tl.sum(share[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * value_width + d, y.to(out.dtype.element_ty), mask=d < value_width)

@@ -1,0 +1,81 @@
+"""The product with quantized weights and the look-up of their rows in Triton. Weights lie in words (words.py), brought there once.
+
+One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py); many take
+PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse.ops.embedding import quantized_embedding
+from infuse.ops.linear import quantized_linear
+from infuse.ops.triton import DTYPES, kernels, needs
+from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
+from infuse.ops.triton.linear import combine
+from infuse.ops.triton.words import CODES, WORDS, segment_of
+
+
+@quantized_linear.implement("triton", needs, WORDS)
+def _quantized_linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+) -> Any:
+    dtype, rows = x.dtype, x.numel() // inputs
+    if dtype not in DTYPES:
+        x, bias = x.float(), None if bias is None else bias.float()
+        return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
+    if not 0 < rows <= MOST_QUANTIZED_ROWS or outputs == 0:
+        weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
+        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    name, groups = format.partition(":")[0], scale.shape[1]
+    segment = segment_of(inputs, groups)
+    words, of_group = segment // CODES[name], inputs // segment // groups
+    chosen = quantized_row(outputs, inputs, name, words) if rows == 1 else quantized_tiles(rows, outputs, inputs, name, words)
+    to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
+    sizes = (inputs, outputs, data.stride(0), groups, of_group)
+    if rows == 1:
+        kernels("stream").quantized_row[(-(-outputs // chosen.outputs), chosen.splits)](
+            x, data, scale, zero, bias, to, *sizes, FORMAT=name, TINY=dtype is not torch.float32, SEGMENT=segment, OUTPUTS=chosen.outputs,
+            SEGMENTS=chosen.depth, SPLITS=chosen.splits, num_warps=chosen.warps,
+        )  # fmt: skip
+    else:
+        tiles = -(-rows // chosen.rows) * -(-outputs // chosen.outputs)
+        kernels("product").product_tiles[(tiles, chosen.splits)](
+            x, data, scale, zero, bias, to, rows, inputs, outputs, inputs, *sizes[2:], FORMAT=name, GATED=False, NAME=None,
+            SEGMENT=segment, ROWS=chosen.rows, OUTPUTS=chosen.outputs, SEGMENTS=chosen.depth, SPLITS=chosen.splits,
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+    if chosen.splits > 1:
+        combine(to, bias, out, None, False)
+    return out
+
+
+def dequantized(
+    index: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, outputs: int, format: str
+) -> Tensor:
+    """`out` [rows, inputs], filled with the rows `index` of the weight (None: all of them)."""
+    rows, inputs = out.shape
+    if out.numel():
+        name, groups = format.partition(":")[0], scale.shape[1]
+        segment = segment_of(inputs, groups)
+        tile = max(DEQUANTIZED_WORDS * CODES[name] // segment, 1)
+        kernels("product").dequantize_rows[(rows, -(-inputs // (segment * tile)))](
+            index, data, scale, zero, out, inputs, outputs, data.stride(0), groups, inputs // segment // groups, FORMAT=name,
+            SEGMENT=segment, SEGMENTS=tile, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@quantized_embedding.implement("triton", needs, WORDS)
+def _quantized_embedding(
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+) -> Any:
+    """A row that is not in the table comes back as NaN: to refuse it, the host would have to wait for the device."""
+    out = torch.empty(index.numel(), width, dtype=dtype, device=data.device)
+    return dequantized(index.reshape(-1), data, scale, zero, out, rows, format).view(*index.shape, width)

@@ -1,0 +1,86 @@
+"""Quantized weights as words of 32 bits, for the kernels (kernels/words.py has the drawing): brought there once, and back.
+
+Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from infuse.ops.op import Layout
+from infuse.quant.floating import pack_fp6, unpack_fp6
+from infuse.quant.format import QuantizedWeight
+
+LARGEST_SEGMENT = 64
+CODES: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 8})  # in a word; of fp6 its low parts
+SMALLEST_SEGMENT: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 16})
+
+
+def segment_of(inputs: int, groups: int) -> int:
+    """The inputs of a segment: the largest power of two, up to 64, that divides a group."""
+    length = inputs // max(groups, 1)
+    return min(length & -length, LARGEST_SEGMENT)
+
+
+def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
+    """data [O, bytes] → int32 [O, bytes / 4]; scale and zero as they are. None where groups cut a word."""
+    (outputs, inputs), name = weight.shape, weight.format.name
+    segment = segment_of(inputs, weight.scale.shape[1]) if inputs else 0
+    if name not in CODES or segment < SMALLEST_SEGMENT[name]:
+        return None
+    data = weight.data.contiguous()
+    if name == "int4":
+        data = torch.stack((data & 15, data >> 4), dim=-1)
+    elif name == "fp6":
+        data = unpack_fp6(data)
+    elif name == "int8":
+        data = data.view(torch.uint8) ^ 128
+    codes_ONWC = data.view(outputs, -1, CODES[name], segment // CODES[name]).transpose(-1, -2)
+    if name == "int4":
+        bytes_ = codes_ONWC[..., ::2] | codes_ONWC[..., 1::2] << 4
+    elif name == "fp6":
+        low, high = codes_ONWC & 15, codes_ONWC >> 4
+        bytes_ = torch.cat(((low[..., ::2] | low[..., 1::2] << 4).flatten(-2), _high_words(high)), dim=-1)
+    else:
+        bytes_ = codes_ONWC
+    return replace(weight, data=bytes_.contiguous().view(outputs, -1).view(torch.int32))
+
+
+def _high_words(high_ONWC: Tensor) -> Tensor:
+    """Two bits of 8 codes for each of W words → bytes of W / 2 words; byte 2 l + h has codes 4 l to 4 l + 3 of word w + h W / 2."""
+    split = high_ONWC.unflatten(-2, (2, -1)).unflatten(-1, (2, 4))  # half, word, lane, field
+    split = split.permute(0, 1, 3, 4, 2, 5)  # word, lane, half, field
+    return (split[..., 0] | split[..., 1] << 2 | split[..., 2] << 4 | split[..., 3] << 6).flatten(2)
+
+
+def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """The inverse of _in_words."""
+    (outputs, inputs), name = weight.shape, weight.format.name
+    segment, codes = segment_of(inputs, weight.scale.shape[1]), CODES[name]
+    bytes_ = weight.data.contiguous().view(torch.uint8).view(outputs, inputs // segment, -1)
+    words = segment // codes
+    if name in ("int4", "fp6"):
+        low = bytes_[..., : 4 * words]
+        codes_ONWC = torch.stack((low & 15, low >> 4), dim=-1).view(outputs, -1, words, codes)
+        if name == "fp6":
+            high = bytes_[..., 4 * words :].unflatten(-1, (words // 2, 2, 2))  # word, lane, half
+            fields = torch.stack([high >> 2 * field & 3 for field in range(4)], dim=-1)
+            codes_ONWC = codes_ONWC | fields.permute(0, 1, 4, 2, 3, 5).reshape(codes_ONWC.shape) << 4
+    else:
+        codes_ONWC = bytes_.view(outputs, -1, words, codes)
+    data = codes_ONWC.transpose(-1, -2).reshape(outputs, inputs)
+    if name == "int4":
+        data = data[:, ::2] | data[:, 1::2] << 4
+    elif name == "fp6":
+        data = pack_fp6(data)
+    elif name == "int8":
+        data = (data ^ 128).view(torch.int8)
+    return replace(weight, data=data)
+
+
+WORDS = Layout(_in_words, _in_rows)
