@@ -11,9 +11,9 @@ import infuse
 from infuse.runtime.decode import GraphUse, install, uninstall
 
 
-def graphed(model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, **settings: Any) -> tuple[Any, FakeBackend]:
-    """`model` injected in float32, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
-    engine = infuse.init_inference(model, dtype="fp32", max_out_tokens=limit_tokens, **settings)
+def graphed(model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, dtype: str = "fp32") -> tuple[Any, FakeBackend]:
+    """`model` injected, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
+    engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens)
     uninstall(model, engine._handles)
     backend = FakeBackend()
     graphs = GraphUse(backend, steps=True, forward=forward)

@@ -26,6 +26,7 @@ import infuse
 from infuse.layers.cache import KVCache
 from infuse.runtime import bucket as buckets_module
 from infuse.runtime.bucket import Buckets
+from infuse.runtime.choose import fused_settings
 from infuse.runtime.device_loop import TOKENS_AHEAD
 
 NAMES = (
@@ -99,6 +100,34 @@ def test_ways_to_choose(mode: str) -> None:
     many = dict(num_return_sequences=2) if SAMPLING[mode].get("do_sample") else {}
     same("llama", engine, **padded(), **SAMPLING[mode], **many)
     assert len(backend.captures) == made_so_far + bool(many)
+
+
+@pytest.mark.parametrize("mode", [dict(top_k=1), dict(top_k=40, top_p=1e-6), dict(top_k=0, temperature=1e-4)], ids=str)
+def test_samples_in_16_bits_from_the_kept_alone(mode: dict[str, Any]) -> None:
+    """One kernel draws there: where only the likeliest token is kept, it is what greedy search takes."""
+    engine, backend = graphed(made("llama"), dtype="fp16")  # not bfloat16, in which the likeliest are often two
+    exact = engine.generate(**padded(), max_new_tokens=14, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(engine.generate(**padded(), max_new_tokens=14, do_sample=True, **mode), exact)
+    assert len(backend.captures) == 2
+
+
+def test_samples_in_16_bits_are_many() -> None:
+    """Drawn anew at each step and for each row, and as often as they are likely."""
+    engine, backend = graphed(made("llama"), dtype="bf16")
+    given = padded(batch=1, padding=None)
+    drawn = engine.generate(**given, max_new_tokens=8, do_sample=True, top_k=5, num_return_sequences=200)[:, PROMPT:]
+    assert backend.captures and len(set(map(tuple, drawn.tolist()))) > 150
+    first = drawn[:, 0].bincount().argmax()  # rows that began alike go on as their scores say
+    rows = drawn[drawn[:, 0] == first]
+    with torch.no_grad():
+        begun = torch.cat((given["input_ids"], first.view(1, 1)), dim=1)
+        scores = engine.module(begun).logits[0, -1].float()
+    kept = set(scores.topk(5).indices.tolist())
+    assert len(rows) > 40 and set(rows[:, 1].tolist()) <= kept
+    expected = torch.zeros_like(scores).index_copy(0, scores.topk(5).indices, scores.topk(5).values.softmax(0))
+    found = rows[:, 1].bincount(minlength=len(scores)) / len(rows)
+    assert float((found - expected).abs().max()) < 4 * (0.25 / len(rows)) ** 0.5
 
 
 def test_a_mode_does_not_use_the_graph_of_another() -> None:
@@ -258,6 +287,17 @@ def test_what_lies_beyond_the_end_is_not_read() -> None:
             for storage in bucket.cache.storages():
                 storage.fill_(float("nan"))
     same("llama", engine, **padded(tokens=3), max_new_tokens=20)
+
+
+def test_a_kept_cache_that_lies_elsewhere() -> None:
+    """Its old graph would read and write where the cache was."""
+    engine, backend = graphed(made("llama"))
+    same("llama", engine, **padded())
+    (bucket,) = engine.module._infuse.buckets._idle
+    for slot in bucket.cache.layers:
+        slot.key_storage, slot.value_storage = slot.key_storage.clone(), slot.value_storage.clone()
+    same("llama", engine, **padded(seed=12))
+    assert len(backend.captures) == 2
 
 
 def test_the_bound_on_kept_buckets() -> None:
@@ -466,6 +506,18 @@ def test_a_call_inside_a_call() -> None:
     torch.manual_seed(5)
     assert torch.equal(engine.generate(**given, max_new_tokens=20, streamer=asks), original("llama").generate(**given, max_new_tokens=20))
     assert len(asks.columns) == 21
+
+
+@pytest.mark.parametrize("processors, expected", [
+    ([], (1.0, 0, 1.0)),
+    ([t.TemperatureLogitsWarper(0.5), t.TopKLogitsWarper(7), t.TopPLogitsWarper(0.9)], (0.5, 7, 0.9)),
+    ([t.TopPLogitsWarper(0.9)], (1.0, 0, 0.9)),
+    ([t.TopKLogitsWarper(7), t.TemperatureLogitsWarper(0.5)], None),  # another order is another distribution
+    ([t.TopKLogitsWarper(7, min_tokens_to_keep=3)], None),
+    ([t.TemperatureLogitsWarper(0.5), t.MinPLogitsWarper(0.1)], None),
+])  # fmt: skip
+def test_what_one_kernel_draws(processors: list[Any], expected: Any) -> None:
+    assert fused_settings(processors) == expected
 
 
 # ---- the cache with a place

@@ -8,32 +8,21 @@ Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.layers.cache import KVCache
 from infuse.runtime.capture import Backend, Captured
+from infuse.runtime.choose import Choose
 
 NEVER = 1 << 62  # the end of a row that has none yet
 _WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first use is set up before the capture
 _SMALLEST_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a step chooses tokens, by values alone: equal choices share a graph. `processors` is None where the host chooses."""
-
-    samples: bool
-    ends: tuple[int, ...]
-    pad: int | None
-    processors: tuple[Hashable, ...] | None
 
 
 class Bucket:
@@ -178,42 +167,6 @@ class _Step:
     captured: Captured | None = None
     warmed: int = 0
     choose: Choose | None = None
-
-
-class Choose:
-    """Tokens from scores, on the device: processors, the largest or a sample, padding for rows that have ended."""
-
-    def __init__(self, choice: Choice, processors: Iterable[Any], device: torch.device):
-        self._choice = choice
-        self._processors = [copy.copy(processor) for processor in processors]  # whose tensors are our own: see `take`
-        self._tensors: list[Tensor] = []
-        for processor in self._processors:
-            for name, value in sorted(vars(processor).items()):
-                if isinstance(value, Tensor):
-                    setattr(processor, name, value.to(device, copy=True))
-                    self._tensors.append(getattr(processor, name))
-        self._taken = self
-        self.ends = torch.tensor(choice.ends, dtype=torch.long, device=device) if choice.ends else None
-
-    def take(self, other: Choose) -> None:
-        """The values of `other`, an equal choice of another call, into the tensors that a graph reads."""
-        if other is not self._taken:
-            for own, given in zip(self._tensors, other._tensors, strict=True):
-                own.copy_(given)
-            self._taken = other
-
-    def __call__(self, ids_BI: Tensor, scores_BV: Tensor, unfinished_B: Tensor) -> Tensor:
-        for process in self._processors:
-            scores_BV = process(ids_BI, scores_BV)
-        if self._choice.samples:
-            # torch.multinomial as it is inside, draw for draw, without its look at the probabilities on the host.
-            probabilities = F.softmax(scores_BV, dim=-1)
-            chosen = (probabilities / torch.empty_like(probabilities).exponential_(1)).argmax(dim=-1)
-        else:
-            chosen = scores_BV.argmax(dim=-1)
-        if self.ends is None or self._choice.pad is None:
-            return chosen
-        return chosen * unfinished_B + self._choice.pad * (1 - unfinished_B)
 
 
 class Buckets:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.runtime.bucket import NEVER, Buckets, Choice, Choose, State
+from infuse.runtime.bucket import NEVER, Buckets, State
 from infuse.runtime.capture import Letter
+from infuse.runtime.choose import Choice, Choose
 from infuse.runtime.graph import Places, where
 from infuse.runtime.signature import Unsupported, signature
 

@@ -8,36 +8,19 @@ graphs, those steps are graphs: device_loop.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from infuse.runtime.bucket import NEVER, Choice, Choose, State
+from infuse.runtime.bucket import NEVER, State
+from infuse.runtime.choose import Choice, Choose, choice_of
 from infuse.runtime.device_loop import Interrupted, Run, finish, ordinary
 
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
-# Processors that never look at a value on the host, and at the ids only for which of them are there.
-_ON_DEVICE = (
-    EpsilonLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper,
-)  # fmt: skip
 
 
 @torch.inference_mode()
@@ -80,10 +63,11 @@ def decode(
             break
         steps.advance(tokens, input_ids)
         if run is not None and isinstance(steps, _Steps) and steps.follows:
-            choice = _choice(logits_processor, stopping_criteria, generation_config)
+            choice = choice_of(logits_processor, stopping_criteria, generation_config)
             begun, on_device = steps.begin(run, choice, input_ids, unfinished), choice.processors is not None
             if begun and on_device:
-                result = _finished(steps, run, Choose(choice, logits_processor, input_ids.device), limit_tokens, streamer)
+                choose = Choose(choice, logits_processor, input_ids.device, model.dtype)
+                result = _finished(steps, run, choose, limit_tokens, streamer)
                 if isinstance(result, Tensor):
                     return result
                 input_ids, unfinished = result.ids_BI, result.unfinished_B
@@ -103,30 +87,6 @@ def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None,
     except Interrupted as stop:
         steps.resume(run, stop.__cause__ or stop, stop.state)
         return stop.state
-
-
-def _choice(processors: Any, criteria: Any, config: Any) -> Choice:
-    """How tokens are chosen, from what `generate` prepared; its `processors` are None where any part needs the host."""
-    ends: list[int] = []
-    needs_host = False
-    for criterion in criteria:
-        if type(criterion) is EosTokenCriteria:
-            ends += criterion.eos_token_id.tolist()
-        elif type(criterion) is not MaxLengthCriteria:
-            needs_host = True
-    keys = [_values(processor) for processor in processors]
-    pad = config._pad_token_tensor
-    known = None if needs_host or None in keys else tuple(keys)
-    return Choice(bool(config.do_sample), tuple(ends), None if pad is None else int(pad), known)
-
-
-def _values(processor: Any) -> Hashable | None:
-    """A processor's class and settings, of tensors their form; None for one that may need the host."""
-    if type(processor) not in _ON_DEVICE:
-        return None
-    settings = sorted(vars(processor).items())
-    forms = ((name, (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v) for name, v in settings)
-    return (type(processor), tuple(forms))
 
 
 class _Steps:
