@@ -102,6 +102,18 @@ def test_ways_to_choose(mode: str) -> None:
     assert len(backend.captures) == made_so_far + bool(many)
 
 
+def test_a_penalty_learns_of_another_padding() -> None:
+    """transformers leaves padding out of the penalty by a tensor, which a kept graph must not have from the first call."""
+    engine, backend = graphed(made("llama"))
+    answers = set()
+    for hidden in (1, 4, 6, 2, 7):
+        given = padded(batch=2, padding=None, seed=21)
+        given["attention_mask"][0, :hidden] = 0
+        given["input_ids"][0, :hidden] = torch.arange(20, 20 + hidden)
+        answers.add(tuple(same("llama", engine, **given, repetition_penalty=3.0, max_new_tokens=30)[0, PROMPT:].tolist()))
+    assert len(backend.captures) == 1 and len(answers) > 1
+
+
 @pytest.mark.parametrize("mode", [dict(top_k=1), dict(top_k=40, top_p=1e-6), dict(top_k=0, temperature=1e-4)], ids=str)
 def test_samples_in_16_bits_from_the_kept_alone(mode: dict[str, Any]) -> None:
     """One kernel draws there: where only the likeliest token is kept, it is what greedy search takes."""
