@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+from infuse import ops
 from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.layers.block import Block
-from infuse.layers.linear import QuantizedLinear
+from infuse.layers.linear import QuantizedLinear, linears
 from infuse.load import load, load_values
+from infuse.ops.triton import tuning
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan, parameter_bytes
 from infuse.runtime.capture import backend_for
 from infuse.runtime.decode import GraphUse, install, uninstall
@@ -78,6 +80,8 @@ class InferenceEngine(nn.Module):
             if save_path:
                 save(model, self.plan, settings, save_path, progress)
         self.module = model
+        if settings.triton_autotune and ops.linear.choose(device, self.plan.dtype).body == "triton":
+            tuning.search(linears(model), self.plan.dtype, device.torch_device)
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
         graphs = _graphs(settings, device)

@@ -23,6 +23,12 @@ def untouched(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def linears(module: nn.Module) -> list[tuple[str, int, int]]:
+    """The format ("plain" for none), outputs and inputs of each of our linears in `module`."""
+    ours = [one for one in module.modules() if isinstance(one, (Linear, QuantizedLinear))]
+    return [("plain" if isinstance(one, Linear) else one.format, one.out_features, one.in_features) for one in ours]
+
+
 def linear_op(format: str | None) -> str:
     """The name of the op behind a weight of `format` (None: plain)."""
     return "quantized_linear" if format else "linear"

@@ -2,6 +2,7 @@
 
 The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132 multiprocessors
 need to keep the memory busy; TUNED holds what a search on a GPU has found to be faster (tuning.py), and goes first.
+FOUND is what a search in this process has found: the one table here that changes. No value of a result depends on it but by rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for
 ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
 SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
 MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
+LARGEST_TILE = 64  # rows of x
 MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTorch's product
 
 
@@ -36,6 +38,18 @@ class Tiles:
 
 Key = tuple[str, int, int, int]  # format, rows of the tile, outputs, inputs
 TUNED: Mapping[Key, Tiles] = MappingProxyType({})
+FOUND: dict[Key, Tiles] = {}
+
+
+def key_of(format: str, rows: int, outputs: int, inputs: int) -> Key:
+    """The key of a product in the tables: products of two rows to a tile's are launched alike."""
+    most = MOST_PLAIN_ROWS if format == "plain" else LARGEST_TILE
+    return format, 1 if rows == 1 else min(max(power_above(rows), 16), most), outputs, inputs
+
+
+def known(format: str, rows: int, outputs: int, inputs: int) -> Tiles | None:
+    key = key_of(format, rows, outputs, inputs)
+    return FOUND.get(key) or TUNED.get(key)
 
 
 def power_above(size: int) -> int:
@@ -59,10 +73,9 @@ def splits_for(programs: int, steps: int, most: int = 16) -> int:
     return power_above(max(min(wanted, steps // 2, most), 1)) if wanted > 1 else 1
 
 
-@cache
 def plain_row(outputs: int, inputs: int, element_bytes: int) -> Tiles:
     """One row by a plain weight: 16 bytes for each thread and output, four outputs at once."""
-    if tuned := TUNED.get(("plain", 1, outputs, inputs)):
+    if tuned := known("plain", 1, outputs, inputs):
         return tuned
     warps = 4
     while warps > 1 and warps * 32 * 16 // element_bytes > power_above(inputs):
@@ -71,19 +84,17 @@ def plain_row(outputs: int, inputs: int, element_bytes: int) -> Tiles:
     return Tiles(4, depth, warps, splits=splits_for(-(-outputs // 4), -(-inputs // depth)))
 
 
-@cache
 def plain_tiles(rows: int, outputs: int, inputs: int) -> Tiles:
     """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each."""
-    tile = max(power_above(rows), 16)
-    if tuned := TUNED.get(("plain", tile, outputs, inputs)):
+    if tuned := known("plain", rows, outputs, inputs):
         return tuned
+    tile = max(power_above(rows), 16)
     return Tiles(32, 128, 4, tile, splits_for(-(-outputs // 32), -(-inputs // 128)), stages=4)
 
 
-@cache
 def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
     """One row by a weight of segments of `words` words: 16 bytes for each thread and output, eight outputs at once."""
-    if tuned := TUNED.get((format, 1, outputs, inputs)):
+    if tuned := known(format, 1, outputs, inputs):
         return tuned
     warps, wide = 2, 4 if format == "fp6" else 8
     depth = max(warps * 32 * 4 // words, 1)
@@ -92,12 +103,11 @@ def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
     return Tiles(wide, depth, warps, splits=splits_for(-(-outputs // wide), -(-segments // depth)))
 
 
-@cache
 def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
     """More rows: the depth of one product of the tensor cores is at least 16 words."""
-    tile = min(max(power_above(rows), 16), 64)
-    if tuned := TUNED.get((format, tile, outputs, inputs)):
+    if tuned := known(format, rows, outputs, inputs):
         return tuned
+    tile = min(max(power_above(rows), 16), LARGEST_TILE)
     wide, packed = 64, format in ("int4", "fp6")
     depth = max((32 if packed else 64) // words, 1)
     segments = inputs // (words * (8 if packed else 4))
@@ -118,8 +128,9 @@ class AttentionTiles:
 
 @cache
 def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: bool) -> AttentionTiles:
-    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each. Larger tiles, or masks and biases
-    beside them, do not fit the registers of four warps."""
+    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each.
+
+    Larger tiles, or masks and biases beside them, do not fit the registers of four warps."""
     tile = min(max(power_above(rows), 16), 64 if row_bytes <= 512 else 16)
     step = 64 if row_bytes <= 256 else 32
     programs = -(-rows // tile) * places

@@ -15,7 +15,7 @@ from torch import Tensor
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
+from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_PLAIN_ROWS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
 from infuse.ops.triton.linear import combine
 from infuse.ops.triton.words import CODES, WORDS, segment_of
 
@@ -28,7 +28,8 @@ def _quantized_linear(
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
         return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
-    if not 0 < rows <= MOST_QUANTIZED_ROWS or outputs == 0:
+    most = MOST_PLAIN_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS  # float32 tiles of more rows fit no shared memory
+    if not 0 < rows <= most or outputs == 0:
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
         return F.linear(x, weight, None if bias is None else bias.to(dtype))
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()

@@ -12,6 +12,67 @@ from infuse.ops.triton.kernels.words import dot
 
 
 @triton.jit
+def key_range(
+    keys, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The first key of this program, a multiple of KEYS behind a window's begin, and the end: what its rows may see, or its share of it."""
+    begin, end = keys * 0, keys
+    if CAUSAL:
+        end = tl.minimum(keys, keys - tokens + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
+    if WINDOWED:
+        begin = tl.maximum(keys - tokens + (tl.program_id(0) * ROWS) // GROUP - window + 1, 0) // KEYS * KEYS
+    if SPLITS > 1:  # by what is there, not by what the grid was made for
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), SPLITS) * KEYS
+        begin += tl.program_id(2) * share
+        end = tl.minimum(end, begin + share)
+    return begin, end
+
+
+@triton.jit
+def biased(scores, allowed, bias, at):
+    """The scores with their bias, where there is one."""
+    if bias is not None:
+        scores += tl.load(bias + at, mask=allowed, other=0.0).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def masked(scores, allowed, mask, at, MASK_IS_BOOL: tl.constexpr):
+    """The scores, -inf where they do not count, and where they do."""
+    if mask is not None:
+        found = tl.load(mask + at, mask=allowed, other=0)
+        if MASK_IS_BOOL:
+            allowed &= found != 0
+        else:
+            scores += found.to(tl.float32)
+            allowed &= found != float("-inf")
+    return tl.where(allowed, scores, float("-inf")), allowed
+
+
+@triton.jit
+def added(scores, v_tile, highest, total, part):
+    """Maximum, sum and weighed values so far, with one more tile of keys."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    known = tl.where(higher == float("-inf"), 0.0, higher)  # nothing allowed so far: exp gives 0, not NaN
+    weights = tl.exp(scores - known[:, None])
+    shrink = tl.exp(highest - known)
+    return higher, total * shrink + tl.sum(weights, 1), dot(weights.to(v_tile.dtype), v_tile, part * shrink[:, None])
+
+
+@triton.jit
+def write_rows(highest, total, part, at, real, of_value, value_width, out, sums, SPLITS: tl.constexpr):
+    """The rows `at` of the result, or of one part of it with its maximum and sum."""
+    inside = real[:, None] & (of_value < value_width)[None, :]
+    if SPLITS > 1:
+        tl.store(sums + at * 2, highest, mask=real)
+        tl.store(sums + at * 2 + 1, total, mask=real)
+    else:
+        part = part / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + at[:, None] * value_width + of_value[None, :], part.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def attend(
     q, k, v, mask, bias, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
     q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride, v_batch_stride, v_head_stride,
@@ -26,27 +87,15 @@ def attend(
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.program_id(1).to(tl.int64)
     batch, kv_head = place // kv_heads, place % kv_heads
-    split = tl.program_id(2)
     token, head = r // GROUP, kv_head * GROUP + r % GROUP
-    d = tl.arange(0, WIDTH)
-    of_value = tl.arange(0, VALUE_WIDTH)
+    d, of_value = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     real = token < tokens
     q_at = q + batch * q_batch_stride + head * q_head_stride + token * q_token_stride
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :], other=0.0)
 
     keys = tl.load(length).to(tl.int32) if LENGTH_IS_THERE else length
     query = keys - tokens + token  # its place among the keys
-    end = keys
-    begin = 0
-    if CAUSAL:
-        end = tl.minimum(keys, keys - tokens + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
-    if WINDOWED:
-        begin = tl.maximum(keys - tokens + (tl.program_id(0) * ROWS) // GROUP - window + 1, 0) // KEYS * KEYS
-    if SPLITS > 1:  # by what is there, not by what the grid was made for
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), SPLITS) * KEYS
-        begin += split * share
-        end = tl.minimum(end, begin + share)
-
+    begin, end = key_range(keys, tokens, window, CAUSAL, WINDOWED, GROUP, ROWS, KEYS, SPLITS)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     seen = tl.zeros((ROWS,), tl.int32)
@@ -67,44 +116,23 @@ def attend(
             allowed &= key[None, :] <= query[:, None]
         if WINDOWED:
             allowed &= key[None, :] > (query - window)[:, None]
-        if bias is not None:
-            at = bias + batch * bias_batch_stride + head * bias_head_stride + token * bias_token_stride
-            scores += tl.load(at[:, None] + key[None, :] * bias_key_stride, mask=allowed, other=0.0).to(tl.float32)
-        if mask is not None:
-            at = mask + batch * mask_batch_stride + head * mask_head_stride + token * mask_token_stride
-            masked = tl.load(at[:, None] + key[None, :] * mask_key_stride, mask=allowed, other=0)
-            if MASK_IS_BOOL:
-                allowed &= masked != 0
-            else:
-                scores += masked.to(tl.float32)
-                allowed &= masked != float("-inf")
-        seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
-        scores = tl.where(allowed, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        known = tl.where(higher == float("-inf"), 0.0, higher)  # nothing allowed so far: exp gives 0, not NaN
-        weights = tl.exp(scores - known[:, None])
-        shrink = tl.exp(highest - known)
-        total = total * shrink + tl.sum(weights, 1)
+        at = batch * bias_batch_stride + head * bias_head_stride + token * bias_token_stride
+        scores = biased(scores, allowed, bias, at[:, None] + key[None, :] * bias_key_stride)
+        at = batch * mask_batch_stride + head * mask_head_stride + token * mask_token_stride
+        scores, allowed = masked(scores, allowed, mask, at[:, None] + key[None, :] * mask_key_stride, MASK_IS_BOOL)
         v_tile = tl.load(
             v_at + key[:, None].to(tl.int64) * v_token_stride + of_value[None, :],
             mask=there[:, None] & (of_value < value_width)[None, :], other=0.0,
         )  # fmt: skip
-        part = dot(weights.to(v_tile.dtype), v_tile, part * shrink[:, None])
-        highest = higher
+        seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
+        highest, total, part = added(scores, v_tile, highest, total, part)
 
     # Scores of -inf alone are NaN in the end, as a softmax of them is; a row with nothing allowed is zeros.
     total = tl.where((highest == float("-inf")) & (seen == 1), float("nan"), total)
-    heads = kv_heads * GROUP
-    at = (batch * tokens + token) * heads + head
-    inside = real[:, None] & (of_value < value_width)[None, :]
+    at = (batch * tokens + token) * kv_heads * GROUP + head
     if SPLITS > 1:
-        at += split.to(tl.int64) * (tl.num_programs(1) // kv_heads) * tokens * heads
-        tl.store(sums + at * 2, highest, mask=real)
-        tl.store(sums + at * 2 + 1, total, mask=real)
-        tl.store(out + at[:, None] * value_width + of_value[None, :], part, mask=inside)
-    else:
-        y = part / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + at[:, None] * value_width + of_value[None, :], y.to(out.dtype.element_ty), mask=inside)
+        at += tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads) * tokens * kv_heads * GROUP
+    write_rows(highest, total, part, at, real, of_value, value_width, out, sums, SPLITS)
 
 
 @triton.jit

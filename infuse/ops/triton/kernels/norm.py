@@ -8,7 +8,7 @@ import triton.language as tl
 def norm_rows(
     x, residual, weight, bias, out, total, heads, columns, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Row r of x [R, columns], plus that of residual where there is one, normalised; weights are [heads, columns], row r takes r % heads."""
+    """Row r of x [R, columns], and of residual where there is one, normalised; it takes the weights r % heads of [heads, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

@@ -52,12 +52,12 @@ def threshold(logits, vocabulary, temperature, most, least, target, COUNTED: tl.
     """
     found = tl.zeros((1,), tl.uint32)
     step = tl.full((1,), 1 << 30, tl.uint32)
-    for _ in range(16):
+    for digit in range(16):  # noqa: B007  (every name of a kernel has one type: no `_`)
         sums_1 = tl.zeros((BLOCK,), tl.float32)
         sums_2 = tl.zeros((BLOCK,), tl.float32)
         sums_3 = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocabulary, BLOCK):
-            _, order, weight = weights_at(logits, start, vocabulary, temperature, most, BLOCK)
+            place, order, weight = weights_at(logits, start, vocabulary, temperature, most, BLOCK)
             if COUNTED:
                 weight = tl.where(order > 0, 1.0, 0.0)
             weight = tl.where(order >= least, weight, 0.0)
@@ -88,13 +88,13 @@ def sample_row(
     if TOP_P:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocabulary, BLOCK):
-            _, order, weight = weights_at(here, start, vocabulary, temperature, most, BLOCK)
+            place, order, weight = weights_at(here, start, vocabulary, temperature, most, BLOCK)
             total += tl.where(order >= least, weight, 0.0)
         target = tl.maximum(tl.sum(total, 0) * top_p, 1e-30)  # the largest is kept in any case
         least = threshold(here, vocabulary, temperature, most, least, target, False, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        _, order, weight = weights_at(here, start, vocabulary, temperature, most, BLOCK)
+        place, order, weight = weights_at(here, start, vocabulary, temperature, most, BLOCK)
         total += tl.where(order >= least, weight, 0.0)
     target = tl.sum(total, 0) * tl.load(uniform + row)
     before = 0.0

@@ -60,10 +60,9 @@ def quantized_row(
     FORMAT: tl.constexpr, TINY: tl.constexpr, SEGMENT: tl.constexpr,
     OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """x [inputs] @ dequantized weight [outputs, inputs].T + bias. A tile is [OUTPUTS, SEGMENTS, words of a segment]; `of_group` segments share a
-    scale.
+    """x [inputs] @ dequantized weight [outputs, inputs].T + bias. A tile is [OUTPUTS, SEGMENTS, words].
 
-    TINY is faster, for x of 16 bits: values of x beyond 2**48 make infinity or NaN.
+    `of_group` segments share a scale. TINY is faster, for x of 16 bits: values of x beyond 2**48 make infinity or NaN.
     """
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES

@@ -1,0 +1,82 @@
+"""Every Triton kernel through Triton's own compiler, for Ampere and Hopper, at the shapes of models: no GPU is needed for that.
+
+The interpreter is more lenient than the compiler; registers that spill and shared memory that no GPU has are seen only here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from infuse import ops
+from infuse.quant.format import quant_format
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's compiler is not there"),
+]
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Name, arguments and keywords of bodies to call, of Llama-3's and Gemma-2's shapes mostly; some are odd."""
+    x, width, one = empty(1, 1, 4096, dtype=dtype), empty(4096, dtype=dtype), torch.tensor([5])
+    yield "add_rms_norm", (x, x, width, 1e-6, 0.0), {}
+    yield "layer_norm", (empty(3, 1021, dtype=dtype), empty(1021, dtype=dtype), None, 1e-6, 1.0), {}
+    yield "gated_activation", (x, "silu"), {}
+    for name in ("gelu", "gelu_tanh"):
+        yield "activation", (x, name), {}
+    turns, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
+    yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), turns, turns, True), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, 5, 32, False), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, one, 32, False), {}
+    q, mask = empty(1, 32, 1, 128, dtype=dtype), torch.ones(1, 1, 1, 2048, dtype=torch.bool)
+    yield "attention", (q, cache, cache, None, None, 0.1, True, 0, 0.0), {}
+    yield "attention", (q, cache, cache, mask, None, 0.1, False, 512, 0.0), {"length": one}
+    long, wide = empty(1, 16, 500, 256, dtype=dtype), empty(1, 8, 500, 256, dtype=dtype)
+    yield "attention", (long, wide, wide, None, None, 0.1, True, 0, 50.0), {}
+    alibi = empty(1, 32, 64, 80, dtype=dtype)
+    yield "attention", (alibi, alibi, alibi, torch.ones(1, 1, 64, 64).bool(), empty(1, 32, 1, 64, dtype=dtype), 0.1, True, 0, 0.0), {}
+    weight, bias = empty(6144, 4096, dtype=dtype), empty(6144, dtype=dtype)
+    for rows in (1, 5):
+        yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
+        yield "linear_activation", (empty(rows, 4096, dtype=dtype), weight, None, "silu", True), {}
+    yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
+    for text in ("int8", "int4", "fp8", "fp6", "int4:32:asymmetric"):
+        held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
+        zero = None if held.zero is None else torch.empty_like(held.zero, device="cpu")
+        data = torch.empty(4096, held.data.shape[1] // 4, dtype=torch.int32)
+        scale = torch.empty_like(held.scale, device="cpu")
+        for rows in (1, 3, 100):
+            yield "quantized_linear", (empty(rows, 4096, dtype=dtype), data, scale, zero, None, 4096, 4096, text), {}
+        yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
+    logits = empty(1, 128256, dtype=dtype)
+    yield "argmax", (logits,), {}
+    yield "sample", (logits, torch.rand(1), 0.7, 50, 0.9), {}
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
+    from triton_compiler import compiled_for  # imports triton
+
+    seen = set()
+    with compiled_for(capability) as found:
+        for name, args, keywords in launches(dtype):
+            before = len(found)
+            ops.registered()[name].body("triton")(*args, **keywords)
+            if not (dtype is torch.float32 and name in ("linear", "linear_activation")):  # more rows are PyTorch's in float32
+                assert len(found) > before, f"{name}: nothing was launched"
+            for kernel in found[before:]:
+                seen.add(kernel.metadata.name)
+                assert kernel.metadata.shared <= SHARED_BYTES[capability], f"{name}: {kernel.metadata.shared} bytes of shared memory"
+    assert seen >= {"norm_rows", "rotate_append", "attend", "combine_splits", "plain_row", "quantized_row", "product_tiles", "sample_row"}
