@@ -53,7 +53,7 @@ def main() -> None:
     results: dict[str, Any] = {"rows": [], "matrices": {}, "kernels": {}, "tests": None, "tuned": None}
     tables: list[Table] = []
     if args.tune:
-        results["tuned"] = tuned(device)
+        results["tuned"] = tuned(budget, plan.formats, device)
     if "tests" in args.parts:
         results["tests"] = tested(budget, plan.tiny)
     if "encoders" in args.parts:
@@ -138,13 +138,30 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
     return {"summary": lines[-1] if lines else done.stderr[-400:], "failed": failed, "exit": done.returncode}
 
 
-def tuned(device: torch.device) -> str:
-    """What the search over the kernels' configurations found, for the table in ops/triton/configurations.py."""
-    try:
-        from infuse.ops.triton import tuning
-    except ImportError as error:
-        return f"nothing was tuned: {error}"
-    return str(tuning.search(device))
+def tuned(budget: Budget, formats: tuple[str, ...], device: torch.device) -> str:
+    """Rows for TUNED in ops/triton/configurations.py, as far as half of the time goes; they are used for the rest of this run."""
+    if device.type != "cuda":
+        return "nothing was tuned: it needs a GPU"
+    from infuse.ops.triton.tuning import PLAIN, search
+
+    found: dict[Any, Any] = {}
+    half = budget.left() / 2
+    weights = [(format, *size) for sizes in (matrix_sizes(models.LLAMA_8B), matrix_sizes(models.LLAMA_1B)) for format in (PLAIN, *formats)
+               for size in sizes]  # fmt: skip
+    for weight in weights:
+        if budget.left() < half:
+            budget.skipped.append(f"the search from {weight} on")
+            break
+        found |= search([weight], torch.bfloat16, device)
+    return "".join(f"\n    {key}: {tiles}," for key, tiles in found.items())
+
+
+def matrix_sizes(shape: dict[str, Any]) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a layer's matrices, merged as ours are, and of the head."""
+    hidden, heads, inner = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
+    width = shape.get("head_dim", hidden // heads)
+    qkv = (heads + 2 * shape["num_key_value_heads"]) * width
+    return [(qkv, hidden), (hidden, heads * width), (2 * inner, hidden), (hidden, inner), (shape["vocab_size"], hidden)]
 
 
 def look_at(plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], format: str, model: Any) -> None:
