@@ -6,11 +6,21 @@
 
 from infuse.config import InferenceConfig
 from infuse.engine import InferenceEngine, init_inference, plan
-from infuse.errors import CheckpointError, ConfigError, ContextLimitError, InfuseError, NotAvailable, ProofError, RankError, SpecMismatch
+from infuse.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLimitError,
+    InfuseError,
+    NotAvailable,
+    OutOfMemory,
+    ProofError,
+    RankError,
+    SpecMismatch,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError", "NotAvailable",
-    "ProofError", "RankError", "SpecMismatch", "init_inference", "plan",
+    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "init_inference", "plan",
 ]  # fmt: skip

@@ -145,6 +145,12 @@ class InferenceConfig(Section):
         return self.moe.ep_size if self.moe.enabled else 1
 
     @property
+    def step_graphs(self) -> bool:
+        """Whether the decode steps of generate may be CUDA graphs: always, but where enable_cuda_graph=False was given."""
+        complete = self.model_fields_set == set(type(self).model_fields)
+        return self.enable_cuda_graph or complete or "enable_cuda_graph" not in self.model_fields_set
+
+    @property
     def weight_format(self) -> str | None:
         """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute dtype."""
         return self.quant.everywhere or ("int8" if self.dtype == torch.int8 else None)

@@ -7,8 +7,11 @@ InfuseError
 ├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
 ├── RankError                       ranks that share a model disagree, one is gone, or one did not come in time
 ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
+├── OutOfMemory (torch.OutOfMemoryError)  the device has no memory for a call; the engine works on
 └── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
+
+import torch
 
 
 class InfuseError(Exception):
@@ -45,6 +48,10 @@ class RankError(InfuseError):
 
 class ContextLimitError(InfuseError, ValueError):
     """The call needs more tokens than `max_out_tokens` allows."""
+
+
+class OutOfMemory(InfuseError, torch.OutOfMemoryError):
+    """The device has no memory left for a call; the text says what was freed and what to do."""
 
 
 class NotAvailable(InfuseError, NotImplementedError):

@@ -16,14 +16,16 @@ HOUSE = ROOT / "infuse"
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
     "errors": 0, "device": 0, "pages": 0,
-    "quant": 1, "parallel": 1, "runtime.graph": 1,
+    "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
     "ops": 2,
     "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,
     "layers": 4, "weights": 4,
     "config": 5,
     "plan": 6,
     "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
-    "runtime.loop": 8, "runtime.decode": 8, "engine": 8,
+    "runtime.choose": 8, "runtime.bucket": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8, "runtime.forward": 8,
+    "runtime.agreement": 8,
+    "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
 }
 # The imports between different rooms of one level: (who, whom).
@@ -33,8 +35,8 @@ NEIGHBOURS = {
 }
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/decode.py", "runtime/loop.py", "verify.py",
-    "weights/names.py",
+    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/choose.py", "runtime/decode.py",
+    "runtime/loop.py", "verify.py", "weights/names.py",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 330, 60
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

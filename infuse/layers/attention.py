@@ -84,6 +84,9 @@ class Attention(nn.Module):
         self._rotary = ops.rotary.body(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.body(bodies.get("rotary_append", ops.REFERENCE))
         self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
+        # Inside a graph: who takes the place of an append, and the number of keys, without reading it on the host.
+        self._appends_at_place = bodies.get("rotary_append", ops.REFERENCE) != "cpu"
+        self._counts_keys = bodies.get("attention") == "triton"
 
     def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         shape, packed = self.shape, inputs.packed
@@ -99,19 +102,28 @@ class Attention(nn.Module):
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
+        if inputs.mask is None and 1 < tokens < k.shape[2] and not isinstance(inputs.cache, KVCache):
+            k, v = k[:, :, :tokens], v[:, :, :tokens]  # a prompt in a static cache: without a mask the rest of its room is meant as hidden
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self._allowed(mask, k.shape[2])
         if shape.head_counts:
             mask, bias = self._of_own_heads(mask), self._of_own_heads(bias)
+        window = shape.window
+        count: tuple[Tensor | None, ...] = ()
         if isinstance(inputs.cache, KVCache) and self._index is not None:
-            mask = ops.both_masks(mask, inputs.cache.slot(self._index).seen(tokens), q.dtype)
+            slot = inputs.cache.slot(self._index)
+            mask = ops.both_masks(mask, slot.seen(tokens), q.dtype)
+            if slot.place is not None and self._counts_keys:
+                count = (slot.count,)
+            elif slot.place is not None and (mask is None or window):  # the last key is not the last query's: a mask says it all
+                mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
-        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or shape.window > 0
-        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or window > 0
+        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, *count)
         weights = None
         if inputs.want_weights:
-            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, shape.window, shape.softcap)
+            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, window, shape.softcap)
             weights = scored.to(x_BTC.dtype)
             if shape.head_counts:
                 weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
@@ -124,8 +136,11 @@ class Attention(nn.Module):
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
         interleaved = positions.interleaved
-        if isinstance(cache, KVCache) and self._index is not None and cache.slot(self._index).row_lengths is None:
-            slot = cache.slot(self._index)
+        slot = cache.slot(self._index) if isinstance(cache, KVCache) and self._index is not None else None
+        if slot is not None and slot.place is not None and self._appends_at_place:
+            keys, values = slot.whole()
+            return self._append(qkv_BTND, cos, sin, keys, values, slot.place, shape.heads, interleaved), keys, values
+        if slot is not None and slot.row_lengths is None and slot.place is None:
             start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
             slot.advance(qkv_BTND.shape[1])

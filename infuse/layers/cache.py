@@ -2,6 +2,9 @@
 
 Storage is [B, K, S, D] for each layer; `keys` and `values` are views of the first `length` of S. All tokens are kept:
 sliding windows are in the model's mask, so that cropping back is always possible.
+
+Inside a graph no number of the host may change from step to step. There `hold_place` gives the slots one tensor that says where the
+next token goes; attention then sees all S keys, and a mask hides those from that place on.
 """
 
 from __future__ import annotations
@@ -21,17 +24,23 @@ _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 class KVSlot(CacheLayerMixin):
     """One layer's keys and values. `reserve` makes room, the caller writes to the storage, `advance` counts."""
 
-    is_compileable = False
     is_sliding = False
     is_croppable = True
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
         self.length = 0
         self.row_lengths: Tensor | None = None
+        self.place: Tensor | None = None
+        self.count: Tensor | None = None
         self.key_storage: Tensor | None = None
         self.value_storage: Tensor | None = None
         self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
         self.is_initialized = False
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """What makes models pass a mask over all of the storage."""
+        return self.place is not None
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -115,6 +124,28 @@ class KVSlot(CacheLayerMixin):
         self.value_storage[rows, :, places] = value_states.transpose(1, 2)
         self.row_lengths = self.row_lengths + tokens
 
+    # -- inside a graph
+
+    def allowed(self, window: int) -> Tensor:
+        """While the place is held: which keys the token there may look at, bool [1, 1, 1, S]; `window` as in ops.attention."""
+        assert self.place is not None and self.key_storage is not None
+        keys = torch.arange(self.key_storage.shape[2], device=self.place.device)
+        seen = keys <= self.place
+        return (seen & (keys > self.place - window) if window else seen)[None, None, None]
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with all their room, [B, K, S, D] each, once there are any."""
+        assert self.key_storage is not None and self.value_storage is not None
+        return self.key_storage, self.value_storage
+
+    def _update_place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.place is not None and self.key_storage is not None and self.value_storage is not None
+        if key_states.shape[2] != 1:
+            raise InfuseError(f"one token at a time goes to a place that is held, {key_states.shape[2]} were given")
+        self.key_storage.index_copy_(2, self.place[None], key_states)
+        self.value_storage.index_copy_(2, self.place[None], value_states)
+        return self.key_storage, self.value_storage
+
     # -- transformers' protocol for one layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -122,6 +153,8 @@ class KVSlot(CacheLayerMixin):
         self.reserve(batch, 0, kv_heads, width, key_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.place is not None:
+            return self._update_place(key_states, value_states)
         batch, kv_heads, tokens, width = key_states.shape
         start = self.reserve(batch, tokens, kv_heads, width, key_states)
         assert self.key_storage is not None and self.value_storage is not None
@@ -134,10 +167,14 @@ class KVSlot(CacheLayerMixin):
         return self.held()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.place is not None:
+            assert self.key_storage is not None
+            return self.key_storage.shape[2], 0
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        """Tokens held; while the place is held that tensor, as transformers' own static cache has it."""
+        return self.length if self.place is None else self.place  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return -1 if self.limit_tokens is None else self.limit_tokens
@@ -148,6 +185,7 @@ class KVSlot(CacheLayerMixin):
 
     def reset(self) -> None:
         self.length, self.row_lengths = 0, None
+        self.place = self.count = None
 
     def crop(self, tokens: int) -> None:
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
@@ -209,10 +247,32 @@ class KVCache(Cache):
         for slot in self.layers:
             slot.crop_rows(lengths)
 
+    def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
+        """From now on the next token goes to `place`, and there are `count` = place + 1 tokens with it: integers on the device, which
+        the caller counts up. None: counted here again.
+
+        Every layer must hold the same tokens, at its rows' common length.
+        """
+        if any(slot.row_lengths is not None for slot in self.layers):
+            raise InfuseError("rows of different lengths have no common place")
+        for slot in self.layers:
+            slot.place, slot.count = place, count
+
+    def even(self, batch: int) -> bool:
+        """Whether all layers hold the same number of tokens, at least one, of `batch` rows, in storages of one capacity."""
+        storages = self.storages()
+        capacities = {tuple(storage.shape[::2]) for storage in storages}
+        lengths = {slot.length if slot.row_lengths is None else 0 for slot in self.layers}
+        alike = len(storages) == 2 * len(self.layers) and len(capacities) == len(lengths) == 1 and 0 not in lengths
+        return alike and storages[0].shape[0] == batch
+
+    def storages(self) -> list[Tensor]:
+        """Keys and values of all layers, [B, K, S, D] each, once there are any."""
+        return [t for slot in self.layers for t in (slot.key_storage, slot.value_storage) if t is not None]
+
     def nbytes(self) -> int:
         """Bytes of all storage held."""
-        held = (t for slot in self.layers for t in (slot.key_storage, slot.value_storage) if t is not None)
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.nbytes for t in self.storages())
 
 
 def self_attention_cache(cache: Any) -> Any:

@@ -6,7 +6,6 @@ attribute or a hook of the module itself, so that it works however the module is
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
-from infuse.errors import ContextLimitError, RankError
+from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
+from infuse.runtime.agreement import agree_before, agreed
+from infuse.runtime.bucket import Buckets
+from infuse.runtime.capture import Backend
+from infuse.runtime.device_loop import Run
+from infuse.runtime.forward import Forward, explained
 from infuse.runtime.loop import decode
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
@@ -42,17 +46,41 @@ class Installed:
     limit_tokens: int | None
     min_new_tokens: int
     caches: bool
-    group: Group
+    buckets: Buckets | None = None
+    group: Group = LOCAL
+
+
+@dataclass(frozen=True)
+class GraphUse:
+    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
+
+    backend: Backend
+    steps: bool
+    forward: bool
+    keep_bytes: int = 1 << 30
 
 
 def install(
-    module: nn.Module, *, limit_tokens: int | None, min_new_tokens: int, caches: bool, group: Group = LOCAL
+    module: nn.Module,
+    *,
+    limit_tokens: int | None,
+    min_new_tokens: int,
+    caches: bool,
+    graphs: GraphUse | None = None,
+    group: Group = LOCAL,
 ) -> list[RemovableHandle]:
-    """Put generate, cap, device care and, where ranks share it, agreement on `module`. `caches`: its layers take our cache.
+    """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks' handles.
 
-    Returns the hooks' handles.
+    `caches`: its layers take our cache. Ranks that share a model run it without graphs.
     """
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches, group)  # type: ignore[assignment]
+    buckets = None
+    if group.size > 1:
+        graphs = None
+    if graphs is not None and graphs.steps and caches:
+        buckets = Buckets(graphs.backend, graphs.keep_bytes, limit_tokens)
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
+    if graphs is not None:
+        module.forward = Forward(module, vars(module).get("forward"), graphs.backend if graphs.forward else None)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
@@ -62,7 +90,7 @@ def install(
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
     if group.size > 1:
-        handles.append(module.register_forward_pre_hook(partial(_agree, group), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(agree_before, group), with_kwargs=True))
     return handles
 
 
@@ -72,17 +100,23 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
         handle.remove()
     for name in ("_infuse", "generate"):
         vars(module).pop(name, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, Forward):
+        del module.forward
+        if forward.own is not None:
+            module.forward = forward.own  # type: ignore[method-assign]
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on this model, with our cache where none was asked for.
 
-    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`.
+    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory where the
+    device has no room for them.
     """
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        group_agrees(installed.group, "the arguments of generate", args, kwargs)
+        agreed(installed.group, "the arguments of generate", args, kwargs)
         installed.group.share_random_state()
     asked = _Asked(self, args, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
@@ -93,12 +127,35 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
                 "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
             )
+    run = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
-        if asked.is_plain_search():
-            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"), group=installed.group)
-    return type(self).generate(self, *args, **kwargs)
+        if not asked.is_plain_search():
+            kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
+        else:
+            if installed.buckets is not None and not _is_watched(self):
+                run = Run(self, installed.buckets, asked.rows(), prepared)
+            cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if run is None else run.bucket.cache
+            loop = partial(decode, streamer=kwargs.get("streamer"), run=run, group=installed.group)
+            kwargs.update(past_key_values=cache, custom_generate=loop)
+    try:
+        return type(self).generate(self, *args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        forward = vars(self).get("forward")
+        clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
+        run = None  # its cache goes, too
+        kwargs.clear()
+        raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
+    finally:
+        if run is not None:
+            run.end()
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether someone's hooks are to see each forward: a graph would run without them."""
+    ours = (_bring, _refuse_too_long)
+    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
+    return bool(before or module._forward_hooks)
 
 
 class _Asked:
@@ -127,6 +184,13 @@ class _Asked:
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
         return one and not any(self.value(name) for name in _NOT_PLAIN) and len(self._args) < 3
 
+    def rows(self) -> int:
+        """The batch: prompts times the answers to each."""
+        first = self._args[0] if self._args else self._kwargs.get("inputs")
+        given = (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first)
+        prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
+        return prompts * (self.value("num_return_sequences") or 1)
+
     def prompt_tokens(self) -> int:
         """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
@@ -152,43 +216,12 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     if not isinstance(given, Tensor) or given.dim() < 2:
         return
     held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
+    if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
+        return
     if held + given.shape[1] > limit_tokens:
         raise ContextLimitError(
             f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
         )
-
-
-def _agree(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: all ranks are given the same."""
-    group_agrees(group, "the inputs of forward", args, kwargs)
-
-
-def group_agrees(group: Group, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """RankError that names the ranks whose arguments are not rank 0's: by their checksums, one number for each rank."""
-    mine = torch.tensor([_checksum((args, dict(kwargs)))])
-    sums = group.all_gather(mine, [1] * group.size, 0, what).tolist()
-    if others := [str(rank) for rank in range(group.size) if sums[rank] != sums[0]]:
-        where = f"rank {group.rank} of {group.size}"
-        raise RankError(f"{where}: {what} are others on rank {', '.join(others)} than on rank 0; give all ranks the same")
-
-
-def _checksum(value: Any, seed: int = 0) -> int:
-    """Of tensors on the CPU their values, of others their shape; of what is no plain value its class."""
-    if isinstance(value, Tensor):
-        seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)
-        if value.device.type != "cpu":
-            return seed
-        return zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, seed)
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            seed = _checksum(inner, zlib.crc32(str(key).encode(), seed))
-        return seed
-    if isinstance(value, (tuple, list)):
-        for inner in value:
-            seed = _checksum(inner, seed)
-        return seed
-    plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
-    return zlib.crc32(repr(value if plain else type(value)).encode(), seed)
 
 
 def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -1,11 +1,13 @@
 """The decode loop for greedy search and sampling, behind transformers' `generate` (its `custom_generate` hook).
 
 Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from then
-on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask.
+on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask. Where the device has
+graphs, those steps are graphs: device_loop.py.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from infuse.parallel.collectives import LOCAL, Group
+from infuse.runtime.bucket import NEVER, State
+from infuse.runtime.choose import Choice, Choose, choice_of
+from infuse.runtime.device_loop import Interrupted, Run, finish, ordinary
 
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
@@ -27,16 +32,20 @@ def decode(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
+    run: Run | None = None,
     group: Group = LOCAL,
     **model_kwargs: Any,
 ) -> Tensor:
-    """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything."""
+    """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
+
+    `run` holds the bucket whose cache the prompt goes to, on devices with graphs.
+    """
     prompt_tokens, limit_tokens = input_ids.shape[1], stopping_criteria.max_length
     others = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
     stops_at_eos = any(isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in others)
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    steps = _Steps(model, input_ids, model_kwargs)
+    steps: _Steps | _GraphSteps = _Steps(model, input_ids, model_kwargs)
     while True:
         logits = steps.logits()
         scores = logits_processor(input_ids, logits) if logits_processor else logits
@@ -49,17 +58,38 @@ def decode(
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         if streamer is not None:
-            streamer.put(_ordinary(tokens).cpu())
+            streamer.put(ordinary(tokens).cpu())
         done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
         for criterion in others:
             unfinished = unfinished & ~criterion(input_ids, None)
         if done or (others and not bool(unfinished.any())):
             break
         steps.advance(tokens, input_ids)
+        if run is not None and isinstance(steps, _Steps) and steps.follows:
+            choice = choice_of(logits_processor, stopping_criteria, generation_config)
+            begun, on_device = steps.begin(run, choice, input_ids, unfinished), choice.processors is not None
+            if begun and on_device:
+                choose = Choose(choice, logits_processor, input_ids.device, model.dtype)
+                result = _finished(steps, run, choose, limit_tokens, streamer)
+                if isinstance(result, Tensor):
+                    return result
+                input_ids, unfinished = result.ids_BI, result.unfinished_B
+            elif begun:
+                steps = _GraphSteps(steps, run)
+            run = None
     if streamer is not None:
         streamer.end()
     assert input_ids.shape[1] > prompt_tokens
-    return _ordinary(input_ids)
+    return ordinary(input_ids)
+
+
+def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) -> Tensor | State:
+    """The rest of the batch by the device's own loop; where a step cannot be made, the state from which `steps` go on."""
+    try:
+        return ordinary(finish(run, choose, limit_tokens, streamer))
+    except Interrupted as stop:
+        steps.resume(run, stop.__cause__ or stop, stop.state)
+        return stop.state
 
 
 class _Steps:
@@ -110,8 +140,54 @@ class _Steps:
             inputs["attention_mask"] = self.mask
         return True
 
+    # -- to a graph and back
 
-@torch.inference_mode(False)
-def _ordinary(tensor: Tensor) -> Tensor:
-    """A tensor that the caller may use in any way, unlike those made in inference mode."""
-    return tensor.clone()
+    def begin(self, run: Run, choice: Choice, input_ids: Tensor, unfinished: Tensor) -> bool:
+        """Whether `run` took the batch over: where all of it is in the bucket's cache, at one length for all rows and layers."""
+        cache = run.bucket.cache
+        if self.inputs.get("past_key_values") is not cache or not cache.even(input_ids.shape[0]):
+            return False
+        mask = self.inputs.get("attention_mask")
+        # Without a mask some models make one on the host, or shapes that follow the length.
+        if mask is None and "attention_mask" in inspect.signature(self.model.forward).parameters:
+            mask = torch.ones(input_ids.shape[0], cache.get_seq_length(), dtype=torch.long, device=input_ids.device)
+        ends = torch.where(unfinished > 0, NEVER, input_ids.shape[1])
+        tokens, positions = self.inputs["input_ids"], self.inputs.get("position_ids")
+        state = State(input_ids, tokens, unfinished, ends, positions, mask, cache.get_seq_length())
+        return run.begin(state, {name: value for name, value in self.inputs.items() if name not in _FOLLOWED}, choice)
+
+    def resume(self, run: Run, error: BaseException, state: State) -> None:
+        """Go on from where a graph could not."""
+        run.refuse(error)
+        self.inputs["input_ids"], self.inputs["past_key_values"] = state.tokens_B1, run.bucket.cache
+        if state.positions is not None:
+            self.inputs["position_ids"] = state.positions
+        if self.mask is not None and state.mask_BS is not None:
+            self.mask = F.pad(state.mask_BS[:, : state.place], (0, 1), value=1)
+            self.inputs["attention_mask"] = self.mask
+
+
+class _GraphSteps:
+    """The same where tokens are chosen on the host: a graph of the model's step gives the logits."""
+
+    def __init__(self, steps: _Steps, run: Run):
+        self._steps, self._run, self._broken = steps, run, False
+
+    def logits(self) -> Tensor:
+        if not self._broken:
+            try:
+                self._run.step(None)
+                assert self._run.bucket.logits_BV is not None
+                return self._run.bucket.logits_BV.clone()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again below
+                self._steps.resume(self._run, error, self._run.bucket.state())
+                self._broken = True
+        return self._steps.logits()
+
+    def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
+        if self._broken:
+            self._steps.advance(tokens, input_ids)
+        else:
+            self._run.bucket.tokens_B1.copy_(tokens[:, None])

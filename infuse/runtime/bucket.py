@@ -1,0 +1,231 @@
+"""One decode step, from embedding to chosen token, on buffers of our own: what a graph of it needs. No loop, no stopping here.
+
+A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long as the bucket
+lives, and the graphs that were captured on them. Buckets are kept between calls of `generate`, so a graph is captured once.
+
+Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.layers.cache import KVCache
+from infuse.runtime.capture import Backend, Captured
+from infuse.runtime.choose import Choose
+
+NEVER = 1 << 62  # the end of a row that has none yet
+_WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first use is set up before the capture
+_SMALLEST_TOKENS = 64
+
+
+class Bucket:
+    """The state of one batch of `generate` on the device; `prepare` fills it, `run` makes steps."""
+
+    def __init__(self, capacity_tokens: int, limit_tokens: int | None = None):
+        self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
+        self.cache = KVCache(capacity_tokens, limit_tokens)
+        self.batch = 0
+        self.place = self.column = 0  # on the host: tokens in the cache, columns of ids
+        self._places: tuple = ()
+        self._steps: dict[Hashable, _Step] = {}
+
+    # -- buffers
+
+    def prepare(self, state: State) -> None:
+        """Take over a batch whose prompt is in the cache: buffers are made, or filled again where all lies as it lay before."""
+        storages = self.cache.storages()
+        device = state.ids_BI.device
+        self.batch, self.capacity_tokens = storages[0].shape[0], storages[0].shape[2]
+        for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
+            storage[:, :, state.place :] = 0
+        places = (*(storage.data_ptr() for storage in storages), self.batch, state.positions is not None, state.mask_BS is not None)
+        if places != self._places:
+            self._places, self._steps = places, {}
+            counts: dict[str, Any] = dict(dtype=torch.long, device=device)
+            self.tokens_B1 = torch.empty(self.batch, 1, **counts)
+            self.ids_BI = torch.empty(self.batch, self.capacity_tokens + 1, **counts)
+            self.unfinished_B, self.ends_B = torch.empty(self.batch, **counts), torch.empty(self.batch, **counts)
+            self.device_place, self.device_count, self.device_column = (torch.zeros((), **counts) for _ in range(3))
+            self.positions = None if state.positions is None else torch.empty_like(state.positions)
+            self.mask_BS = None if state.mask_BS is None else state.mask_BS.new_empty(self.batch, self.capacity_tokens)
+            self.logits_BV: Tensor | None = None
+        self._fill(state)
+
+    def _fill(self, state: State) -> None:
+        columns = state.ids_BI.shape[1]
+        self.ids_BI[:, :columns] = state.ids_BI
+        self.ids_BI[:, columns:] = state.ids_BI[:, -1:]  # a token that is there already: penalties for repetition do not change
+        self.tokens_B1.copy_(state.tokens_B1)
+        self.unfinished_B.copy_(state.unfinished_B)
+        self.ends_B.copy_(state.ends_B)
+        if self.positions is not None and state.positions is not None:
+            self.positions.copy_(state.positions)
+        if self.mask_BS is not None and state.mask_BS is not None:
+            self.mask_BS.zero_()
+            self.mask_BS[:, : state.mask_BS.shape[1]] = state.mask_BS
+        self.place, self.column = state.place, columns
+        self.device_place.fill_(state.place)
+        self.device_count.fill_(state.place + 1)
+        self.device_column.fill_(columns)
+        self.cache.hold_place(self.device_place, self.device_count)
+
+    def state(self) -> State:
+        """Copies of where the batch stands, for another bucket or a loop on the host."""
+        mask = None if self.mask_BS is None else self.mask_BS[:, : self.place].clone()
+        positions = None if self.positions is None else self.positions.clone()
+        ids = self.ids_BI[:, : self.column].clone()
+        return State(ids, self.tokens_B1.clone(), self.unfinished_B.clone(), self.ends_B.clone(), positions, mask, self.place)
+
+    def release(self) -> None:
+        """Give the cache its own count back."""
+        self.cache.hold_place(None)
+        for slot in self.cache.layers:
+            slot.length = self.place
+
+    def room(self) -> int:
+        """How many steps fit."""
+        return self.capacity_tokens - self.place
+
+    def nbytes(self) -> int:
+        """The device memory that it holds."""
+        return self.cache.nbytes() + sum(step.captured.nbytes for step in self._steps.values() if step.captured is not None)
+
+    # -- steps
+
+    def run(self, backend: Backend, forward: Callable[..., Any], key: Hashable, choose: Choose | None) -> None:
+        """One step: warm at first, then captured, then replayed. `key` tells steps apart that run other kernels."""
+        step = self._steps.setdefault(key, _Step())
+        if step.captured is None and step.warmed >= _WARM_STEPS:
+            step.captured, _ = backend.capture(lambda: self._step(forward, choose))
+            step.choose = choose  # the graph reads its tensors
+        if step.captured is not None:
+            if choose is not None and step.choose is not None:
+                step.choose.take(choose)
+            step.captured.replay()
+        else:
+            step.warmed += 1
+            backend.warm(lambda: self._step(forward, choose))
+        self.place += 1
+        self.column += choose is not None
+
+    def _step(self, forward: Callable[..., Any], choose: Choose | None) -> None:
+        """What is captured: nothing here may depend on a number of the host that changes."""
+        inputs: dict[str, Tensor] = {"input_ids": self.tokens_B1}
+        if self.mask_BS is not None:
+            self.mask_BS.index_fill_(1, self.device_place[None], 1)
+            inputs["attention_mask"] = self.mask_BS
+        if self.positions is not None:
+            inputs["position_ids"] = self.positions
+        logits = forward(past_key_values=self.cache, return_dict=True, **inputs).logits[:, -1].float()
+        if choose is None:
+            if self.logits_BV is None:
+                self.logits_BV = torch.empty_like(logits)
+            self.logits_BV.copy_(logits)
+        else:
+            self._take(choose(self.ids_BI, logits, self.unfinished_B), choose.ends)
+        self.device_place.add_(1)
+        self.device_count.add_(1)
+        if self.positions is not None:
+            self.positions.add_(1)
+
+    def _take(self, chosen_B: Tensor, ends: Tensor | None) -> None:
+        self.ids_BI.index_copy_(1, self.device_column[None], chosen_B[:, None])
+        self.tokens_B1.copy_(chosen_B[:, None])
+        self.device_column.add_(1)
+        if ends is not None:
+            ended = (chosen_B[:, None] == ends).any(dim=1)
+            now = ended & (self.unfinished_B > 0)
+            self.ends_B.copy_(torch.where(now, self.device_column, self.ends_B))
+            self.unfinished_B.mul_(~ended)
+
+
+@dataclass
+class State:
+    """A batch of which `place` tokens are in the cache: the prompt, and what was made so far but `tokens_B1`, which come next.
+
+    `ends_B`: for each row the columns of ids with which it ended, NEVER for one that goes on. A mask covers `place` columns or more.
+    """
+
+    ids_BI: Tensor
+    tokens_B1: Tensor
+    unfinished_B: Tensor
+    ends_B: Tensor
+    positions: Tensor | None
+    mask_BS: Tensor | None
+    place: int
+
+
+@dataclass
+class _Step:
+    captured: Captured | None = None
+    warmed: int = 0
+    choose: Choose | None = None
+
+
+class Buckets:
+    """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used last."""
+
+    def __init__(self, backend: Backend, limit_bytes: int, limit_tokens: int | None = None):
+        self.backend, self.limit_bytes, self.limit_tokens = backend, limit_bytes, limit_tokens
+        self.refused: set[Hashable] = set()  # keys of steps that could not be captured
+        self._idle: list[Bucket] = []
+        self._lock = threading.Lock()
+
+    def capacity(self, tokens: int) -> int:
+        """The capacity of the bucket for so many tokens: few different ones, each twice the last."""
+        if self.limit_tokens is not None:
+            return self.limit_tokens
+        return max(_SMALLEST_TOKENS, 1 << (tokens - 1).bit_length())
+
+    def take(self, batch: int, tokens: int) -> Bucket:
+        """A bucket with room for `tokens`, its cache empty: one that is kept, else a new one."""
+        capacity = self.capacity(tokens)
+        with self._lock:
+            found = next((b for b in reversed(self._idle) if (b.batch, b.capacity_tokens) == (batch, capacity)), None)
+            if found is not None:
+                self._idle.remove(found)
+        if found is None:
+            return Bucket(capacity, self.limit_tokens)
+        found.cache.reset()
+        return found
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Keep it for the next call; the least recently used go beyond the bound."""
+        if not bucket.batch:  # no step was made
+            return
+        bucket.release()
+        with self._lock:
+            self._idle.append(bucket)
+            while self._idle and sum(b.nbytes() for b in self._idle) > self.limit_bytes:
+                self._idle.pop(0)
+
+    def grown(self, bucket: Bucket) -> Bucket:
+        """The same batch in a bucket of twice the capacity; `bucket` is given back."""
+        state, old = bucket.state(), bucket.cache.storages()
+        larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
+        for source, slot in zip(bucket.cache.layers, range(len(bucket.cache.layers)), strict=True):
+            assert source.key_storage is not None and source.value_storage is not None
+            _, kv_heads, _, width = source.key_storage.shape
+            target = larger.cache.slot(slot)
+            target.reserve(bucket.batch, bucket.place, kv_heads, width, source.key_storage)
+            target.length = bucket.place
+        for source_storage, storage in zip(old, larger.cache.storages(), strict=True):
+            storage[:, :, : bucket.place] = source_storage[:, :, : bucket.place]
+        larger.prepare(state)
+        self.give_back(bucket)
+        return larger
+
+    def __reduce__(self) -> tuple:  # a copy has none of its own yet
+        return type(self), (self.backend, self.limit_bytes, self.limit_tokens)
+
+    def clear(self) -> None:
+        """Give the memory of all idle buckets back."""
+        with self._lock:
+            self._idle.clear()

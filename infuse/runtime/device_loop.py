@@ -1,0 +1,143 @@
+"""The decode loop on a device with graphs: the host asks for steps ahead of the device and reads what was made a while later.
+
+    host    ask 8 | ask 8 | read 1st 8 | ask 8 | read 2nd 8 | ...
+    device        | step x 8           | step x 8           | ...
+
+Stop checks lag by as much, and what was made beyond the end is cut off. One wait for each 8 tokens, none while the device is idle.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.runtime.bucket import NEVER, Buckets, State
+from infuse.runtime.capture import Letter
+from infuse.runtime.choose import Choice, Choose
+from infuse.runtime.graph import Places, where
+from infuse.runtime.signature import Unsupported, signature
+
+TOKENS_AHEAD = 8  # steps between two looks at what was made
+
+
+class Run:
+    """One call of `generate` on a bucket: which step it makes, and the bucket that it is in, which growth changes."""
+
+    def __init__(self, model: Any, buckets: Buckets, batch: int, tokens: int):
+        self.buckets, self.bucket = buckets, buckets.take(batch, tokens)
+        with buckets.backend.turn():  # what was asked of the bucket before, on another stream, comes before the prompt
+            pass
+        self._model = model
+        self._forward: Any = None
+        self._key: Hashable = None
+
+    def begin(self, state: State, constants: dict[str, Any], choice: Choice) -> bool:
+        """Take over a batch whose prompt is in the bucket's cache, where its steps are known to work or were never tried.
+
+        `constants` are the arguments that every step passes.
+        """
+        try:
+            self._key = (Places(self._model)(), signature(constants, []), choice)
+        except Unsupported:
+            return False
+        if self._key in self.buckets.refused:
+            return False
+        self._forward = partial(self._model, **constants)
+        self.bucket.prepare(state)
+        return True
+
+    def refuse(self, error: BaseException) -> None:
+        """Steps of this kind run without graphs from now on; one warning tells why."""
+        if not self.buckets.refused:
+            warnings.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
+        self.buckets.refused.add(self._key)
+        self.bucket.release()
+
+    def step(self, choose: Choose | None) -> None:
+        """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it stood."""
+        with self.buckets.backend.turn():
+            if not self.bucket.room():
+                self.bucket = self.buckets.grown(self.bucket)
+            self.bucket.run(self.buckets.backend, self._forward, self._key, choose)
+
+    def end(self) -> None:
+        """Give the bucket back."""
+        self.buckets.give_back(self.bucket)
+
+
+class Interrupted(Exception):
+    """A step could not be made; `state` is where the batch stands. The streamer has all tokens up to there."""
+
+    def __init__(self, state: State):
+        self.state = state
+
+
+def finish(run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) -> Tensor:
+    """Steps until every row has ended or there are `limit_tokens` ids; returns the ids [B, I].
+
+    Raises Interrupted from the error where a step cannot be made and the batch has not ended before.
+    """
+    news = _News(run, streamer)
+    watches = streamer is not None or choose.ends is not None
+    while news.length is None and (limit_tokens is None or run.bucket.column < limit_tokens):
+        count = TOKENS_AHEAD if limit_tokens is None else min(TOKENS_AHEAD, limit_tokens - run.bucket.column)
+        try:
+            for _ in range(count):
+                run.step(choose)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again without one
+            news.send()
+            news.read(keep=0)
+            if news.length is None:
+                raise Interrupted(run.bucket.state()) from error
+        if watches and news.length is None:
+            news.send()
+            news.read(keep=1)
+    news.read(keep=0)
+    if streamer is not None:
+        streamer.end()
+    return run.bucket.ids_BI[:, : run.bucket.column if news.length is None else news.length].clone()
+
+
+class _News:
+    """What the host hears of the steps, in order and a while later. `length`: the columns of ids, once all rows have ended."""
+
+    def __init__(self, run: Run, streamer: Any):
+        self._run, self._streamer = run, streamer
+        self._letters: deque[tuple[Letter, int]] = deque()
+        self._sent = run.bucket.column
+        self.length: int | None = None
+
+    def send(self) -> None:
+        """Post the tokens since the last time, and which rows have ended."""
+        bucket, first = self._run.bucket, self._sent
+        if bucket.column == first:
+            return
+        content = torch.cat((bucket.ends_B[:, None], bucket.ids_BI[:, first : bucket.column]), dim=1)
+        self._letters.append((self._run.buckets.backend.post(content), first))
+        self._sent = bucket.column
+
+    def read(self, keep: int) -> None:
+        """Read all but the last `keep` letters and show their tokens, up to the end of the last row."""
+        while len(self._letters) > keep and self.length is None:
+            letter, first = self._letters.popleft()
+            content = letter.read()
+            last, tokens = int(content[:, 0].max()), content[:, 1:]
+            if last < NEVER:
+                self.length, tokens = last, tokens[:, : last - first]
+            if self._streamer is not None:
+                for column in tokens.unbind(dim=1):
+                    self._streamer.put(ordinary(column))
+
+
+@torch.inference_mode(False)
+def ordinary(tensor: Tensor) -> Tensor:
+    """A tensor that the caller may use in any way, unlike those made in inference mode."""
+    return tensor.clone()

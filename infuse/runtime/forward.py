@@ -1,0 +1,68 @@
+"""What stands for a module's `forward` on devices with graphs: the same forward, as graphs where asked for, with clear errors."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from infuse.errors import OutOfMemory
+from infuse.runtime.capture import Backend
+from infuse.runtime.graph import Graphs, Places
+
+
+class Forward:
+    """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
+
+    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
+        self._module, self.own, self._backend = module, own, backend
+        self._run: Callable = own or MethodType(type(module).forward, module)
+        self.graphs = None if backend is None else Graphs(self._run, backend, state=Places(module))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return (self.graphs or self._run)(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
+
+    def clear(self) -> None:
+        """Give the memory of the graphs back."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._module, self.own, self._backend)
+
+
+def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
+    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them."""
+    for forget in clear:
+        forget()
+    if isinstance(error, OutOfMemory):  # from a module inside
+        return error
+    traceback.clear_frames(error.__traceback__)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    held = ""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
+    weights_bytes = sum(p.nbytes for p in module.parameters())
+    said = " ".join(str(error).split())[:120]
+    return OutOfMemory(
+        f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
+        "The engine can be used on. Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
+        'quantize the weights (quant="int8" or "int4")'
+    )

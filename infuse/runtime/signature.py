@@ -1,0 +1,90 @@
+"""What a call looks like: its tensors in order, a key of everything else, and the same structure with other tensors in it.
+
+Two calls with equal keys run the same kernels on tensors of the same shapes; only the tensors' values differ. Knows nothing of
+models: a ModelOutput is a mapping that takes its items as keywords.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Values that say all there is to say by being equal. bool and int are told apart by their type in the key: True == 1.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, type)
+
+
+class Unsupported(TypeError):
+    """A value whose state cannot be read off it, such as a cache: calls with it are not told apart by a key."""
+
+
+def signature(value: Any, tensors: list[Tensor]) -> Hashable:
+    """The key of `value`; its tensors are appended to `tensors` in a fixed order. Raises Unsupported, naming the type."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+            raise Unsupported(f"{type(value).__name__} of layout {value.layout}")
+        tensors.append(value)
+        return (Tensor, tuple(value.shape), value.dtype, value.device, _strides(value))
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, slice):
+        return (slice, value.start, value.stop, value.step)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(signature(item, tensors) for item in value))
+    if isinstance(value, Mapping):
+        return (type(value), tuple((name, signature(item, tensors)) for name, item in value.items()))
+    if dataclasses.is_dataclass(value):
+        return (type(value), tuple((name, signature(item, tensors)) for name, item in _fields(value)))
+    raise Unsupported(type(value).__name__)
+
+
+def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """`value` again, its tensors taken from `tensors` in the order of `signature`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        items = [rebuilt(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        made = {name: rebuilt(item, tensors) for name, item in value.items()}
+        return type(value)(**made) if dataclasses.is_dataclass(value) else _mapping(type(value), made)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{name: rebuilt(item, tensors) for name, item in _fields(value)})
+    return value
+
+
+def blank(tensor: Tensor) -> Tensor:
+    """An empty tensor like `tensor`: its strides too where they are those of a plain storage, else contiguous (expanded tensors)."""
+    strides = _strides(tensor)
+    if strides is None or _overlaps(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
+
+
+def _mapping(kind: Callable, made: dict) -> Any:
+    return made if kind is dict else kind(made)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """None where the tensor is contiguous; of axes of size 1, whose strides mean nothing, 0."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one place: such a tensor cannot be copied into."""
+    covered = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+        if stride < covered:
+            return True
+        covered = stride * size
+    return False
