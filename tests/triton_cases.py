@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,16 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = sorted(name for name, op in registered().items() if "triton" in op.bodies)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that PyTorch hands out is full of NaN or the largest integer, so that what a kernel does not write is seen."""
+    if DEVICE.type == "cpu":  # on a GPU some functions refuse this mode
+        torch.use_deterministic_algorithms(True)
+        assert bool(torch.empty(9).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def there(value: Any) -> Any:
