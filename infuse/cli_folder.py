@@ -132,15 +132,20 @@ def told_errors() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", FAILED)
 
 
+LAUNCHED = "INFUSE_LAUNCHED"  # in the environment of ranks that `--tp` started
+
+
 def is_rank() -> bool:
     """Whether torchrun, or our own launcher, started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Tell what is wrong and exit. A rank leaves the message for its launcher; rank 0 alone says it."""
+    """Tell what is wrong and exit. A rank leaves the message for its launcher, which, if it is ours, says it once for all."""
     if is_rank() and (place := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         Path(place).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
+        if os.environ.get(LAUNCHED):
+            raise typer.Exit(code)
     remarks().print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from infuse.cli_folder import FAILED, WRONG_USE, fail, is_rank
+from infuse.cli_folder import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -71,6 +71,7 @@ def _launch(size: int, command: list[str]) -> None:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+    os.environ[LAUNCHED] = "1"
     logging.disable(logging.CRITICAL)  # the launcher tells each error once more, over a screen
     with tempfile.TemporaryDirectory(prefix="infuse-ranks-") as folder:
         config = LaunchConfig(
@@ -85,14 +86,13 @@ def _launch(size: int, command: list[str]) -> None:
             fail(f"ended by {error.sigval.name}; so are all ranks", INTERRUPTED)
         finally:
             logging.disable(logging.NOTSET)
+            del os.environ[LAUNCHED]
 
 
 def _tell(failures: dict[int, Any]) -> None:
-    """One message and exit code for what became of the ranks; what rank 0 has said is not said again."""
+    """One message and exit code for what became of the ranks: that of the one that failed first."""
     first = min(failures, key=lambda rank: (failures[rank].timestamp, rank))
     code = WRONG_USE if failures[first].exitcode == WRONG_USE else FAILED
-    if 0 in failures and failures[0].exitcode > 0:
-        raise typer.Exit(code)
     told = failures[first].message
     if failures[first].exitcode > 0 and not Path(failures[first].error_file).is_file():
         told = f"exit code {failures[first].exitcode}"

@@ -63,7 +63,7 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"tp": {"tp_size": 1.5}}, ["found 1.5", "integer"]),
         ({"tp": {"tp_size": True}}, ["found True", "possible: an integer"]),
         ({"tp": {"tp_grain_size": 0}}, ["found 0"]),
-        ({"tp": {"mpu": object()}}, ["tensor_parallel.mpu", "missing: get_model_parallel_group, get_model_parallel_rank, get_model_par"]),
+        ({"tp": {"mpu": "megatron"}}, ["tensor_parallel.mpu", "missing: get_model_parallel_group, get_model_parallel_rank, get_model_par"]),
         ({"moe": {"ep_size": 0}}, ["moe.ep_size: found 0"]),
         ({"moe": {"moe_experts": [0]}}, ["moe.moe_experts", "found 0"]),
         ({"moe": {"type": "dense"}}, ["moe.type: found 'dense'; possible: 'standard' or 'residual'"]),
