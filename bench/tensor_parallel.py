@@ -70,8 +70,9 @@ def work(pipe: Connection, asked: argparse.Namespace, rank: int, size: int, thre
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     shape, dtype = SHAPES[asked.shape], getattr(torch, asked.dtype)
     settings: dict[str, Any] = {"quant": asked.quant} if asked.quant else {}
+    model = made(shape, dtype)
     start = time.perf_counter()
-    engine = infuse.init_inference(made(shape, dtype), dtype=dtype, tensor_parallel={"tp_size": size}, **settings)
+    engine = infuse.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": size}, **settings)
     seconds = time.perf_counter() - start
     pipe.send({"seconds": seconds, "how": engine.group.describe(), "peak_bytes": peak_bytes()})
     ids = torch.randint(shape["vocab_size"], (asked.batch, asked.prefill), generator=torch.Generator().manual_seed(0))
@@ -93,7 +94,7 @@ def peak_bytes() -> int:
 
 def table(seconds: dict[str, dict[str, list[float]]], ready: dict[str, list[dict[str, Any]]], asked: argparse.Namespace) -> Table:
     title = f"{asked.shape}, {asked.quant or asked.dtype}, batch {asked.batch}, {asked.prefill} + {asked.new} tokens"
-    made = Table("", "prefill, s", "ratio", "decode, ms", "ratio", "spread", "load, s", "peak, GiB each", title=title, title_justify="left")
+    made = Table("", "prefill, s", "ratio", "decode, ms", "ratio", "spread", "init, s", "peak, GiB each", title=title, title_justify="left")
     names = {"threads": f"1 process x {asked.ranks} threads", "ranks": f"{asked.ranks} ranks x 1 thread"}
     for way in WAYS:
         prefill, decode = (median(seconds[way][what]) for what in ("prefill", "decode"))
