@@ -1,0 +1,85 @@
+"""Loading: a checkpoint of a real shape from the page cache into a model on meta, beside the plain read of its file.
+
+    python bench/loading.py [--shape llama-1b] [--formats int8 int4] [--out bench/results/FILE.md]
+
+The bound of a 16-bit load is twice the plain read into fresh memory; a quantized load is bound by the quantizer: the table says at how
+many bytes of the source per second it runs. Turns are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from rich.table import Table
+
+import infuse
+from models import SHAPES, made
+from report import markdown, show
+
+CHUNK_BYTES = 1 << 24
+
+
+def plain_read(folder: Path) -> float:
+    """Seconds to read the file's bytes into fresh memory."""
+    start = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        held = torch.empty(path.stat().st_size, dtype=torch.uint8)
+        view = memoryview(held.numpy())
+        with open(path, "rb", buffering=0) as file:
+            at = 0
+            while read := file.readinto(view[at : at + CHUNK_BYTES]):
+                at += read
+    return time.perf_counter() - start
+
+
+def load(folder: Path, shape: str, format: str, verify: str) -> float:
+    """Seconds of init_inference on a model on meta."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
+    start = time.perf_counter()
+    infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify=verify, **({"quant": format} if format else {}))
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    asked = arguments()
+    with tempfile.TemporaryDirectory(prefix="infuse-loading-") as name:
+        folder = Path(name)
+        made(SHAPES[asked.shape], torch.bfloat16).save_pretrained(folder, max_shard_size="100GB")
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        runs = {"plain read": lambda: plain_read(folder)}
+        for format in ("", *asked.formats):
+            for verify in ("off", "sample"):
+                label = f"init_inference {format or 'bf16'}, verify={verify!r}"
+                runs[label] = lambda format=format, verify=verify: load(folder, asked.shape, format, verify)
+        seconds: dict[str, list[float]] = {label: [] for label in runs}
+        for repeat in range(asked.repeats + 1):
+            for label, run in runs.items():
+                taken = run()
+                if repeat:  # the first turn brings the file into the page cache
+                    seconds[label].append(taken)
+    table = Table("", "seconds", "of the plain read", "source, GB/s", "spread", title=f"{asked.shape}, {size / 1e9:.2f} GB in bfloat16")
+    plain = median(seconds["plain read"])
+    for label, taken in seconds.items():
+        middle, spread = median(taken), f"{min(taken):.2f} to {max(taken):.2f}"
+        table.add_row(label, f"{middle:.2f}", f"{middle / plain:.2f}", f"{size / middle / 1e9:.2f}", spread)
+    show(markdown(table, f"seconds are medians of {asked.repeats} turns"), asked.out)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--formats", nargs="*", default=["int8", "int4"])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
