@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from asked_of_generate import OddTokensOnly, StopAtLength
 from families import BY_NAME, inputs
 from torch import Tensor, nn
 
@@ -180,22 +181,6 @@ def counted(module: nn.Module) -> Iterator[list[int]]:
 
 
 # ---- what the caller brings along ----
-
-
-class OddTokensOnly(t.LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        even = torch.arange(scores.shape[-1]) % 2 == 0
-        return scores.masked_fill(even, float("-inf"))
-
-
-class StopAtLength(t.StoppingCriteria):
-    """Row i stops at `length` + i tokens."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self.length + torch.arange(len(input_ids))
 
 
 class Collected:

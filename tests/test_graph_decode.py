@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from asked_of_generate import OddTokensOnly, StopAtLength
 from fake_graph import FakeBackend
 from families import BY_NAME, inputs
 from graphed import graphed
@@ -337,22 +338,6 @@ def test_a_cap_on_tokens(limit: int) -> None:
 
 
 # ---- what needs the host
-
-
-class OddTokensOnly(t.LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        even = torch.arange(scores.shape[-1]) % 2 == 0
-        return scores.masked_fill(even, float("-inf"))
-
-
-class StopAtLength(t.StoppingCriteria):
-    """Row i stops at `length` + i tokens."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self.length + torch.arange(len(input_ids))
 
 
 ON_HOST: dict[str, Callable[[], dict[str, Any]]] = {

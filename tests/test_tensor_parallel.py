@@ -5,6 +5,8 @@ The original is transformers' own model, whole, in this process.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ranks import Ranks, same
 from torch import Tensor
 
 import infuse
-from infuse.layers.block import Block
+from infuse.plan import BLOCK, SPLIT
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8
@@ -28,16 +30,27 @@ def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     return [value for name, value in found.items() if isinstance(value, Tensor) and name != "past_key_values"]
 
 
-def on_rank(name: str, padding: str | None) -> tuple[list[Tensor], Tensor | None, int, int]:
-    """Outputs, generated tokens, how many blocks were put in, and the bytes of the parameters."""
+@dataclass(frozen=True)
+class Found:
+    """What one rank gives and holds; `depths` counts what was put in, `refused` is what was not proven."""
+
+    outputs: list[Tensor]
+    tokens: Tensor | None
+    depths: dict[str, int]
+    refused: list[str]
+    parameter_bytes: int
+
+
+def on_rank(name: str, padding: str | None) -> Found:
     family = BY_NAME[name]
     model = family.make()
     engine = infuse.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": torch.distributed.get_world_size()})
     given = inputs(family, padding=padding)
     found = outputs(engine, given)
     tokens = engine.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False) if family.kind == "decoder" else None
-    blocks = sum(isinstance(module, Block) for module in model.modules())
-    return found, tokens, blocks, sum(p.nbytes for p in model.parameters())
+    depths = dict(Counter(step.depth for step in engine.plan.steps))
+    refused = [f"{left.path}: {left.why}" for left in engine.plan.left if left.why.startswith("refused")]
+    return Found(found, tokens, depths, refused, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -49,9 +62,9 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, ranks: Ranks) 
     model = family.make()
     given = inputs(family, padding=padding)
     mask = given.get("attention_mask")
-    assert all(result[2] > 0 for result in results)
+    assert all(BLOCK in result.depths and SPLIT not in result.depths and not result.refused for result in results), results[0].refused
     for i, exact in enumerate(outputs(model, given)):
-        found = [result[0][i] for result in results]
+        found = [result.outputs[i] for result in results]
         assert same(found)
         if mask is not None and exact.shape[:2] == mask.shape:
             exact, found[0] = exact[mask.bool()], found[0][mask.bool()]
@@ -60,7 +73,7 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, ranks: Ranks) 
     if family.kind == "decoder":
         with torch.no_grad():
             wanted = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert all(torch.equal(result[1], wanted) for result in results)
+        assert all(torch.equal(result.tokens, wanted) for result in results)
 
 
 FORMATS = ("int8:8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
@@ -147,7 +160,7 @@ def test_each_rank_holds_its_part(ranks: Ranks) -> None:
     """Matrices are shared, norms are not: two ranks hold little more than one, though 80 inner features and 96 tokens give one more."""
     model = BY_NAME["llama"].make()
     whole, norms = (sum(p.nbytes for p in model.parameters() if p.dim() >= least) for least in (0, 2))
-    held = [result[3] for result in ranks.run(2, on_rank, "llama", None)]
+    held = [result.parameter_bytes for result in ranks.run(2, on_rank, "llama", None)]
     assert sum(held) == whole + (whole - norms) and max(held) < 0.65 * whole
 
 
