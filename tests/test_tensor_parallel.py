@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from families import BY_NAME, FAMILIES, Family, inputs
 from ranks import Ranks, same
 from torch import Tensor
@@ -127,6 +128,28 @@ def test_ranks_generate_the_same_and_what_one_generates(mode: dict[str, Any], ra
     with torch.no_grad():
         wanted = model.generate(**given, max_new_tokens=NEW_TOKENS, **mode)
     assert all(torch.equal(result, wanted) for result in results)
+
+
+class Prefers(t.LogitsProcessor):
+    """As a rank whose rounding says otherwise: it would take `token` always."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter(1, torch.full_like(input_ids[:, :1], self.token), 1e4)
+
+
+def generated_against_rank_0() -> Tensor:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", mp_size=2)
+    own = t.LogitsProcessorList([Prefers(40 + torch.distributed.get_rank())])
+    return engine.generate(**inputs(BY_NAME["llama"]), max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=own)
+
+
+def test_the_tokens_are_rank_0s(ranks: Ranks) -> None:
+    given = inputs(BY_NAME["llama"])["input_ids"]
+    for found in ranks.run(2, generated_against_rank_0):
+        assert torch.equal(found[:, : given.shape[1]], given) and (found[:, given.shape[1] :] == 40).all()
 
 
 def generated_alone(mode: dict[str, Any]) -> Tensor:
