@@ -76,10 +76,10 @@ class InferenceEngine(nn.Module):
                 check_folder(save_path)
         with _bar(settings.progress) as progress:
             if source is None:
-                decided = make_plan(model, settings, device, mesh)
-                check_plan(decided, settings)
-                model.to(device.torch_device).eval()
                 with all_or_none(self.group, "init_inference"):
+                    decided = make_plan(model, settings, device, mesh)
+                    check_plan(decided, settings)
+                    model.to(device.torch_device).eval()
                     self.plan = apply(decided, model, settings, progress, group=self.group)
             else:
                 loaded = load(model, settings, device, mesh, self.group, progress)

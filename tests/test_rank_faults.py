@@ -65,6 +65,14 @@ def test_other_settings_are_told_before_anything_is_done(theirs: dict, ranks: Ra
         assert isinstance(error, infuse.RankError) and "the plan: rank 1 differs from rank 0" in str(error)
 
 
+def test_settings_that_one_rank_refuses_are_told_to_the_other(ranks: Ranks) -> None:
+    """Only a look at the model shows that nothing has that name: no rank waits for the one that gave up."""
+    theirs = {"quant": {"weight": {"post_init_quant": {"no_such_linear": {"num_bits": 8, "group_size": 4}}}}}
+    told, refused = ranks.run_expecting_errors(2, other_settings, [{}, theirs], timeout=60)
+    assert isinstance(refused, infuse.ConfigError) and "no_such_linear" in str(refused)
+    assert isinstance(told, infuse.RankError) and "given up by rank 1" in str(told) and "no_such_linear" in str(told)
+
+
 def other_models() -> None:
     engine_of("llama" if dist.get_rank() == 0 else "gpt2")
 
