@@ -9,8 +9,10 @@ many bytes of the source per second it runs. Turns are interleaved.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +21,9 @@ import transformers
 from rich.table import Table
 
 import infuse
+from infuse.plan_bytes import parameter_bytes
 from models import SHAPES, made
-from report import markdown, show
+from report import markdown, memory_bytes, show
 
 CHUNK_BYTES = 1 << 24
 
@@ -47,6 +50,28 @@ def load(folder: Path, shape: str, format: str, verify: str) -> float:
     return time.perf_counter() - start
 
 
+def peak(pipe: Connection, folder: Path, shape: str, format: str) -> None:
+    """In a process of its own: the bytes of the result, and the most memory that loading took beyond what the process had before."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
+    before = memory_bytes("VmRSS")
+    infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify="off", **({"quant": format} if format else {}))
+    pipe.send((parameter_bytes(model), memory_bytes("VmHWM") - before))
+
+
+def peaks(folder: Path, shape: str, formats: list[str]) -> str:
+    """One line: for each format what the result takes, and the peak of loading it."""
+    context, told = multiprocessing.get_context("spawn"), []
+    for format in formats:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=peak, args=(theirs, folder, shape, format))
+        process.start()
+        result, most = ours.recv()
+        process.join()
+        told.append(f"{format or 'bf16'} {result / 1e9:.2f} GB, peak {most / 1e9:.2f} GB")
+    return "memory of a load without proof, in a fresh process: " + "; ".join(told)
+
+
 def main() -> None:
     asked = arguments()
     with tempfile.TemporaryDirectory(prefix="infuse-loading-") as name:
@@ -64,12 +89,13 @@ def main() -> None:
                 taken = run()
                 if repeat:  # the first turn brings the file into the page cache
                     seconds[label].append(taken)
+        memory = peaks(folder, asked.shape, ["", *asked.formats])
     table = Table("", "seconds", "of the plain read", "source, GB/s", "spread", title=f"{asked.shape}, {size / 1e9:.2f} GB in bfloat16")
     plain = median(seconds["plain read"])
     for label, taken in seconds.items():
         middle, spread = median(taken), f"{min(taken):.2f} to {max(taken):.2f}"
         table.add_row(label, f"{middle:.2f}", f"{middle / plain:.2f}", f"{size / middle / 1e9:.2f}", spread)
-    show(markdown(table, f"seconds are medians of {asked.repeats} turns"), asked.out)
+    show(markdown(table, f"seconds are medians of {asked.repeats} turns; {memory}"), asked.out)
 
 
 def arguments() -> argparse.Namespace:

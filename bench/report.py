@@ -32,6 +32,12 @@ def in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[fl
     return seconds
 
 
+def memory_bytes(what: str) -> int:
+    """A figure of /proc/self/status: VmRSS is the memory that the process has, VmHWM the most that it had."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
 def probed(bandwidth: Bandwidth, rates: dict[torch.dtype, float]) -> str:
     """The bounds of this run in one line; `rates` are floating-point operations per second of F.linear."""
     read = f"read {bandwidth.best / 1e9:.1f} GB/s (median {bandwidth.median / 1e9:.1f}) by {bandwidth.reader}"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from report import markdown, show
+from report import markdown, memory_bytes, show
 
 WAYS = ("threads", "ranks")
 
@@ -74,7 +74,7 @@ def work(pipe: Connection, asked: argparse.Namespace, rank: int, size: int, thre
     start = time.perf_counter()
     engine = infuse.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": size}, **settings)
     seconds = time.perf_counter() - start
-    pipe.send({"seconds": seconds, "how": engine.group.describe(), "peak_bytes": peak_bytes()})
+    pipe.send({"seconds": seconds, "how": engine.group.describe(), "peak_bytes": memory_bytes("VmHWM")})
     ids = torch.randint(shape["vocab_size"], (asked.batch, asked.prefill), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     while pipe.recv() == "run":
@@ -84,12 +84,6 @@ def work(pipe: Connection, asked: argparse.Namespace, rank: int, size: int, thre
             engine.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
             times.append(time.perf_counter() - begin)
         pipe.send({"prefill": times[0], "decode": (times[1] - times[0]) / asked.new})
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def table(seconds: dict[str, dict[str, list[float]]], ready: dict[str, list[dict[str, Any]]], asked: argparse.Namespace) -> Table:

@@ -14,7 +14,8 @@ from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.shard import Cut, Range, split, split_heads
 from infuse.plan_ranks import Part
-from infuse.plan_readings import (
+from infuse.spec.packing import BLOCKS, FOUR_PARTS, Fill, Heads, block_starts
+from infuse.spec.readings import (
     KV_WORDS,
     WIDTH_WORDS,
     Layer,
@@ -27,7 +28,6 @@ from infuse.plan_readings import (
     owner_of,
     readings,
 )
-from infuse.spec.packing import BLOCKS, FOUR_PARTS, Fill, Heads, block_starts
 from infuse.spec.roles import Group, Roles
 from infuse.spec.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
 from infuse.spec.unknown import linears

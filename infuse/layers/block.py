@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import self_attention_cache
-from infuse.layers.combine import Combine, Sum
+from infuse.layers.combine import Sum
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
@@ -54,7 +54,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.shape = shape
-        self._sum: Combine = Sum(group, f"{path}: attention and MLP") if group.size > 1 else _alone
+        self._sum = Sum(group, f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
             of_attention, of_mlp = Sum(group, f"{path}.{shape.attn.name}"), Sum(group, f"{path}.mlp")
@@ -112,10 +112,6 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
     rows = real_BT.view(-1).nonzero()[:, 0]
     enough = rows.shape[0] <= batch * tokens * (1 - LEAST_PADDING)
     return Packed(rows, batch, tokens) if enough else None
-
-
-def _alone(part: Tensor) -> Tensor:
-    return part
 
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
