@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from ranks import Ranks, same
 from torch import Tensor
 
 import infuse
+from infuse.parallel import join
+from infuse.parallel.collectives import make_group
 from infuse.plan import BLOCK, SPLIT
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8
-SIZES = (2, 3, 4)
+GLOO, SHARED_MEMORY = "gloo", "shared memory"
+WAYS = ((2, GLOO), (3, GLOO), (4, GLOO), (2, SHARED_MEMORY))  # how many ranks, and how they add up
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
@@ -42,10 +47,12 @@ class Found:
     parameter_bytes: int
 
 
-def on_rank(name: str, padding: str | None) -> Found:
+def on_rank(name: str, padding: str | None, way: str) -> Found:
     family = BY_NAME[name]
     model = family.make()
-    engine = infuse.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": torch.distributed.get_world_size()})
+    with mock.patch.object(join, "make_group", partial(make_group, shared_memory=way == SHARED_MEMORY)):
+        engine = infuse.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": torch.distributed.get_world_size()})
+    assert engine.group.describe() == (way if engine.group.why_not_shared == "" else GLOO)
     given = inputs(family, padding=padding)
     found = outputs(engine, given)
     tokens = engine.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False) if family.kind == "decoder" else None
@@ -54,12 +61,12 @@ def on_rank(name: str, padding: str | None) -> Found:
     return Found(found, tokens, depths, refused, sum(p.nbytes for p in model.parameters()))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "way"), WAYS)
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
-def test_ranks_give_what_the_original_gives(name: str, size: int, ranks: Ranks) -> None:
+def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, ranks: Ranks) -> None:
     family: Family = BY_NAME[name]
     padding = {"decoder": "left", "encoder": "right"}.get(family.kind)
-    results = ranks.run(size, on_rank, name, padding)
+    results = ranks.run(size, on_rank, name, padding, way)
     model = family.make()
     given = inputs(family, padding=padding)
     mask = given.get("attention_mask")
@@ -183,7 +190,7 @@ def test_each_rank_holds_its_part(ranks: Ranks) -> None:
     """Matrices are shared, norms are not: two ranks hold little more than one, though 80 inner features and 96 tokens give one more."""
     model = BY_NAME["llama"].make()
     whole, norms = (sum(p.nbytes for p in model.parameters() if p.dim() >= least) for least in (0, 2))
-    held = [result.parameter_bytes for result in ranks.run(2, on_rank, "llama", None)]
+    held = [result.parameter_bytes for result in ranks.run(2, on_rank, "llama", None, SHARED_MEMORY)]
     assert sum(held) == whole + (whole - norms) and max(held) < 0.65 * whole
 
 
