@@ -323,5 +323,5 @@ def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
     matrices = [fill for fill in fills if is_matrix(fill)]
     quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
-    fused = ("linear_activation",) if any(fill.target == "mlp.up.weight" and not fill.format for fill in matrices) else ()
+    fused = [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
     return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *fused, *quantized)

@@ -30,6 +30,7 @@ QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
 quantized = runner("quantized_linear", "cpu")
+activated = runner("quantized_linear_activation", "cpu")
 
 
 def poison(*shape: int, dtype: torch.dtype) -> None:
@@ -80,6 +81,19 @@ def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) ->
             assert_product(quantized(x, *buffers, b, outputs, inputs, text), x, weight, b, f"{text} {rows}x{inputs}->{outputs} {dtype}")
 
 
+def check_activated(text: str, inputs: int, outputs: int) -> None:
+    """Rows enough for tiles; in bfloat16, since nothing else goes by tiles."""
+    buffers, weight = quantized_args(text, inputs, outputs)
+    x, bias = torch.randn(50, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+    for b in (None, bias):
+        wanted = exact(x, weight.bfloat16(), b)
+        for name, gated in (("gelu", False), ("silu", True)):
+            poison(50, outputs // 2 if gated else outputs, dtype=torch.bfloat16)
+            found = activated(x, *buffers, b, outputs, inputs, text, name, gated)
+            act = ops.gated_activation if gated else ops.activation
+            assert_near(found, act(wanted, name), torch.bfloat16, f"{text} {name} {inputs}->{outputs}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_is_the_exact_product(dtype: torch.dtype) -> None:
     for inputs in INPUTS:
@@ -115,6 +129,12 @@ def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:
         if quant_format(text).fits(inputs) is None:
             for outputs in (1, 17, 100):
                 check_quantized(dtype, text, inputs, outputs)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_quantized_is_activated(text: str) -> None:
+    for outputs in (2, 32, 34, 96):  # halves of whole panels, which one pass takes, and others
+        check_activated(text, 480 if "96" in text else 64, outputs)
 
 
 @pytest.mark.parametrize("text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28"))
@@ -262,6 +282,8 @@ def all_cases() -> None:
             check_quantized(dtype, text, 480 if quant_format(text).fits(480) is None else 448, 13)
             if quant_format(text).fits(96) is None:
                 check_quantized(dtype, text, 96, 5)
+    for text in ("int8", "int4:32:asymmetric"):
+        check_activated(text, 64, 96)
     for name in ("fp8", "fp6"):
         test_every_code_of_a_float_has_its_exact_value(name)
 

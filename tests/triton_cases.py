@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from prepared import run_body
 from test_ops import cases as cases_on_cpu
-from test_ops import own, planted, results, written
+from test_ops import own, planted, results, widened, written
 from tolerance import assert_near
 from torch import Tensor
 
@@ -76,9 +77,9 @@ def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: 
     value = (float("nan"), float("inf"), -float("inf"))[part]
     for _, case in list(planted(name, value))[part::3]:
         args = tuple(there(arg) for arg in case.args)
-        if name in ("activation", "linear_activation") and "gelu" in case.label:  # as in test_ops.py: PyTorch's in float64 is right
-            wanted = registered()[name].reference(*(arg.double() if isinstance(arg, Tensor) else arg for arg in args)).float()
-            assert_near(registered()[name].body("triton")(*args).cpu(), wanted.cpu(), torch.float32, case.label)
+        if name.endswith("activation") and "gelu" in case.label:  # as in test_ops.py: PyTorch's in float64 is right
+            wanted = registered()[name].reference(*widened(args)).float()
+            assert_near(run_body(name, "triton", *args).cpu(), wanted.cpu(), torch.float32, case.label)
             continue
         compare(name, args, torch.float32, case.label)
 

@@ -104,8 +104,13 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         return self.data.view(torch.int8)  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
 
+    def arguments(self) -> tuple:
+        """What an op with a quantized weight takes after x."""
+        held = self._buffers
+        return (held["data"], held["scale"], held["zero"], self._parameters["bias"], self.out_features, self.in_features, self.format)
+
     def forward(self, x: Tensor) -> Tensor:
-        y = self._body(x, self.data, self.scale, self.zero, self.bias, self.out_features, self.in_features, self.format)
+        y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
     def extra_repr(self) -> str:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
-from infuse.layers.linear import Linear, direct, make_linear, untouched
+from infuse.layers.linear import Linear, QuantizedLinear, direct, make_linear, untouched
 from infuse.spec.layer import MLPShape
 
 
 def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
-    """What follows the product; with a plain weight both are one op (`linear_activation`)."""
+    """What follows the product; both are one op (`linear_activation`, `quantized_linear_activation`) where nothing comes between them."""
     return ("gated_activation" if shape.gated else "activation",)
 
 
@@ -26,6 +26,7 @@ class MLP(nn.Module):
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.body(bodies.get(act.name, ops.REFERENCE))
         self._fused = ops.linear_activation.body(bodies.get("linear_activation", ops.REFERENCE))
+        self._fused_quantized = ops.quantized_linear_activation.body(bodies.get("quantized_linear_activation", ops.REFERENCE))
         self._activation, self._gated = shape.activation, shape.gated
         rows = shape.inner * (2 if shape.gated else 1)
         self.up = make_linear(shape.hidden, rows, shape.in_bias, formats.get("mlp.up.weight"), bodies)
@@ -33,9 +34,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules
-        up = held["up"]
-        if isinstance(up, Linear) and untouched(up):
-            inner = self._fused(x, up._parameters["weight"], up._parameters["bias"], self._activation, self._gated)
-        else:
-            inner = self._act(direct(up, x), self._activation)
-        return direct(held["down"], inner)
+        return direct(held["down"], self._inner(x, held["up"]))
+
+    def _inner(self, x: Tensor, up: Linear | QuantizedLinear) -> Tensor:
+        if not untouched(up):
+            return self._act(direct(up, x), self._activation)
+        if isinstance(up, Linear):
+            return self._fused(x, up._parameters["weight"], up._parameters["bias"], self._activation, self._gated)
+        fused = self._fused_quantized if up.prepared else ops.quantized_linear_activation.reference
+        return fused(x, *up.arguments(), self._activation, self._gated)

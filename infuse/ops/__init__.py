@@ -18,7 +18,7 @@ from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import linear, quantized_linear
-from infuse.ops.linear_activation import linear_activation
+from infuse.ops.linear_activation import linear_activation, quantized_linear_activation
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
@@ -29,5 +29,5 @@ __all__ = [
     "ACTIVATIONS", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation", "add_layer_norm", "add_rms_norm",
     "argmax", "attention", "attention_weights", "both_masks",
     "gated_activation", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
-    "registered", "rms_norm", "rotary", "rotary_append", "sample",
+    "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append", "sample",
 ]  # fmt: skip

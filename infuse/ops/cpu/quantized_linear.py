@@ -1,8 +1,8 @@
 """The product with quantized weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved rows
 (src/panels.h), brought there once.
 
-Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h). Where the
-instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
+Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h), with an activation
+on the way out. Where the instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import pages
+from infuse.ops.activation import activation, gated_activation
 from infuse.ops.cpu import CODES, DTYPES, kernels, needs
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
+from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.op import Layout
 from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
 
@@ -91,12 +94,33 @@ def _quantized_linear(
         x = x.contiguous()
     if scale.dtype is not SCALE_DTYPE:  # whoever casts the model casts it too
         scale = scale.to(SCALE_DTYPE)
-    y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs)
+    y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, -1, False)
     if y is not None:
         return y
     weight = torch.empty(outputs, inputs, dtype=dtype)
     kernels().dequantize.default(data, scale, zero, code, weight)
     return F.linear(x, weight, bias)
+
+
+@quantized_linear_activation.implement("cpu", needs, PANELS)
+def _quantized_linear_activation(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
+    name: str,
+    gated: bool,
+) -> Any:
+    if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
+        y = kernels().quantized_linear.default(x, data, scale, zero, bias, _code(format), outputs, ACTIVATION_NUMBERS[name], gated)
+        if y is not None:
+            return y
+    y = _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format)
+    return (gated_activation if gated else activation).body("cpu")(y, name)
 
 
 @quantized_embedding.implement("cpu", needs, PANELS)

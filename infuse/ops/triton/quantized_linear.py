@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
+from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_PLAIN_ROWS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
 from infuse.ops.triton.linear import combine
@@ -55,6 +57,12 @@ def _quantized_linear(
     if chosen.splits > 1:
         combine(to, bias, out, None, False)
     return out
+
+
+@quantized_linear_activation.implement("triton", needs, WORDS)
+def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
+    *weight, name, gated = given
+    return (gated_activation if gated else activation).body("triton")(_quantized_linear(x, *weight), name)
 
 
 def dequantized(

@@ -21,20 +21,25 @@ void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   a.groups = scale.size(1);  // scale [panels, groups, 16]
 }
 
-// None where there are more rows than these kernels are good at.
-std::optional<Tensor> quantized_linear(
-    Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias, int64_t code, int64_t outputs) {
+// With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at; with an activation
+// also where there are fewer than tiles are good at, and where a panel would hold gates and what they gate.
+std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias,
+                                       int64_t code, int64_t outputs, int64_t act, bool gated) {
   LinearArgs a{};
   take_panels(a, data, scale, zero, code, outputs);
+  a.activates = act >= 0, a.gated = gated;
+  if (a.activates) a.act = Act(act);
+  const int64_t columns = gated ? outputs / 2 : outputs;
   const PanelKernels& kernel = kernels().panels;
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;
   const int64_t few = bf16 ? kFewRows : kFewRowsFloat;
   const bool many = x.numel() > few * a.inputs;
   if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
-  Tensor y = begin_product(a, x, bias, a.outputs);
-  if (a.rows == 0 || a.outputs == 0) return y;
+  if (a.activates && (!many || (gated && columns % kPanelRows))) return std::nullopt;
+  Tensor y = begin_product(a, x, bias, columns);
+  if (a.rows == 0 || columns == 0) return y;
   if (many) {
-    multiply_by_tiles(a, a.outputs, kernel.tiles);
+    multiply_by_tiles(a, columns, kernel.tiles);
     return y;
   }
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
@@ -181,7 +186,9 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs) -> Tensor?");
+  m.def(
+      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs, int act, bool gated)"
+      " -> Tensor?");
   m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int code, Tensor(a!) to) -> ()");
   m.def("gather_rows(Tensor data, Tensor scale, Tensor? zero, int code, Tensor index, Tensor(a!) to) -> ()");
   m.def("pack_panels(Tensor data, int code, Tensor(a!) to) -> bool");

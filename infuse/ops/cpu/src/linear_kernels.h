@@ -25,7 +25,7 @@ struct LinearArgs {
   int64_t groups;
   const int64_t* index;   // the rows of the weight that `gather` takes
 
-  // Of products by tiles over plain weights: y = act(...), or where gated y[R, O / 2] = act(first half) * second half.
+  // Of products by tiles: y = act(...), or where gated y[R, O / 2] = act(first half) * second half.
   bool activates, gated;
   Act act;
 

@@ -61,8 +61,9 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
 
 template <Code C>
 void panel_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
+  const int64_t beyond = a.gated ? a.outputs / 2 / kPanelRows : 1;  // panels from the first half to the second
   multiply_tiles(a, begin, end, tile, [&](int64_t o, uint32_t* to) {
-    for (int half = 0; half < 2; ++half) fill_tile<C>(a, o / kPanelRows + half, half, to);
+    for (int half = 0; half < 2; ++half) fill_tile<C>(a, o / kPanelRows + half * beyond, half, to);
   });
 }
 
