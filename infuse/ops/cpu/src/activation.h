@@ -1,6 +1,8 @@
 // Activations, plain and gated: one pass, float inside, rounded once.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_kernels.h"
 #include "vec_math.h"
 
@@ -9,8 +11,9 @@ namespace INFUSE_ISA {
 
 inline Vec sigmoid_times(Vec x, float slope) { return x / (Vec(1.0f) + exp(x * Vec(-slope))); }
 
-template <Act ACT>
+template <Act ACT, class T>  // T: what the result is rounded to
 inline Vec activated(Vec x) {
+  if constexpr (ACT == Act::gelu && std::is_same_v<T, bf16>) return gelu_for_bf16(x);
   if constexpr (ACT == Act::silu) return sigmoid_times(x, 1.0f);
   if constexpr (ACT == Act::quick_gelu) return sigmoid_times(x, 1.702f);
   if constexpr (ACT == Act::gelu) return x * Vec(0.5f) * (Vec(1.0f) + erf(x * Vec(0.707106781f)));
@@ -26,16 +29,17 @@ inline Vec activated(Vec x) {
   if constexpr (ACT == Act::tanh) return tanh(x);
 }
 
-// Where the activation is not known when this is compiled. Not inlined: seven of them would be, wherever it is called.
-[[gnu::noinline]] inline Vec activated(Act act, Vec x) {
+// Calls run(std::integral_constant<Act, act>).
+template <class F>
+void with_activation(Act act, const F& run) {
   switch (act) {
-    case Act::silu: return activated<Act::silu>(x);
-    case Act::gelu: return activated<Act::gelu>(x);
-    case Act::gelu_tanh: return activated<Act::gelu_tanh>(x);
-    case Act::quick_gelu: return activated<Act::quick_gelu>(x);
-    case Act::relu: return activated<Act::relu>(x);
-    case Act::relu2: return activated<Act::relu2>(x);
-    default: return activated<Act::tanh>(x);
+    case Act::silu: return run(std::integral_constant<Act, Act::silu>());
+    case Act::gelu: return run(std::integral_constant<Act, Act::gelu>());
+    case Act::gelu_tanh: return run(std::integral_constant<Act, Act::gelu_tanh>());
+    case Act::quick_gelu: return run(std::integral_constant<Act, Act::quick_gelu>());
+    case Act::relu: return run(std::integral_constant<Act, Act::relu>());
+    case Act::relu2: return run(std::integral_constant<Act, Act::relu2>());
+    case Act::tanh: return run(std::integral_constant<Act, Act::tanh>());
   }
 }
 
@@ -46,7 +50,7 @@ void activate_range(const ActivationArgs& a, int64_t begin, int64_t end) {
   if (!a.gated) {
     for (int64_t i = begin; i < end; i += Vec::width) {
       const int n = int(end - i < Vec::width ? end - i : Vec::width);
-      store(y + i, activated<ACT>(load(x + i, n)), n);
+      store(y + i, activated<ACT, T>(load(x + i, n)), n);
     }
     return;
   }
@@ -55,7 +59,7 @@ void activate_range(const ActivationArgs& a, int64_t begin, int64_t end) {
     const T* gate = x + row * 2 * a.columns + column;
     for (int64_t c = 0; c < left; c += Vec::width) {
       const int n = int(left - c < Vec::width ? left - c : Vec::width);
-      store(y + i + c, activated<ACT>(load(gate + c, n)) * load(gate + a.columns + c, n), n);
+      store(y + i + c, activated<ACT, T>(load(gate + c, n)) * load(gate + a.columns + c, n), n);
     }
     i += left;
   }
@@ -63,15 +67,7 @@ void activate_range(const ActivationArgs& a, int64_t begin, int64_t end) {
 
 template <class T>
 void activate_typed(const ActivationArgs& a, int64_t begin, int64_t end) {
-  switch (a.act) {
-    case Act::silu: return activate_range<T, Act::silu>(a, begin, end);
-    case Act::gelu: return activate_range<T, Act::gelu>(a, begin, end);
-    case Act::gelu_tanh: return activate_range<T, Act::gelu_tanh>(a, begin, end);
-    case Act::quick_gelu: return activate_range<T, Act::quick_gelu>(a, begin, end);
-    case Act::relu: return activate_range<T, Act::relu>(a, begin, end);
-    case Act::relu2: return activate_range<T, Act::relu2>(a, begin, end);
-    case Act::tanh: return activate_range<T, Act::tanh>(a, begin, end);
-  }
+  with_activation(a.act, [&](auto act) { activate_range<T, act>(a, begin, end); });
 }
 
 inline void activate(const ActivationArgs& a, int64_t begin, int64_t end) {

@@ -41,6 +41,8 @@ inline int64_t most_tiles(const LinearArgs& a) {
   return fit < 1 ? 1 : fit < kMostTiles ? fit : kMostTiles;
 }
 
+inline int64_t chunk_rows(const LinearArgs& a) { return a.rows; }
+
 // Blocks [begin, end) of 16 rows.
 inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const bf16* x = static_cast<const bf16*>(a.x);
@@ -62,7 +64,7 @@ inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, 
   alignas(64) float sums[2 * kAmxRows][kTileOutputs];
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * block_words(a);
   amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, block_words(a)}, tile, kTileOutputs, amx_steps(a), sums[0], kTileOutputs);
-  for (int64_t r = 0; r < rows; ++r) write_sums(a, load(sums[r], Vec::width), load(sums[r] + kPanelRows, Vec::width), o, first + r);
+  write_sums(a, sums[0], rows, o, first);
 }
 
 // Outputs [begin, end), or gates, of up to most_tiles tiles: fill(o, tile) brings the weights of those from o on.

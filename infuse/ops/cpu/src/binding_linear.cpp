@@ -30,6 +30,7 @@ std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor
   const int64_t columns = gated ? a.outputs / 2 : a.outputs;
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
+  a.row_bytes = a.inputs * int64_t(weight.element_size());
   multiply_by_tiles(a, columns, kernel);
   return y;
 }

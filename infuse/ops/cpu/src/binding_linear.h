@@ -90,14 +90,39 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   torch::stable::parallel_for(0, blocks, 1, arrange);
 }
 
+// More rows than the cores' caches hold: each thread takes chunks of them, and goes with each over all outputs (or gates).
+inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(kernel.tile_bytes(a)));
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t c; (c = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
+        LinearArgs part = a;
+        const int64_t first = a.rows * c / chunks;
+        part.rows = a.rows * (c + 1) / chunks - first;
+        part.x = static_cast<const uint16_t*>(a.x) + first * a.inputs;
+        part.y = static_cast<uint16_t*>(a.y) + first * outputs;
+        part.scratch = scratch_of<Scratch::x>(kernel.x_bytes(part));
+        kernel.arrange(part, 0, (part.rows + kernel.block_rows - 1) / kernel.block_rows);
+        kernel.multiply(part, 0, outputs, room);
+      }
+    }
+  });
+}
+
 // Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own.
 inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel) {
+  const int64_t threads = torch::stable::get_num_threads(), columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
+  if (a.rows >= 2 * threads * chunk) {
+    a.ahead = columns;
+    return multiply_chunks(a, outputs, ((a.rows + chunk - 1) / chunk + threads - 1) / threads * threads, kernel);
+  }
   a.scratch = scratch_of<Scratch::x>(kernel.x_bytes(a));
   const int64_t blocks = (a.rows + kernel.block_rows - 1) / kernel.block_rows;
   over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
   // At least two turns for each thread: one that is slowed down does not hold up the others.
-  const int64_t threads = torch::stable::get_num_threads(), columns = kernel.tile_columns(a);
   const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a)), unit = tiles * columns;
+  a.ahead = threads * unit;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(tiles) * kernel.tile_bytes(a)));

@@ -29,6 +29,8 @@ struct LinearArgs {
   bool activates, gated;
   Act act;
 
+  int64_t row_bytes, ahead;  // of tiles: a weight row; from a tile to the next that its thread is likely to take, in outputs or gates
+
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
 
@@ -41,6 +43,7 @@ struct TileKernels {
   size_t (*tile_bytes)(const LinearArgs&);
   int64_t (*tile_columns)(const LinearArgs&);  // outputs, or gates, of a tile
   int64_t (*most_tiles)(const LinearArgs&);    // that a thread takes at once, if there is work for all threads
+  int64_t (*chunk_rows)(const LinearArgs&);    // of x that meet all tiles before the next ones do, if there are enough for all threads
   void (*multiply)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tiles);  // outputs, or gates
 };
 

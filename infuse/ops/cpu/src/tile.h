@@ -47,36 +47,55 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   }
 }
 
+// Words p of up to 16 rows, `step` elements apart: pairs of bf16, moved as they are.
+inline void load_pairs(const bf16* rows, int64_t step, int64_t there, int pairs, Vec (&words)[16]) {
+  for (int r = 0; r < 16 && r < there; ++r) words[r] = _mm512_maskz_loadu_ps(first(pairs), rows + r * step);
+  transpose(words);
+}
+
 // Rows [o, o + 16) of a plain weight, as far as there are, into one half.
 inline void fill_plain_tile(const LinearArgs& a, int64_t o, int64_t end, int half, uint32_t* tile) {
   const bf16* rows = static_cast<const bf16*>(a.weight) + o * a.inputs;
   const int64_t pairs = a.inputs / 2;
   for (int64_t i = 0; i < pairs; i += 16) {
     const int count = int(pairs - i < 16 ? pairs - i : 16);
-    Vec words[16];  // pairs of bf16, moved as they are
-    for (int r = 0; r < 16 && o + r < end; ++r) words[r] = _mm512_maskz_loadu_ps(first(count), rows + r * a.inputs + 2 * i);
-    transpose(words);
+    Vec words[16];
+    load_pairs(rows + 2 * i, a.inputs, end - o, count, words);
     uint32_t* to = tile + i * kTileOutputs + half * kPanelRows;
     for (int c = 0; c < count; ++c) _mm512_store_ps(to + c * kTileOutputs, words[c].v);
   }
 }
 
-// Of one row of x and one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as there are gates.
-inline void write_sums(const LinearArgs& a, Vec low, Vec high, int64_t o, int64_t row) {
-  const bf16* bias = static_cast<const bf16*>(a.bias);
+// Asks for part b of `parts` of the weights of 16 outputs from o on, which lie in one piece.
+inline void fetch_half(const LinearArgs& a, int64_t o, int64_t b, int64_t parts) {
+  const int64_t bytes = kPanelRows * a.row_bytes;
+  const char* from = static_cast<const char*>(a.weight) + o * a.row_bytes;
+  for (int64_t at = bytes * b / parts; at < bytes * (b + 1) / parts; at += 64) prefetch(from + at);
+}
+
+// Rows of sums of one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as there are gates.
+template <class Activate>
+void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row, const Activate& act) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;
-  bf16* to = static_cast<bf16*>(a.y) + row * columns + o;
-  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs);
-  if (a.gated) {
-    if (bias) low = low + load(bias + o, left), high = high + load(bias + columns + o, left);
-    store(to, activated(a.act, low) * high, left);
-    return;
+  const bf16* bias = static_cast<const bf16*>(a.bias);
+  bf16* to = static_cast<bf16*>(a.y) + first_row * columns + o;
+  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs), beyond = a.gated ? left : left - kPanelRows;
+  const Vec low_bias = bias ? load(bias + o, left) : Vec();
+  const Vec high_bias = bias && beyond > 0 ? load(bias + (a.gated ? columns : kPanelRows) + o, beyond) : Vec();
+  for (int64_t r = 0; r < rows; ++r, sums += kTileOutputs, to += columns) {
+    const Vec low = act(load(sums, Vec::width) + low_bias), high = load(sums + kPanelRows, Vec::width) + high_bias;
+    if (a.gated) {
+      store(to, low * high, left);
+    } else {
+      const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(act(high).v, low.v));
+      _mm512_mask_storeu_epi16(to, Elements<bf16>::first_words(left), both);
+    }
   }
-  if (bias) low = low + load(bias + o, left);
-  store(to, a.activates ? activated(a.act, low) : low, left);
-  if (left <= kPanelRows) return;
-  if (bias) high = high + load(bias + o + kPanelRows, left - kPanelRows);
-  store(to + kPanelRows, a.activates ? activated(a.act, high) : high, left - kPanelRows);
+}
+inline void write_sums(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row) {
+  const auto write = [&](const auto& act) { write_rows(a, sums, rows, o, first_row, act); };
+  if (!a.activates) return write([](Vec x) { return x; });
+  with_activation(a.act, [&](auto act) { write([](Vec x) { return activated<decltype(act)::value, bf16>(x); }); });
 }
 
 // How many outputs, or gates, a tile holds.

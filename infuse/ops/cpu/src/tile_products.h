@@ -22,8 +22,11 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
     const auto [first_row, count] = row_block(a.rows, kTileRows, b);
     const bf16* x = static_cast<const bf16*>(a.x) + first_row * a.inputs;
     uint32_t* to = static_cast<uint32_t*>(a.scratch) + first_row * (a.inputs / 2);
-    for (int64_t r = 0; r < count; ++r) {
-      for (int64_t i = 0; i < a.inputs / 2; ++i) std::memcpy(to + i * count + r, x + r * a.inputs + 2 * i, 4);
+    for (int64_t i = 0; i < a.inputs / 2; i += 16) {
+      const int pairs = int(a.inputs / 2 - i < 16 ? a.inputs / 2 - i : 16);
+      Vec words[16];
+      load_pairs(x + 2 * i, a.inputs, count, pairs, words);
+      for (int p = 0; p < pairs; ++p) _mm512_mask_storeu_ps(to + (i + p) * count, first(int(count)), words[p].v);
     }
   }
 }
@@ -42,15 +45,28 @@ void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t
       sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, pair);
     }
   }
-  for (int r = 0; r < R; ++r) write_sums(a, Vec(sums[r][0]), Vec(sums[r][1]), o, first_row + r);
+  alignas(64) float rows[R][kTileOutputs];
+  for (int r = 0; r < R; ++r) _mm512_store_ps(rows[r], sums[r][0]), _mm512_store_ps(rows[r] + kPanelRows, sums[r][1]);
+  write_sums(a, rows[0], R, o, first_row);
 }
 
-// Outputs [begin, end), or gates, tile by tile: fill(o, tile) brings the weights of those from o on.
+// How many rows of x, with a tile of weights, stay in a core's cache of 1 MiB; of fewer rows filling the tiles would take too long.
+inline int64_t chunk_rows(const LinearArgs& a) {
+  constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
+  const int64_t rows = kChunkBytes / (2 * a.inputs);
+  return rows < kLeastRows ? kLeastRows : rows;
+}
+
+// Outputs [begin, end), or gates, tile by tile: fill(o, tile) brings the weights of those from o on. Meanwhile the weights of the next
+// tile are asked for.
 template <class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile, const Fill& fill) {
+  const int64_t blocks = row_blocks(a.rows, kTileRows), columns = a.gated ? a.outputs / 2 : a.outputs;
   for (int64_t o = begin; o < end; o += tile_columns(a)) {
     fill(o, tile);
-    for (int64_t b = 0; b < row_blocks(a.rows, kTileRows); ++b) {
+    const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (next != o) fetch_half(a, next, b, blocks), fetch_half(a, a.gated ? columns + next : next + kPanelRows, b, blocks);
       const auto [first_row, count] = row_block(a.rows, kTileRows, b);
       with_rows<kTileRows>(count, [&, first_row = first_row](auto R) { multiply_tile<decltype(R)::value>(a, tile, o, first_row); });
     }
@@ -77,7 +93,7 @@ inline void plain_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uin
 }
 
 inline TileKernels plain_tile_kernels() {
-  return {kTileRows, tile_x_bytes, arrange_tile_rows, tile_bytes, tile_columns, most_tiles, plain_tile_rows};
+  return {kTileRows, tile_x_bytes, arrange_tile_rows, tile_bytes, tile_columns, most_tiles, chunk_rows, plain_tile_rows};
 }
 inline TileKernels panel_tile_kernels() {
   TileKernels made = plain_tile_kernels();
