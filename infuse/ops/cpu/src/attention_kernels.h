@@ -52,6 +52,7 @@ struct AttentionArgs {
   int64_t q_b, q_n, q_t, k_b, k_n, k_t, v_b, v_n, v_t;
   int64_t batch, heads, kv_heads, tokens, length, width;
   int64_t first_key;  // keys before it are hidden from every query
+  int64_t ahead;      // of tiles: from one to the next that its thread is likely to take
   int64_t window;     // or 0
   float scale, softcap;
   bool causal;

@@ -86,17 +86,17 @@ inline void load_tile_queries(const AttentionArgs& a, const Rows& of, const Tile
 }
 
 inline void load_keys(const AttentionArgs& a, const bf16* k, int count, const Tile& tile) {
-  for (int i = 0; i < kBlock; ++i) {
-    const bf16* row = k + i * a.k_t;
-    for (int64_t c = 0; c < a.width / 2; ++c) {
-      uint32_t pair = 0;
-      if (i < count) std::memcpy(&pair, row + 2 * c, 4);
-      tile.k[c * kBlock + i] = pair;
+  for (int i = 0; i < kBlock; i += 16) {
+    for (int64_t c = 0; c < tile.depth; c += 16) {
+      Vec words[16];
+      const __mmask32 there = first_of_32(a.width > 2 * c ? a.width - 2 * c : 0);
+      for (int r = 0; r < 16 && i + r < count; ++r) {
+        words[r] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, k + (i + r) * a.k_t + 2 * c));
+      }
+      transpose(words);
+      for (int64_t p = 0; p < 16 && c + p < tile.depth; ++p) _mm512_store_ps(tile.k + (c + p) * kBlock + i, words[p].v);
     }
-    if (a.width % 2) tile.k[a.width / 2 * kBlock + i] = i < count ? row[a.width - 1].bits : 0;
   }
-  const int64_t there = (a.width + 1) / 2;
-  std::memset(tile.k + there * kBlock, 0, size_t((tile.depth - there) * kBlock) * sizeof(uint32_t));
 }
 
 inline void load_values(const AttentionArgs& a, const bf16* v, int count, const Tile& tile) {
@@ -198,16 +198,25 @@ inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int cou
 
 #endif
 
-// Scores of a row become weights relative to its largest score so far; returns what that makes of the sums before.
-inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, int count) {
-  float* scores = tile.scores + r * kTileScoreStep;
+// Of scores that nothing hides, caps or adds to: all kBlock of a row.
+inline float largest_score(const float* scores) {
+  Vec largest = load(scores, Vec::width);
+  for (int i = Vec::width; i < kBlock; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
+  return largest.largest();
+}
+
+// Scores of a row, times `scale`, become weights relative to its largest so far (`block_largest` is scaled); returns what that makes of
+// the sums before.
+inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, float scale, int count) {
+  const float* scores = tile.scores + r * kTileScoreStep;
   const float before = tile.largest[row + r], now = block_largest > before ? block_largest : before;
-  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity less -infinity is NaN
-  const float keep = now == before ? 1.0f : exp_of(before - now);
+  const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale), log2_e(1.442695041f);  // -infinity less -infinity is NaN
+  const float keep = now == before ? 1.0f : before == -kInfinity ? 0.0f : exp_of(before - now);
   const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
   Vec total;
   for (int i = 0; i < kBlock; i += Vec::width) {
-    const Vec weight = i < written ? exp(load(scores + i, Vec::width) - base) : Vec();
+    const Vec exponent = fma(load(scores + i, Vec::width), factor, base) * log2_e;
+    const Vec weight = i < written ? coarse_exp2(larger(Vec(-160.0f), exponent)) : Vec();
     total = total + weight;
     _mm256_store_si256(reinterpret_cast<__m256i*>(tile.weights + r * kPairs + i / 2), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
   }
@@ -226,7 +235,12 @@ inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile
     const int64_t n = (row + r) % group, t = of.t + (row + r) / group;
     if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
     if (with.any) tile.allowed[row + r] = 1.0f;
-    keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, tile.scores + r * kTileScoreStep), count);
+    float* scores = tile.scores + r * kTileScoreStep;
+    if (with.adds || with.hides || a.softcap > 0 || a.scale <= 0 || count < kBlock) {
+      keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, scores), 1.0f, count);
+    } else {
+      keep[r] = weigh_tile_row(tile, row, r, largest_score(scores) * a.scale, a.scale, count);
+    }
   }
   add_tile_values(tile, row, rows, count, keep);
 }
@@ -244,6 +258,23 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
   }
 }
 
+// Asks for the rows of the tile that this thread is likely to take next: those of one head lie far apart. Of the keys only the first,
+// since the others are read one after the other.
+inline void fetch_tile(const AttentionArgs& a, int64_t index) {
+  if (index >= attention_tiles(a)) return;
+  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
+  const Head head(a, index / per_head);
+  const auto fetch = [&](const void* from, int64_t step, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) prefetch(static_cast<const bf16*>(from) + r * step);
+  };
+  const bf16* q = static_cast<const bf16*>(a.q) + head.b * a.q_b + head.n * group * a.q_n + t * a.q_t;
+  for (int64_t n = 0; n < group; ++n) fetch(q + n * a.q_n, a.q_t, a.tokens - t < queries ? a.tokens - t : queries);
+  if (t > 0) return;  // the keys of this head are in the cache
+  const int64_t keys = a.length < kTileQueries ? a.length : kTileQueries;
+  fetch(static_cast<const bf16*>(a.k) + head.b * a.k_b + head.n * a.k_n, a.k_t, keys);
+  fetch(static_cast<const bf16*>(a.v) + head.b * a.v_b + head.n * a.v_n, a.v_t, keys);
+}
+
 inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
 #if defined(__AMX_BF16__)
   const AmxRegisters configured;
@@ -253,6 +284,7 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
   const int64_t count_t = a.tokens - t < queries ? a.tokens - t : queries;
   const Rows of = {Head(a, index / per_head), t, count_t * group};
   load_tile_queries(a, of, tile);
+  fetch_tile(a, index + a.ahead);
   const int64_t position = a.length - a.tokens + t;  // of the first query among the keys
   const int64_t low = a.window ? position - a.window + 1 : 0, high = a.causal ? position + count_t : a.length;
   const int64_t end = high < a.length ? high : a.length;

@@ -202,10 +202,11 @@ float* scratch_of(int64_t floats) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + line - 1) / line * line);
 }
 
-void run_tiles(const AttentionArgs& a) {
+void run_tiles(AttentionArgs& a) {
   const auto& run = kernels().attention;
   const int64_t tiles = run.tiles(a), floats = (run.tile_bytes(a) + 3) / 4;
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
+  a.ahead = threads;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
