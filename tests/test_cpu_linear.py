@@ -122,6 +122,25 @@ def test_tiled_is_the_exact_product_and_activates_it(rows: int, inputs: int) -> 
                     assert_near(found, ops.gated_activation(wanted, name), torch.bfloat16, f"gated {rows}x{inputs}->{outputs}")
 
 
+@pytest.mark.skipif(isa() not in TILED, reason="tiles need bf16 instructions")
+def test_rows_in_chunks() -> None:
+    """So many that each of two threads takes chunks of them; neither the chunks nor the blocks in them are alike."""
+    rows, inputs, outputs = 1301, 832, 96
+    x, bias = (torch.randn(rows, inputs) / inputs**0.5).bfloat16(), torch.randn(outputs).bfloat16()
+    buffers, values = quantized_args("int8", inputs, outputs)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            poison(rows, outputs, dtype=torch.bfloat16)
+            assert_product(quantized(x, *buffers, bias, outputs, inputs, "int8"), x, values.bfloat16(), bias, f"{threads} threads")
+            poison(rows, outputs // 2, dtype=torch.bfloat16)
+            found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
+            assert_near(found, ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"), torch.bfloat16, f"{threads} threads")
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:
