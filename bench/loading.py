@@ -9,6 +9,7 @@ many bytes of the source per second it runs. Turns are interleaved.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -45,30 +46,32 @@ def load(folder: Path, shape: str, format: str, verify: str) -> float:
     """Seconds of init_inference on a model on meta."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
+    gc.collect()  # the model of the turn before is not given back while the clock runs
     start = time.perf_counter()
     infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify=verify, **({"quant": format} if format else {}))
     return time.perf_counter() - start
 
 
 def peak(pipe: Connection, folder: Path, shape: str, format: str) -> None:
-    """In a process of its own: the bytes of the result, and the most memory that loading took beyond what the process had before."""
+    """In a process of its own: the bytes of the result, and of the memory beyond what the process had before, the most and what stays."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
     before = memory_bytes("VmRSS")
     infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify="off", **({"quant": format} if format else {}))
-    pipe.send((parameter_bytes(model), memory_bytes("VmHWM") - before))
+    gc.collect()
+    pipe.send((parameter_bytes(model), memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before))
 
 
 def peaks(folder: Path, shape: str, formats: list[str]) -> str:
-    """One line: for each format what the result takes, and the peak of loading it."""
+    """One line: for each format what the result takes, the peak of loading it, and what is resident afterwards."""
     context, told = multiprocessing.get_context("spawn"), []
     for format in formats:
         ours, theirs = context.Pipe()
         process = context.Process(target=peak, args=(theirs, folder, shape, format))
         process.start()
-        result, most = ours.recv()
+        result, most, stays = ours.recv()
         process.join()
-        told.append(f"{format or 'bf16'} {result / 1e9:.2f} GB, peak {most / 1e9:.2f} GB")
+        told.append(f"{format or 'bf16'} {result / 1e9:.2f} GB, peak {most / 1e9:.2f} GB, then {stays / 1e9:.2f} GB")
     return "memory of a load without proof, in a fresh process: " + "; ".join(told)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES  # of a tensor for which it is worth asking
+_TOUCHED_BYTES = 1 << 15  # of each page: as many as PyTorch gives to a thread of its own
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -25,13 +26,18 @@ def given() -> bool:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """An uninitialised tensor, on large pages where the system has them to give; elsewhere torch.empty."""
+    """An uninitialised tensor, on large pages where the system has them to give; elsewhere torch.empty.
+
+    The pages are taken here, each by one thread: whoever filled them in small parts would have all threads clear the same page.
+    """
     made = torch.empty(shape, dtype=dtype, device=device)
     if _pays(made, dtype):
         first = -(-made.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         last = (made.data_ptr() + made.nbytes) // PAGE_BYTES * PAGE_BYTES
         # A wish: where it is not granted, ordinary pages are as good as before.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
+        asked = made.view(-1).view(torch.uint8)[first - made.data_ptr() : last - made.data_ptr()]
+        asked.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()
     return made
 
 

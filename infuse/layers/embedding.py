@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
-from infuse.layers.linear import Linear, QuantizedLinear
+from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
 from infuse.quant.format import QuantizedWeight
 from infuse.spec.unknown import EmbeddingShape
 
@@ -33,10 +33,14 @@ class QuantizedEmbedding(nn.Module):
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
         self._body = self._chosen.function
 
-    def hold(self, weight: QuantizedWeight) -> None:
-        """Take a table of its own (for a proof), in the layout of the body."""
-        prepared = self._chosen.layout.prepare(weight) if self._chosen.layout else weight
-        self._take(prepared or weight, prepared is not None)
+    @property
+    def part_rows(self) -> int | None:
+        """As QuantizedLinear.part_rows."""
+        return part_rows(self._chosen, self.format, self.shape.width)
+
+    def hold(self, parts: Iterable[QuantizedWeight]) -> None:
+        """Take a table of its own (for a proof), in the layout of the body; `parts` as of QuantizedLinear.hold."""
+        self._take(*laid(self._chosen, parts, (self.shape.rows, self.shape.width)))
 
     def share(self, head: QuantizedLinear) -> None:
         """Look up in the weight of `head`, which has the same layout."""

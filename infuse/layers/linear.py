@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
+from infuse.ops.op import Body
 from infuse.quant.format import QuantizedWeight, quant_format
 
 
@@ -47,6 +49,23 @@ def make_linear(
     return QuantizedLinear(inputs, outputs, bias, format, bodies, combine)
 
 
+def part_rows(body: Body, format: str, inputs: int) -> int | None:
+    """What the parts of a weight that `body` takes have to be multiples of; None: it takes a weight whole."""
+    layout = body.layout
+    return None if layout is None or layout.declines(quant_format(format), inputs) else layout.part_rows
+
+
+def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> tuple[QuantizedWeight, bool]:
+    """The weight of these parts in the layout of `body`, and whether that layout takes it."""
+    layout, parts = body.layout, iter(parts)
+    first = next(parts)
+    if first.shape != shape:
+        assert layout is not None and layout.gather is not None, (first.shape, shape)
+        return layout.gather(chain([first], parts), shape), True
+    prepared = layout.prepare(first) if layout else first
+    return prepared or first, prepared is not None
+
+
 class Linear(nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
@@ -80,13 +99,18 @@ class QuantizedLinear(nn.Module):
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
         self._body = self._chosen.function
 
-    def hold(self, weight: QuantizedWeight) -> None:
-        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the reference runs."""
-        assert weight.shape == (self.out_features, self.in_features), (weight.shape, self)
-        layout = self._chosen.layout
-        prepared = layout.prepare(weight) if layout else weight
-        self._body = self._chosen.function if prepared is not None else ops.quantized_linear.reference
-        held = prepared or weight
+    @property
+    def part_rows(self) -> int | None:
+        """What `hold` takes parts of multiples of; None: it takes a weight whole."""
+        return part_rows(self._chosen, self.format, self.in_features)
+
+    def hold(self, parts: Iterable[QuantizedWeight]) -> None:
+        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the reference runs.
+
+        `parts` are its rows, in order, in as many parts as one likes where there are `part_rows`.
+        """
+        held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
+        self._body = self._chosen.function if prepared else ops.quantized_linear.reference
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
     @property

@@ -6,7 +6,7 @@ Bodies are chosen when a plan is made and called directly; the registered `torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,15 @@ Needs = Callable[[Device, torch.dtype], str | None]
 class Layout:
     """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference), `restore` back.
 
+    Where there are `part_rows`, `gather(parts, shape)` does it for parts of multiples of so many rows, one after the other.
     `declines(format, inputs)` is why weights of a format and width are left to the reference, None where they are not.
     """
 
     prepare: Callable[[Any], Any]
     restore: Callable[[Any], Any]
     declines: Callable[[Any, int], str | None] = lambda format, inputs: None
+    part_rows: int | None = None
+    gather: Callable[[Iterable[Any], tuple[int, int]], Any] | None = None
 
 
 @dataclass(frozen=True)

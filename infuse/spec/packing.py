@@ -91,11 +91,11 @@ def strips(fill: Fill) -> list[Strip] | None:
     else:
         found = [Strip(source, 0, size) for source, size in enumerate(cut.sizes)]
     if cut is not None:
-        found = [part for start, stop in cut.ranges for part in _between(found, start, stop)]
+        found = [part for start, stop in cut.ranges for part in between(found, start, stop)]
     return _joined(found)
 
 
-def _between(whole: list[Strip], start: int, stop: int) -> list[Strip]:
+def between(whole: list[Strip], start: int, stop: int) -> list[Strip]:
     """The part from start to stop of what `whole` puts together."""
     found, at = [], 0
     for strip in whole:

@@ -1,19 +1,25 @@
-"""Fill → tensor: read the parts that are needed → merge → cast → quantize. The only path that a weight takes to its place."""
+"""Fill → tensor: read a part → merge → cast → quantize → lay, part by part. The only path that a weight takes to its place.
+
+Beside the sources that are in memory already and the result, only a part is there at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infuse import ops, pages
+from infuse.errors import ConfigError
 from infuse.parallel.shard import Cut
 from infuse.quant.format import QuantizedWeight, quant_format
-from infuse.spec.packing import STACK, Fill, strips
+from infuse.spec.packing import STACK, Fill, Strip, between, strips
 from infuse.weights.reader import Reader, tensor_at
 
+PART_VALUES = 1 << 20  # of a source at a time: they stay in a core's cache, and an allocator gives the same memory for the next
 
 def moves(fill: Fill) -> bool:
     """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
@@ -26,43 +32,83 @@ def is_there(fill: Fill, source: nn.Module) -> bool:
     return not tensor_at(source, fill.sources[0]).is_meta
 
 
-def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None, quantize: Callable) -> Tensor | QuantizedWeight:
-    """The target tensor of `fill` in `dtype` (None: as it is), or quantized in its format by a body of ops.quantize.
-
-    A lone source is moved, not copied.
-    """
-    sources = _sources(fill, reader)
-    if fill.transposed:  # kernels take weights that are contiguous; the quantizer copies in parts
-        sources = [source.t() if fill.format else source.t().contiguous() for source in sources]
+def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
+    """The target tensor of `fill` in `dtype` (None: as it is). A lone source is moved, not copied."""
     if fill.merge == STACK:
-        tensor = torch.stack(sources)
+        tensor = torch.stack([reader.read(fill.sources[run.source]) for run in _runs(fill, reader)])
+    elif moves(fill):
+        tensor = reader.read(fill.sources[0])
     else:
-        tensor = sources[0] if len(sources) == 1 else _joined(sources, fill.cut.axis if fill.cut else 0)
-    if fill.format is not None:
-        data, scale, zero = quantize(tensor, fill.format)
-        return QuantizedWeight(data, scale, zero, (tensor.size(0), tensor.size(1)), quant_format(fill.format))
-    if fill.cut is not None and len(sources) == 1:  # a view would keep all of the source
-        copy = pages.empty(tensor.shape, dtype or tensor.dtype, tensor.device)
-        return copy.copy_(tensor)
-    return tensor if dtype is None else tensor.to(dtype)
+        return _copied(fill, reader, dtype)
+    return tensor if dtype is None else pages.copied(tensor, dtype) if tensor.dtype != dtype else tensor
 
 
-def _sources(fill: Fill, reader: Reader) -> list[Tensor]:
-    """What the target is put together from, as it lies in the sources: of each no more is read than is needed."""
+def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
+    """The target in memory of its own, put together and cast part by part."""
+    whole: Tensor | None = None
+    for limits, pieces in _parts(fill, reader):
+        if whole is None:
+            whole = pages.empty(_shape(fill, reader), dtype or pieces[0].dtype, pieces[0].device)
+        places = whole[limits].split([piece.shape[_axis(fill)] for piece in pieces], dim=_axis(fill))
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece)
+    assert whole is not None, fill
+    return whole
+
+
+def _quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
+    """The target quantized in its format by a body of ops.quantize: in parts that are multiples of `rows`, or whole."""
+    assert fill.format is not None, fill
+    format = quant_format(fill.format)
+    for limits, pieces in _parts(fill, reader, rows):
+        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=_axis(fill))
+        try:
+            data, scale, zero = quantize(part, fill.format)
+        except ConfigError as error:
+            raise ConfigError(f"{' + '.join(fill.sources)}, from row {limits.start} on: {error}") from error
+        yield QuantizedWeight(data, scale, zero, (len(part), part.shape[1]), format)
+
+
+def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[slice, list[Tensor]]]:
+    """The target's rows in order, and what they are joined from: in parts of multiples of `rows`, or (None) all at once.
+
+    Of a file no more is read than is needed. Sources that are transposed come at once too: their columns are read value by value.
+    """
+    runs, shape, axis = _runs(fill, reader), _shape(fill, reader), _axis(fill)
+    step = max(shape[0], 1)
+    if rows is not None and not fill.transposed:
+        step = max(PART_VALUES // max(math.prod(shape[1:]), 1) // rows, 1) * rows
+    for first in range(0, shape[0], step):
+        limits = slice(first, min(first + step, shape[0]))
+        pieces = []
+        for run in between(runs, limits.start, limits.stop) if axis == 0 else runs:
+            of_run = slice(run.start, run.stop)
+            outputs, inputs = (of_run, slice(None)) if axis == 0 else (limits, of_run)
+            piece = reader.read(fill.sources[run.source], (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)])
+            pieces.append(piece.t() if fill.transposed else piece)
+        yield limits, pieces
+
+
+def _axis(fill: Fill) -> int:
+    """Along which the target is put together: 0 outputs, 1 inputs."""
+    return fill.cut.axis if fill.cut else 0
+
+
+def _runs(fill: Fill, reader: Reader) -> list[Strip]:
+    """What the target is put together from, in order."""
+    along = 1 - _axis(fill) if fill.transposed else _axis(fill)
     found = strips(fill)
     if found is None:
-        return [reader.read(name) for name in fill.sources]
-    if fill.merge == STACK:
-        return [reader.read(fill.sources[strip.source]) for strip in found]
-    inputs = fill.cut is not None and fill.cut.axis == 1
-    before = (slice(None),) if inputs != fill.transposed else ()
-    return [reader.read(fill.sources[strip.source], (*before, slice(strip.start, strip.stop))) for strip in found]
+        found = [Strip(source, 0, reader.shape(name)[along]) for source, name in enumerate(fill.sources)]
+    return found
 
 
-def _joined(sources: list[Tensor], axis: int) -> Tensor:
-    shape = list(sources[0].shape)
-    shape[axis] = sum(source.shape[axis] for source in sources)
-    return torch.cat(sources, dim=axis, out=pages.empty(shape, sources[0].dtype, sources[0].device))
+def _shape(fill: Fill, reader: Reader) -> list[int]:
+    """The target's."""
+    shape = list(reader.shape(fill.sources[0]))
+    shape = shape[::-1] if fill.transposed else shape
+    shape[_axis(fill)] = sum(run.stop - run.start for run in _runs(fill, reader))
+    return shape
 
 
 def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]) -> None:
@@ -71,10 +117,11 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
-        value = filled(fill, reader, None if leaf in place._buffers and fill.format is None else dtype, quantize)
-        if isinstance(value, QuantizedWeight):
-            place.hold(value)  # type: ignore[operator]
-        elif leaf in place._parameters:
+        if fill.format is not None:
+            place.hold(_quantized(fill, reader, quantize, place.part_rows))  # type: ignore[operator,arg-type]
+            continue
+        value = filled(fill, reader, None if leaf in place._buffers else dtype)
+        if leaf in place._parameters:
             place._parameters[leaf] = value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
         else:
             assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
@@ -93,7 +140,7 @@ def fill_saved(
             data, scale, zero = (read(f"{at}.{name}", fill.cut) for name in ("data", "scale", "zero"))
             assert data is not None and scale is not None, fill
             shape = (place.out_features, place.in_features)
-            place.hold(QuantizedWeight(data, scale, zero, shape, quant_format(fill.format)))  # type: ignore[operator,arg-type]
+            place.hold([QuantizedWeight(data, scale, zero, shape, quant_format(fill.format))])  # type: ignore[operator,arg-type]
         elif leaf in place._parameters:
             value = read(f"{path}.{fill.target}", fill.cut)
             assert value is not None, fill

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infuse import pages
 from infuse.errors import CheckpointError
 from infuse.parallel.shard import Cut
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import Part, tensor_at
 from infuse.weights.shards import SavedShards
 
-CAST_BYTES = 1 << 26  # a table is cast in parts of that size, so that it is never there twice
+CAST_VALUES = 1 << 20  # a table is cast in parts of so many values, so that it is never there twice
 _Spot = tuple[nn.Module, str]
 _MISSING = object()
 
@@ -157,10 +158,10 @@ class Placing:
         stored = self.reader.dtype(name)
         if dtype is None or not stored.is_floating_point or dtype == stored:
             return self.value(name)
-        value = torch.empty(self.reader.shapes[name], dtype=dtype, device=self.device)
+        value = pages.empty(self.reader.shapes[name], dtype, self.device)
         if value.dim() == 0:
             return value.copy_(self.value(name))
-        rows = max(1, CAST_BYTES * value.shape[0] // max(value.nbytes, 1))
+        rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))
         for start in range(0, value.shape[0], rows):
             value[start : start + rows] = self.value(name, (slice(start, start + rows),))
         return value
@@ -184,6 +185,9 @@ class LayerReader:
 
     def __init__(self, placing: Placing, path: str):
         self._placing, self._path, self._module = placing, path, placing.model.get_submodule(path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(tensor_at(self._module, name).shape)
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         held = tensor_at(self._module, name)

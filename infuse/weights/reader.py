@@ -22,6 +22,7 @@ class Stored:
 class Reader(Protocol):
     """A source of tensors by name. `part` is the piece that is wanted: a rank asks for its shard, and no more is read."""
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, part: Part = ()) -> Tensor: ...
 
 
@@ -30,6 +31,9 @@ class LiveReader:
 
     def __init__(self, module: nn.Module):
         self._module = module
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(tensor_at(self._module, name).shape)
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         found = tensor_at(self._module, name)

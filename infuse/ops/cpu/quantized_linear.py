@@ -7,6 +7,7 @@ on the way out. Where the instruction set has no products of bfloat16, many rows
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -44,17 +45,34 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
 
     None too for fp8 with a NaN among its codes, which quantizing does not make.
     """
-    outputs, inputs = weight.shape
-    if _declined(weight.format, inputs) or weight.data.device.type != "cpu":
+    if _declined(weight.format, weight.shape[1]) or weight.data.device.type != "cpu":
         return None
-    bits, panels = weight.format.bits, -(-outputs // PANEL_ROWS)
-    data = pages.empty((panels, inputs * bits // 32, 4 * PANEL_ROWS), weight.data.dtype)
-    if outputs % PANEL_ROWS:
-        data[-1] = 0
-    if not kernels().pack_panels.default(weight.data.contiguous(), CODES.index(weight.format.name), data):
-        return None
-    zero = None if weight.zero is None else _interleaved(weight.zero, panels)
-    return replace(weight, data=data, scale=_interleaved(weight.scale, panels), zero=zero)
+    return _gathered([weight], weight.shape)
+
+
+def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight | None:
+    """As _in_panels, from parts of the rows of a weight of `shape`, one after the other: whole panels but for the last."""
+    (outputs, inputs), first = shape, 0
+    panels = -(-outputs // PANEL_ROWS)
+    whole: QuantizedWeight | None = None
+    for part in parts:
+        if whole is None:
+            groups = part.scale.shape[1]
+            data = pages.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), part.data.dtype)
+            scale = torch.zeros(panels, groups, PANEL_ROWS, dtype=part.scale.dtype)
+            zero = None if part.zero is None else torch.zeros(panels, groups, PANEL_ROWS, dtype=part.zero.dtype)
+            whole = QuantizedWeight(data, scale, zero, shape, part.format)
+        here = slice(first, first - (-part.shape[0] // PANEL_ROWS))
+        first = here.stop
+        if part.shape[0] % PANEL_ROWS:
+            whole.data[here.stop - 1] = 0
+        if not kernels().pack_panels.default(part.data.contiguous(), CODES.index(part.format.name), whole.data[here]):
+            return None
+        _interleave(part.scale, whole.scale[here])
+        if part.zero is not None and whole.zero is not None:
+            _interleave(part.zero, whole.zero[here])
+    assert first == panels, (first, shape)
+    return whole
 
 
 def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
@@ -67,9 +85,11 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, data=data, scale=scale, zero=zero)
 
 
-def _interleaved(of_rows: Tensor, panels: int) -> Tensor:
-    padded = F.pad(of_rows, (0, 0, 0, panels * PANEL_ROWS - of_rows.shape[0]))
-    return padded.view(panels, PANEL_ROWS, -1).transpose(1, 2).contiguous()
+def _interleave(of_rows: Tensor, to: Tensor) -> None:
+    """[O, groups] → [panels, groups, 16]."""
+    whole = len(of_rows) // PANEL_ROWS
+    to[:whole] = of_rows[: whole * PANEL_ROWS].view(whole, PANEL_ROWS, of_rows.shape[1]).transpose(1, 2)
+    to[whole:, :, : len(of_rows) % PANEL_ROWS] = of_rows[whole * PANEL_ROWS :].t()
 
 
 @cache
@@ -77,7 +97,7 @@ def _code(format: str) -> int:
     return CODES.index(quant_format(format).name)
 
 
-PANELS = Layout(_in_panels, _in_rows, _declined)
+PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)
 
 
 @quantized_linear.implement("cpu", needs, PANELS)

@@ -155,13 +155,22 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return true;
   }
-  const auto change = Code(code) == Code::int4 ? word_of_nibbles : middle_bytes_swapped;
-  const uint32_t largest = Code(code) == Code::fp8 ? 0x7f7f7f7f : 0;  // magnitudes of which 0x7f is a NaN
-  std::atomic<bool> numbers{true};
+  if (Code(code) == Code::int4 || Code(code) == Code::int8) {  // each with a loop of its own, into which the change is inlined
+    const auto pack = [&](const auto& change) {
+      over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) { put_word(into + panel, change(word_at(from + row))); });
+    };
+    if (Code(code) == Code::int4) {
+      pack([](uint32_t x) { return word_of_nibbles(x); });
+    } else {
+      pack([](uint32_t x) { return middle_bytes_swapped(x); });
+    }
+    return true;
+  }
+  std::atomic<bool> numbers{true};  // magnitudes of which none is 0x7f, a NaN
   over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) {
     const uint32_t word = word_at(from + row);
-    put_word(into + panel, change(word));
-    if (((word & largest) + 0x01010101) & 0x80808080) numbers.store(false, std::memory_order_relaxed);
+    put_word(into + panel, middle_bytes_swapped(word));
+    if (((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080) numbers.store(false, std::memory_order_relaxed);
   });
   return numbers;
 }
