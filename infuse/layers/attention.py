@@ -106,7 +106,7 @@ class Attention(nn.Module):
             k, v = k[:, :, :tokens], v[:, :, :tokens]  # a prompt in a static cache: without a mask the rest of its room is meant as hidden
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
-            mask = self._allowed(mask, k.shape[2])
+            mask = self.allowed(mask, k.shape[2])
         if shape.head_counts:
             mask, bias = self._of_own_heads(mask), self._of_own_heads(bias)
         window = shape.window
@@ -181,7 +181,7 @@ class Attention(nn.Module):
             return of_all
         return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 
-    def _allowed(self, mask: Tensor, length: int) -> Tensor:
+    def allowed(self, mask: Tensor, length: int) -> Tensor:
         """The mask cut to the keys there are (a static mask may be longer), True meaning: may look."""
         if mask.shape[-1] > length:
             mask = mask[..., :length]

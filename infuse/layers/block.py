@@ -26,6 +26,7 @@ from infuse.layers.combine import Sum
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
+from infuse.layers.step import make_step
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
 
@@ -62,9 +63,11 @@ class Block(nn.Module):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
         self._attention_name = shape.attn.name
-        self.add_module(shape.attn.name, Attention(shape.attn, index, formats, bodies, group, of_attention))
+        attention = Attention(shape.attn, index, formats, bodies, group, of_attention)
+        self.add_module(shape.attn.name, attention)
         self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
         self._run = _RESIDUALS[shape.residual]
+        self._step = make_step(shape, formats, index, bodies, attention.positions.interleaved)
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +89,8 @@ class Block(nn.Module):
             want_weights=bool(kwargs.get("output_attentions")) or _weights_are_recorded(attention),
             heads=self.shape.attn.all_heads,
         )
+        if self._step is not None and (out := self._step(self, attention, hidden_states, inputs)) is not None:
+            return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
         if packed is None:
             out, weights = self._run(self, attention, hidden_states, inputs)

@@ -4,7 +4,7 @@
 #include <string>
 #include <tuple>
 
-#include "binding.h"
+#include "binding_ops.h"
 
 namespace infuse {
 namespace {
@@ -27,8 +27,12 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
   torch::stable::parallel_for(0, a.rows, kGrainElements / a.columns + 1, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
+std::string isa() { return kernels().isa; }
+
+}  // namespace
+
 Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = empty_as(x);
   NormArgs a{};
   a.y = y.mutable_data_ptr();
   a.eps = float(eps), a.offset = float(offset), a.centred = centred;
@@ -38,7 +42,7 @@ Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, 
 
 std::tuple<Tensor, Tensor> add_norm(
     Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
-  Tensor sum = torch::stable::empty_like(x), y = torch::stable::empty_like(x);
+  Tensor sum = empty_as(x), y = empty_as(x);
   NormArgs a{};
   a.residual = residual.const_data_ptr();
   a.sum = sum.mutable_data_ptr(), a.y = y.mutable_data_ptr();
@@ -46,10 +50,6 @@ std::tuple<Tensor, Tensor> add_norm(
   run_norm(a, x, weight, bias);
   return {sum, y};
 }
-
-std::string isa() { return kernels().isa; }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY(infuse_cpu, m) {
   m.def("isa() -> str");

@@ -1,6 +1,9 @@
 // What the bindings share: PyTorch's stable headers, and the type of a tensor.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -16,5 +19,31 @@ using torch::stable::Tensor;
 inline Type type_of(const Tensor& t) {
   return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
 }
+
+constexpr int64_t kMostAxes = 8;
+
+// An uninitialised tensor of the type of `like`. Directly, not through the dispatcher, which takes longer than the smaller kernels.
+inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
+  int64_t strides[kMostAxes], stride = 1;
+  STD_TORCH_CHECK(axes <= kMostAxes, "more than ", kMostAxes, " axes: ", axes);
+  for (int64_t i = axes; i-- > 0;) strides[i] = stride, stride *= std::max<int64_t>(sizes[i], 1);
+  int32_t dtype;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) { return empty(sizes.begin(), int64_t(sizes.size()), like); }
+
+// One with the rows of x, [..., columns], and one of its sizes.
+inline Tensor empty_rows(const Tensor& x, int64_t columns) {
+  int64_t sizes[kMostAxes];
+  const int64_t axes = x.dim();
+  STD_TORCH_CHECK(axes >= 1 && axes <= kMostAxes, "x has ", axes, " axes");
+  for (int64_t i = 0; i < axes - 1; ++i) sizes[i] = x.size(i);
+  sizes[axes - 1] = columns;
+  return empty(sizes, axes, x);
+}
+inline Tensor empty_as(const Tensor& x) { return empty_rows(x, x.size(x.dim() - 1)); }
 
 }  // namespace infuse

@@ -1,27 +1,19 @@
 // Rotary + append, attention and activations as PyTorch operators. What a kernel does not take it declines by returning None:
 // the checks are cheaper here than in Python, and the caller hands over to another body.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <atomic>
-#include <initializer_list>
-#include <optional>
 #include <vector>
 
-#include "kernels.h"
+#include "binding_ops.h"
 
 namespace infuse {
-namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+namespace {
 
 // Elements that one thread takes at least, so that waking another costs less than it saves.
 constexpr int64_t kGrainElements = 16384;
 
-std::optional<Type> type_of(const Tensor& t) {
+std::optional<Type> known_type(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float: return Type::f32;
     case ScalarType::BFloat16: return Type::bf16;
@@ -31,18 +23,6 @@ std::optional<Type> type_of(const Tensor& t) {
 }
 
 bool rows_contiguous(const Tensor& t) { return t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1; }
-
-// Without the dispatcher, which takes longer than the smaller kernels.
-Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
-  int64_t strides[8], step = 1;
-  for (size_t i = sizes.size(); i-- > 0;) strides[i] = step, step *= std::max<int64_t>(sizes.begin()[i], 1);
-  int32_t dtype;
-  AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
-}
 
 // ---- rotary ----
 
@@ -64,7 +44,7 @@ bool set_turns(RotaryArgs& a, const Tensor& x, const Tensor& cos, const Tensor& 
 }
 
 bool set_rotated(RotaryArgs& a, const Tensor& x, bool interleaved) {
-  const std::optional<Type> type = type_of(x);
+  const std::optional<Type> type = known_type(x);
   if (!type || x.dim() != 4 || !rows_contiguous(x)) return false;
   a.type = *type, a.interleaved = interleaved;
   a.x = x.const_data_ptr();
@@ -97,6 +77,8 @@ bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
          storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 && a.start + a.tokens <= storage.size(2);
 }
 
+}  // namespace
+
 std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys, Tensor values,
                                     int64_t start, int64_t heads, bool interleaved) {
   RotaryArgs a{};
@@ -115,6 +97,8 @@ std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::
 
 // ---- activations ----
 
+namespace {
+
 void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) {
   a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr(), a.act = Act(act);
   const auto run = kernels().attention.activation;
@@ -123,28 +107,32 @@ void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) 
   torch::stable::parallel_for(0, elements, kGrainElements / 2, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
+}  // namespace
+
 std::optional<Tensor> activation(Tensor x, int64_t act) {
-  const std::optional<Type> type = type_of(x);
-  if (!type || !x.is_contiguous()) return std::nullopt;
+  const std::optional<Type> type = known_type(x);
+  if (!type || !x.is_contiguous() || x.dim() < 1 || x.dim() > kMostAxes) return std::nullopt;
   ActivationArgs a{};
   a.type = *type;
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = empty_as(x);
   run_activation(a, x, y, act);
   return y;
 }
 
 std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
-  const std::optional<Type> type = type_of(x);
+  const std::optional<Type> type = known_type(x);
   const int64_t dims = x.dim();
-  if (!type || !x.is_contiguous() || dims < 1 || dims > 3 || x.size(dims - 1) % 2) return std::nullopt;
+  if (!type || !x.is_contiguous() || dims < 1 || dims > kMostAxes || x.size(dims - 1) % 2) return std::nullopt;
   ActivationArgs a{};
   a.type = *type, a.gated = true, a.columns = x.size(dims - 1) / 2;
-  Tensor y = dims == 3 ? empty({x.size(0), x.size(1), a.columns}, x) : dims == 2 ? empty({x.size(0), a.columns}, x) : empty({a.columns}, x);
+  Tensor y = empty_rows(x, a.columns);
   run_activation(a, x, y, act);
   return y;
 }
 
 // ---- attention ----
+
+namespace {
 
 // Up to so many queries attend in parts over the keys, more by tiles of queries; where there are no tiles, PyTorch's fused attention.
 constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
@@ -163,7 +151,7 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
     *strides[axis] = size == 1 ? 0 : t->stride(axis - missing);
   }
   s.is_bool = t->scalar_type() == ScalarType::Bool;
-  const std::optional<Type> type = type_of(*t);
+  const std::optional<Type> type = known_type(*t);
   if (s.is_bool ? !may_be_bool : !type) return false;
   s.type = type.value_or(Type::f32);
   s.data = t->const_data_ptr();
@@ -173,7 +161,7 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
 bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile; }
 
 bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const std::optional<Type> type = type_of(q);
+  const std::optional<Type> type = known_type(q);
   if (!type || k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || !rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
   a.type = *type;
@@ -229,8 +217,16 @@ void run_attention(AttentionArgs& a) {
 
 std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias, double scale,
                                 bool causal, int64_t window, double softcap) {
+  return attend(q, k, v, k.dim() == 4 ? k.size(2) : 0, mask, bias, scale, causal, window, softcap);
+}
+
+}  // namespace
+
+std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length, const std::optional<Tensor>& mask,
+                             const std::optional<Tensor>& bias, double scale, bool causal, int64_t window, double softcap) {
   AttentionArgs a{};
   if (!set_attended(a, q, k, v)) return std::nullopt;
+  a.length = length;
   if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return std::nullopt;
   a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
   a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) : 0;
@@ -239,8 +235,6 @@ std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tens
   run_attention(a);
   return out;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?");

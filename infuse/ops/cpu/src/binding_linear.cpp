@@ -1,20 +1,27 @@
 // Matrix products over plain weights as PyTorch operators: few rows stream the weight, many in bf16 go by tiles of it. Shapes, dtypes and layouts are checked by ops/cpu/linear.py.
 #include "binding_linear.h"
+#include "binding_ops.h"
 
 namespace infuse {
-namespace {
 
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  LinearArgs a{};
+void stream_linear(LinearArgs& a, const Tensor& weight) {
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
-  Tensor y = begin_product(a, x, bias, a.outputs);
-  if (a.rows == 0 || a.outputs == 0) return y;
+  if (a.rows == 0 || a.outputs == 0) return;
   const LinearKernels& kernel = kernels().linear;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   kernel.arrange(a);
   const int64_t row_bytes = a.inputs * int64_t(weight.element_size());
   over_outputs(a.outputs, row_bytes, 8, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
+}
+
+namespace {
+
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  LinearArgs a{};
+  a.inputs = weight.size(1);
+  Tensor y = begin_product(a, x, bias, weight.size(0));
+  stream_linear(a, weight);
   return y;
 }
 

@@ -32,42 +32,35 @@ void* scratch_of(size_t bytes) {
   return buffer.get();
 }
 
-// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`.
+// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread walks through a stretch of
+// its own from end to end, since memory gives most to one sequential stream, and then takes pieces of stretches that are not done.
 template <class F>
 void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
-  const int64_t threads = torch::stable::get_num_threads(), bytes = outputs * row_bytes;
+  constexpr int64_t kMostStretches = 256;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), kMostStretches), bytes = outputs * row_bytes;
   if (threads == 1 || bytes <= kOneThreadBytes) {
     run(0, outputs);
     return;
   }
   const int64_t rows = std::min(kPieceBytes, bytes / threads / 2) / std::max<int64_t>(row_bytes, 1);
-  const int64_t piece = std::max<int64_t>(1, rows / unit) * unit;
-  std::atomic<int64_t> next{0};
+  const int64_t piece = std::max<int64_t>(1, rows / unit) * unit, pieces = (outputs + piece - 1) / piece;
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  Stretch stretches[kMostStretches];
+  for (int64_t t = 0; t < threads; ++t) {
+    stretches[t].next.store(pieces * t / threads, std::memory_order_relaxed);
+    stretches[t].end = pieces * (t + 1) / threads;
+  }
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t o; (o = next.fetch_add(piece, std::memory_order_relaxed)) < outputs;) run(o, std::min(o + piece, outputs));
+      for (int64_t i = 0; i < threads; ++i) {
+        Stretch& s = stretches[(t + i) % threads];
+        for (int64_t p; (p = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end;) run(p * piece, std::min((p + 1) * piece, outputs));
+      }
     }
   });
-}
-
-// An uninitialised tensor [..., columns] with the rows and the type of x. Directly, not through the dispatcher: half a microsecond.
-inline Tensor empty_rows(const Tensor& x, int64_t columns) {
-  constexpr int64_t kMostAxes = 8;
-  int64_t sizes[kMostAxes], strides[kMostAxes], stride = 1;
-  const int64_t axes = x.dim();
-  STD_TORCH_CHECK(axes >= 1 && axes <= kMostAxes, "x has ", axes, " axes");
-  for (int64_t i = axes - 1; i >= 0; --i) {
-    sizes[i] = i == axes - 1 ? columns : x.size(i);
-    strides[i] = stride;
-    stride *= std::max<int64_t>(sizes[i], 1);
-  }
-  int32_t dtype, device, index;
-  AtenTensorHandle made;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(axes, sizes, strides, dtype, device, index, &made));
-  return Tensor(made);
 }
 
 // Where a product reads x and the bias and writes y [..., columns]; the weight's sizes are set.

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "binding_linear.h"
+#include "binding_ops.h"
 
 namespace infuse {
 namespace {
@@ -19,6 +20,15 @@ void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   a.scale = static_cast<const uint16_t*>(scale.const_data_ptr());
   a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
   a.groups = scale.size(1);  // scale [panels, groups, 16]
+}
+
+void few_rows(LinearArgs& a) {
+  const PanelKernels& kernel = kernels().panels;
+  a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
+  const int64_t most = kernel.few_rows, blocks = (a.rows + most - 1) / most;
+  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
+  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (a.zero ? 3 : 2);
+  over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 
 // With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at; with an activation
@@ -43,11 +53,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
     multiply_by_tiles(a, columns, kernel.tiles);
     return y;
   }
-  a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
-  const int64_t most = kernel.few_rows, blocks = (a.rows + most - 1) / most;
-  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
-  const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (zero ? 3 : 2);
-  over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
+  few_rows(a);
   return y;
 }
 
@@ -194,6 +200,11 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
 }
 
 }  // namespace
+
+void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
+  take_panels(a, data, scale, zero, code, outputs);
+  if (a.rows && a.outputs) few_rows(a);
+}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def(

@@ -1,0 +1,121 @@
+"""A block over a few new tokens, as decoding has them, in one call: where all of its ops are the C++ bodies and nobody listens inside.
+
+The block's parts are called one by one otherwise, with the same result; here is what the call needs to know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.layers.cache import KVCache
+from infuse.layers.linear import Linear, QuantizedLinear, untouched
+from infuse.layers.norm import Norm
+from infuse.ops.cpu.layer import MOST_STEP_ROWS, LayerForm, LinearForm, NormForm, layer_step
+from infuse.quant.format import quant_format
+from infuse.spec.layer import RMS, LayerShape, NormShape
+
+if TYPE_CHECKING:
+    from infuse.layers.attention import Inputs
+
+
+class Step:
+    """What of a block does not change from call to call."""
+
+    def __init__(self, shape: LayerShape, formats: Mapping[str, str], index: int, interleaved: bool):
+        self._shape, self._index = shape, index
+        self._places: list[tuple[int, bool, str]] = []  # of each tensor of the call: which part has it, among its buffers, and its name
+        self._types: list[type[nn.Module]] = [Norm] * 6
+        attn, mlp = shape.attn, shape.mlp
+        given = (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm)
+        norms = tuple(None if norm is None else self._norm(part, norm) for part, norm in enumerate(given))
+        rows = (attn.heads + 2 * attn.kv_heads) * attn.head_width
+        sizes = (
+            (f"{attn.name}.qkv", rows, attn.qkv_bias), (f"{attn.name}.out", attn.hidden, attn.out_bias),
+            ("mlp.up", mlp.inner * (2 if mlp.gated else 1), mlp.in_bias), ("mlp.down", mlp.hidden, mlp.out_bias),
+        )  # fmt: skip
+        self._numbers = LayerForm(
+            shape.residual, attn.heads, attn.kv_heads, attn.head_width, mlp.activation, interleaved, mlp.gated, attn.scale, attn.softcap,
+            norms, tuple(self._linear(6 + i, formats.get(f"{name}.weight"), rows, bias) for i, (name, rows, bias) in enumerate(sizes)),
+        ).numbers()  # fmt: skip
+
+    def _place(self, part: int, name: str, buffer: bool = False) -> int:
+        self._places.append((part, buffer, name))
+        return len(self._places) - 1
+
+    def _norm(self, part: int, norm: NormShape) -> NormForm:
+        weight = -1 if norm.weight is None else self._place(part, "weight")
+        bias = self._place(part, "bias") if norm.weight is not None and norm.bias else -1
+        return NormForm(norm.kind != RMS, norm.eps, norm.offset, weight, bias)
+
+    def _linear(self, part: int, format: str | None, outputs: int, has_bias: bool) -> LinearForm:
+        self._types.append(QuantizedLinear if format else Linear)
+        weight, scale, zero = -1, -1, -1
+        if format is None:
+            weight = self._place(part, "weight")
+        else:
+            weight, scale = self._place(part, "data", True), self._place(part, "scale", True)
+            zero = -1 if quant_format(format).symmetric else self._place(part, "zero", True)
+        return LinearForm(format, outputs, weight, scale, zero, self._place(part, "bias") if has_bias else -1)
+
+    def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
+        """The block's result; None where it has to go part by part. `inputs` are those of a block whose attention is causal."""
+        batch, tokens, _ = x_BTC.shape
+        cache = inputs.cache
+        if batch * tokens > MOST_STEP_ROWS or not isinstance(cache, KVCache) or inputs.want_weights or inputs.causal is False:
+            return None
+        slot, parts = cache.slot(self._index), self._parts(block, attention)
+        if parts is None or slot.place is not None or slot.row_lengths is not None:
+            return None
+        shape = self._shape.attn
+        start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC)
+        assert slot.key_storage is not None and slot.value_storage is not None
+        turns, mask, bias = attention.positions.turns(inputs), inputs.mask, attention.positions.bias(inputs, batch, start + tokens)
+        if mask is not None:
+            mask = attention.allowed(mask, start + tokens)
+        out = layer_step(
+            x_BTC, [(parts[i]._buffers if buffer else parts[i]._parameters)[name] for i, buffer, name in self._places], turns, mask, bias,
+            (slot.key_storage, slot.value_storage), start, mask is None or shape.window > 0, shape.window, self._numbers,
+        )  # fmt: skip
+        if out is not None:
+            slot.advance(tokens)
+        return out
+
+    def _parts(self, block: nn.Module, attention: nn.Module) -> list[Any] | None:
+        """The parts that hold tensors, in the order of LayerForm; None where one was replaced, or someone listens to it."""
+        of_block, of_attention, mlp = block._modules, attention._modules, block._modules["mlp"]
+        assert mlp is not None
+        of_mlp = mlp._modules
+        parts = [
+            of_block["norm1"], of_block["norm2"], of_block["post1"], of_block["post2"], of_attention["q_norm"], of_attention["k_norm"],
+            of_attention["qkv"], of_attention["out"], of_mlp["up"], of_mlp["down"],
+        ]  # fmt: skip
+        for part, wanted in zip(parts, self._types, strict=True):
+            if part is not None and (type(part) is not wanted or not untouched(part)):
+                return None
+            if wanted is QuantizedLinear and not part.prepared:  # type: ignore[union-attr]
+                return None
+        return parts if untouched(attention) and untouched(mlp) and not _all_are_heard() else None
+
+
+def _all_are_heard() -> bool:
+    """Whether hooks for all modules are there."""
+    modules = torch.nn.modules.module
+    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
+
+
+def make_step(
+    shape: LayerShape, formats: Mapping[str, str], index: int | None, bodies: Mapping[str, str], interleaved: bool
+) -> Step | None:
+    """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, or ranks share the block."""
+    attn = shape.attn
+    norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm is not None]
+    taken = all(norm.weight is None or len(norm.weight) == 1 for norm in norms) and not any(norm.whole for norm in norms)
+    if index is None or not taken or not attn.causal or attn.clip or attn.head_counts or shape.residual_scale != 1.0:
+        return None
+    if set(bodies.values()) != {"cpu"}:
+        return None
+    return Step(shape, formats, index, interleaved)

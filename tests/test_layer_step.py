@@ -1,0 +1,173 @@
+"""A block over few new tokens in one call of C++ (layers/step.py) against the same block part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import DECODERS, Family, inputs
+from tolerance import assert_near
+from torch import Tensor, nn
+
+import infuse
+from infuse.layers.block import Block
+from infuse.layers.cache import KVCache
+from infuse.layers.step import Step
+from infuse.ops.cpu import kernels
+
+pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+# Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for each head.
+IN_PARTS = {"granite", "stablelm-parallel", "cohere-qk"}
+BY_NAME = {family.name: family for family in DECODERS}
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+@contextmanager
+def part_by_part(model: nn.Module) -> Iterator[None]:
+    """While the `with` runs, no block of the model makes its step in one call."""
+    held = [(block, block._step) for block in blocks(model)]
+    for block, _ in held:
+        block._step = None
+    yield
+    for block, step in held:
+        block._step = step
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each block that was asked to make a step, whether it did it in one call."""
+    found: list[bool] = []
+    call = Step.__call__
+
+    def noted(self: Step, *args: object) -> Tensor | None:
+        out = call(self, *args)  # type: ignore[arg-type]
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Step, "__call__", noted)
+    return found
+
+
+@torch.no_grad()
+def decoded(engine: infuse.InferenceEngine, family: Family, padding: str | None = None, tokens: int = 1, batch: int = 2) -> list[Tensor]:
+    """Logits of three calls over a cache that holds a prompt, with `tokens` new tokens each; then its keys and values."""
+    given = inputs(family, batch=batch, padding=padding)
+    mask, cache, found = given["attention_mask"], KVCache(), []
+    engine(**given, past_key_values=cache, use_cache=True)
+    for call in range(3):
+        ids = torch.randint(3, 90, (batch, tokens), generator=torch.Generator().manual_seed(call))
+        mask = torch.cat((mask, mask.new_ones(batch, tokens)), dim=1)
+        found.append(engine(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
+    return found + [cache.slot(0).keys, cache.slot(0).values]  # type: ignore[list-item]
+
+
+def compare(engine: infuse.InferenceEngine, family: Family, dtype: torch.dtype, **how: object) -> None:
+    found = decoded(engine, family, **how)  # type: ignore[arg-type]
+    with part_by_part(engine.module):
+        wanted = decoded(engine, family, **how)  # type: ignore[arg-type]
+    for a, b in zip(found, wanted, strict=True):
+        assert_near(a, b, dtype, family.name)
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
+def test_a_step_in_one_call_is_the_parts_one_by_one(family: Family, padding: str | None, taken: list[bool]) -> None:
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+    steps = [block._step for block in blocks(engine.module)]
+    assert (None not in steps) == (family.name not in IN_PARTS)
+    taken.clear()
+    compare(engine, family, torch.float32, padding=padding)
+    if None not in steps:
+        assert taken.count(True) == 3 * len(steps)  # the decoding calls, not the prompt
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("quant", [None, "int8", "int4", "int4:32:asymmetric", "fp8", "fp6"])
+def test_every_format(quant: str | None, dtype: torch.dtype, taken: list[bool]) -> None:
+    family = BY_NAME["llama"]
+    wide = dict(hidden_size=128, intermediate_size=192)
+    engine = infuse.init_inference(family.make(**wide), dtype=dtype, **({"quant": quant} if quant else {}))
+    taken.clear()
+    compare(engine, family, dtype, padding="left")
+    assert any(taken)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "together"), [(1, 1, True), (1, 8, True), (2, 3, True), (3, 3, False), (9, 1, False)])
+def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: bool, taken: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["qwen3"].make(), dtype=torch.float32)
+    taken.clear()
+    compare(engine, BY_NAME["qwen3"], torch.float32, batch=batch, tokens=tokens)
+    assert taken.count(True) == (9 if together else 0)
+
+
+def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+    block = blocks(engine.module)[1]
+    heard: list[str] = []
+    for name, part in block.named_modules():
+        if name in ("norm1", "self_attn", "self_attn.qkv", "self_attn.out", "mlp", "mlp.up", "mlp.down"):
+            taken.clear(), heard.clear()
+            handle = part.register_forward_hook(lambda module, args, output, name=name: heard.append(name))
+            compare(engine, family, torch.float32)
+            handle.remove()
+            assert heard == [name] * 8, "the prompt and three steps, twice"
+            assert taken.count(True) == 6, "the other two layers, three steps"
+    taken.clear()
+    hook = lambda module, args, output: heard.append("all") if module is block.self_attn else None  # noqa: E731
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    compare(engine, family, torch.float32)
+    handle.remove()
+    assert heard.count("all") == 8 and not any(taken)
+
+
+def test_a_part_that_was_replaced_runs(taken: list[bool]) -> None:
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+
+    class Doubled(nn.Module):
+        def __init__(self, own: nn.Module):
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.own(x)
+
+    before = decoded(engine, family)
+    taken.clear()
+    mlp = blocks(engine.module)[0].mlp
+    mlp.down = Doubled(mlp.down)
+    compare(engine, family, torch.float32)
+    assert taken.count(True) == 6
+    assert not torch.allclose(decoded(engine, family)[0], before[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv", "self_attn.out", "mlp.up", "mlp.down", "norm1", "norm2"])
+def test_a_weight_that_no_kernel_takes_goes_part_by_part(name: str, taken: list[bool]) -> None:
+    """Users change the weights that they hold."""
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+    weight = blocks(engine.module)[0].get_submodule(name).weight
+    weight.data = torch.stack((weight.data, weight.data), dim=-1)[..., 0]
+    assert not weight.is_contiguous()
+    taken.clear()
+    compare(engine, family, torch.float32)
+    assert taken.count(True) == 6, "the other two layers, three steps"
+
+
+def test_rows_of_their_own_lengths_go_part_by_part(taken: list[bool]) -> None:
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+    cache, given = KVCache(), inputs(family, batch=2)
+    with torch.no_grad():
+        engine(**given, past_key_values=cache, use_cache=True)
+        one = dict(input_ids=given["input_ids"][:, :1], past_key_values=cache, use_cache=True)
+        cache.crop_rows(torch.tensor([5, 9]))
+        taken.clear()
+        engine(**one, position_ids=torch.tensor([[5], [9]]))
+    assert taken and not any(taken)
