@@ -50,6 +50,14 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
     for rows in (1, 5):
         yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
         yield "linear_activation", (empty(rows, 4096, dtype=dtype), weight, None, "silu", True), {}
+    gate_up, down, residual = empty(28672, 4096, dtype=dtype), empty(4096, 14336, dtype=dtype), empty(5, 4096, dtype=dtype)
+    rms, layer, none = ("rms", width, None, 1e-6, 0.0), ("layer", width, width, 1e-6, 1.0), (None, None, None, 0.0, 0.0)
+    for rows in (1, 5, 20):
+        some = empty(rows, 4096, dtype=dtype)
+        yield "fused_linear", (some, weight, bias, *layer, None, False, None), {}
+        yield "fused_linear", (some, gate_up, None, *rms, "silu", True, None), {}
+    for rows in (1, 5):
+        yield "fused_linear", (empty(rows, 14336, dtype=dtype), down, None, *none, None, False, residual[:rows]), {}
     yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
     for text in ("int8", "int4", "fp8", "fp6", "int4:32:asymmetric"):
         held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
@@ -57,7 +65,11 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         data = torch.empty(4096, held.data.shape[1] // 4, dtype=torch.int32)
         scale = torch.empty_like(held.scale, device="cpu")
         for rows in (1, 3, 100):
-            yield "quantized_linear", (empty(rows, 4096, dtype=dtype), data, scale, zero, None, 4096, 4096, text), {}
+            given = (empty(rows, 4096, dtype=dtype), data, scale, zero, None, 4096, 4096, text)
+            yield "quantized_linear", given, {}
+            yield "fused_quantized_linear", (*given, *rms, "silu", True, None), {}
+            yield "fused_quantized_linear", (*given, *none, None, False, empty(rows, 4096, dtype=dtype)), {}
+        yield "fused_quantized_linear", (*given, *layer, None, False, None), {}
         yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
     logits = empty(1, 128256, dtype=dtype)
     yield "argmax", (logits,), {}
@@ -74,7 +86,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
         for name, args, keywords in launches(dtype):
             before = len(found)
             ops.registered()[name].body("triton")(*args, **keywords)
-            if not (dtype is torch.float32 and name in ("linear", "linear_activation")):  # more rows are PyTorch's in float32
+            if not (dtype is torch.float32 and name in ("linear", "linear_activation", "fused_linear")):  # more rows are PyTorch's in float32
                 assert len(found) > before, f"{name}: nothing was launched"
             for kernel in found[before:]:
                 seen.add(kernel.metadata.name)
