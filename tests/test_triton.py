@@ -1,5 +1,5 @@
-"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py in a process of its own, since Triton asks for the
-interpreter when it is imported, and transformers imports it.
+"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py and triton_blocks.py in processes of their own, since Triton
+asks for the interpreter when it is imported, and transformers imports it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def no_interpreter() -> str:
 
 
 @pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
-def test_every_body_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "triton_cases.py")]
+@pytest.mark.parametrize("file", ["triton_cases.py", "triton_blocks.py"])
+def test_under_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
@@ -75,7 +76,8 @@ def test_launches_fill_the_device() -> None:
     for outputs, inputs in ((4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096), (2048, 2048), (512, 8192), (33, 100)):
         for words, format in ((8, "int4"), (16, "int8")):
             for tiles in (
-                plain_row(outputs, inputs, 2), plain_tiles(8, outputs, inputs), quantized_row(outputs, inputs, format, words),
+                plain_row(outputs, inputs, 2), plain_row(2 * outputs, inputs, 2, True), plain_tiles(8, outputs, inputs),
+                plain_tiles(8, 2 * outputs, inputs, True), quantized_row(outputs, inputs, format, words),
                 quantized_tiles(8, outputs, inputs, format, words),
             ):  # fmt: skip
                 numbers = (tiles.outputs, tiles.depth, tiles.warps, tiles.rows, tiles.splits)

@@ -84,7 +84,9 @@ class Given:
 
 @pytest.mark.parametrize(("name", "format"), CASES)
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (5, torch.float16)], ids=str)
-def test_few_tokens(name: str, format: str | None, tokens: int, dtype: torch.dtype, calls: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens(
+    name: str, format: str | None, tokens: int, dtype: torch.dtype, calls: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = Given(name, format, dtype, tokens)
     calls.clear()
     found = given.of_ours()
