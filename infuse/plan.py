@@ -18,7 +18,7 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
-from infuse.layers.linear import linear_op
+from infuse.layers.linear import fused_op, linear_op
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan_bytes import bytes_after, parameter_bytes
 from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
@@ -299,7 +299,8 @@ class _Decision:
         for name in names:
             if name not in self.choices:
                 self.choices[name] = ops.registered()[name].choose(self.device, self.dtype)
-        return tuple((name, self.choices[name].body) for name in names)
+        chosen = tuple((name, self.choices[name].body) for name in names)
+        return tuple((name, body) for name, body in chosen if name not in ops.FUSED or body != ops.REFERENCE)  # else in their parts
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
         declined = tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
@@ -323,5 +324,7 @@ def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
     matrices = [fill for fill in fills if is_matrix(fill)]
     quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
-    fused = [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
-    return (*dict.fromkeys(linear_op(fill.format) for fill in matrices), *fused, *quantized)
+    of_block = any(fill.target == "mlp.up.weight" for fill in matrices)
+    fused = [fused_op(fill.format) for fill in matrices] if of_block else []
+    fused += [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
+    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *fused, *quantized)))

@@ -141,7 +141,7 @@ def test_a_part_that_was_replaced_runs(taken: list[bool]) -> None:
     before = decoded(engine, family)
     taken.clear()
     mlp = blocks(engine.module)[0].mlp
-    mlp.down = Doubled(mlp.down)
+    mlp.down, mlp.up = Doubled(mlp.down), Doubled(mlp.up)
     compare(engine, family, torch.float32)
     assert taken.count(True) == 6
     assert not torch.allclose(decoded(engine, family)[0], before[0], atol=1e-3)

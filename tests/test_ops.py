@@ -153,7 +153,7 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
     for case in cases(name, dtype):
         given = own(case.args, mutated)
         wide = tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype else arg for arg in given)
-        if name.startswith("quantized_linear"):  # its scales are bfloat16 whatever the activations are
+        if "quantized_linear" in name:  # its scales are bfloat16 whatever the activations are
             wide = tuple(case.args[i] if i in (1, 2, 3) else arg for i, arg in enumerate(wide))
         found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
         for a, b in zip(found, wanted, strict=True):

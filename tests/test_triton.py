@@ -1,5 +1,5 @@
-"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py in a process of its own, since Triton asks for the
-interpreter when it is imported, and transformers imports it.
+"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py and triton_blocks.py in processes of their own, since Triton
+asks for the interpreter when it is imported, and transformers imports it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def no_interpreter() -> str:
 
 
 @pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
-def test_every_body_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / "triton_cases.py")]
+@pytest.mark.parametrize("file", ["triton_cases.py", "triton_blocks.py"])
+def test_under_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]

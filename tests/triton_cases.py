@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,7 +233,32 @@ def test_products_with_shared_sums(dtype: torch.dtype) -> None:
         compare("linear_activation", (x, weight, bias, "gelu_tanh", True), dtype, f"gated {rows}")
         held = quantized("int4:40:asymmetric", 5040, 6)
         x = torch.randn(rows, 5040, device=DEVICE).to(dtype)
-        compare("quantized_linear", (x, held.data, held.scale, held.zero, bias, 6, 5040, "int4:40:asymmetric"), dtype, f"{rows}")
+        weight = (x, held.data, held.scale, held.zero, bias, 6, 5040, "int4:40:asymmetric")
+        compare("quantized_linear", weight, dtype, f"{rows}")
+        norm = ("layer", *(torch.randn(5040, device=DEVICE).to(dtype) for _ in range(2)), 1e-5, 0.0)
+        residual = torch.randn(6, rows, device=DEVICE).to(dtype).t()
+        compare("fused_quantized_linear", (*weight, *norm, None, False, residual), dtype, f"norm and residual, {rows}")
+        compare("fused_quantized_linear", (*weight, *norm, "silu", True, residual[:, :3]), dtype, f"gated, {rows}")
+        x, weight = x[:, :5003], (torch.randn(6, 5003, device=DEVICE) / 70).to(dtype)
+        norm = ("rms", norm[1][:5003], None, 1e-5, 1.0)
+        compare("fused_linear", (x, weight, bias, *norm, None, False, residual), dtype, f"norm and residual, {rows}")
+
+
+def test_norms_of_rows_in_several_blocks_and_beside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows longer than what is read at once for their norm; more rows than a product normalises; a mean far from zero; a strided x."""
+    monkeypatch.setattr(configurations, "NORMED_VALUES", 1024)
+    normed = registered()["layer_norm"].bodies["triton"]
+    alone: list[int] = []
+    monkeypatch.setitem(
+        registered()["layer_norm"].bodies, "triton", replace(normed, function=lambda *args: alone.append(1) or normed.function(*args))
+    )
+    for rows, dtype, expected in ((1, torch.float32, 0), (1, torch.float16, 0), (8, torch.float16, 0), (9, torch.float16, 1)):
+        x = (torch.randn(rows, 2 * 2100, device=DEVICE) + 30).to(dtype)[:, ::2]
+        weight, bias = (torch.randn(2100, device=DEVICE).to(dtype) for _ in range(2))
+        matrix, residual = (torch.randn(20, 2100, device=DEVICE) / 46).to(dtype), torch.randn(rows, 20, device=DEVICE).to(dtype)
+        alone.clear()
+        compare("fused_linear", (x, matrix, None, "layer", weight, bias, 1e-5, 0.0, None, False, residual), dtype, f"{rows} {dtype}")
+        assert len(alone) == expected, rows
 
 
 @by_dtype

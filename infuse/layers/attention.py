@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.layers.cache import KVCache
 from infuse.layers.combine import Combine
-from infuse.layers.linear import direct, make_linear
+from infuse.layers.linear import direct, make_linear, product
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
 from infuse.parallel.collectives import LOCAL, Group
@@ -61,7 +61,9 @@ class Inputs(NamedTuple):
 
 
 class Attention(nn.Module):
-    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None)."""
+    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of which each may be None,
+    the output is residual + what it is of norm(x), in the products where they fuse.
+    """
 
     def __init__(
         self,
@@ -88,11 +90,13 @@ class Attention(nn.Module):
         self._appends_at_place = bodies.get("rotary_append", ops.REFERENCE) != "cpu"
         self._counts_keys = bodies.get("attention") == "triton"
 
-    def forward(self, x_BTC: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         shape, packed = self.shape, inputs.packed
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
-        qkv = direct(parts["qkv"], x_BTC)
+        qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
         if packed is not None:
             qkv = packed.spread(qkv)
         batch, tokens, _ = qkv.shape
@@ -128,7 +132,9 @@ class Attention(nn.Module):
             if shape.head_counts:
                 weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")
         out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
-        return direct(parts["out"], out if packed is None else packed.taken(out)), weights
+        if packed is not None:
+            out = packed.taken(out)
+        return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""

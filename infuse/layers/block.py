@@ -9,6 +9,8 @@ x ----+            x ----+                                   + --+
 norm2 |            mlp   |                                 x ----+
 mlp   |              + --+                                 norm2, mlp, post2 likewise
   + --+            norm2
+
+Where a body fuses, few tokens take each norm into the product after it and each sum into the product before it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import self_attention_cache
 from infuse.layers.combine import Sum
-from infuse.layers.linear import direct
+from infuse.layers.linear import direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
 from infuse.layers.step import make_step
@@ -66,7 +69,8 @@ class Block(nn.Module):
         attention = Attention(shape.attn, index, formats, bodies, group, of_attention)
         self.add_module(shape.attn.name, attention)
         self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
-        self._run = _RESIDUALS[shape.residual]
+        fuses = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
+        self._run = _fused if fuses and shape.residual in _FUSED else _RESIDUALS[shape.residual]
         self._step = make_step(shape, formats, index, bodies, attention.positions.interleaved)
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
 
@@ -171,4 +175,48 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 _RESIDUALS: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
     {PRE: _pre, POST: _post, PARALLEL: _parallel, SANDWICH: _sandwich}
+)
+
+
+# ---- the same with norms in the products after them, and sums in the products before them
+
+
+def _fused(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    """Fused for few tokens and while nothing listens to attention, MLP and a norm that both read."""
+    parts: Parts = block._modules
+    kind, mlp = block.shape.residual, parts["mlp"]
+    ours = isinstance(attention, Attention) and isinstance(mlp, MLP) and untouched(attention) and untouched(mlp)
+    shared = parts["norm1"] if kind == PARALLEL and parts["norm2"] is None else None
+    fuses = ours and x.numel() <= ops.FEW_ROWS * x.shape[-1] and (shared is None or untouched(shared))
+    return (_FUSED if fuses else _RESIDUALS)[kind](block, attention, x, inputs)
+
+
+def _fused_pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    parts: Parts = block._modules
+    scale = block.shape.residual_scale
+    if scale == 1.0:
+        x, weights = attention.forward(x, inputs, parts["norm1"], x)
+        return parts["mlp"].fused(x, parts["norm2"], x), weights
+    branch, weights = attention.forward(x, inputs, parts["norm1"])
+    x = x + branch * scale
+    return x + parts["mlp"].fused(x, parts["norm2"], None) * scale, weights
+
+
+def _fused_parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    parts: Parts = block._modules
+    alone = block._sum.group.size == 1  # ranks add up both branches before x
+    total, weights = attention.forward(x, inputs, parts["norm1"], x if alone else None)
+    total = parts["mlp"].fused(x, parts["norm2"] or parts["norm1"], total)
+    return total if alone else block._sum(total) + x, weights
+
+
+def _fused_sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
+    parts: Parts = block._modules
+    branch, weights = attention.forward(x, inputs, parts["norm1"])
+    x = x + direct(parts["post1"], branch)
+    return x + direct(parts["post2"], parts["mlp"].fused(x, parts["norm2"], None)), weights
+
+
+_FUSED: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
+    {PRE: _fused_pre, PARALLEL: _fused_parallel, SANDWICH: _fused_sandwich}  # of POST a norm reads the sum: there is nothing to fuse
 )

@@ -1,15 +1,17 @@
-"""The linear layer that is put in, over a plain weight or a quantized one."""
+"""The linear layer that is put in, over a plain weight or a quantized one; and in one op with what stands around it, where that fuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
+from infuse.layers.norm import Norm
 from infuse.ops.op import Body
 from infuse.quant.format import QuantizedWeight, quant_format
 
@@ -24,6 +26,33 @@ def direct(module: nn.Module, x: Tensor) -> Tensor:
 def untouched(module: nn.Module) -> bool:
     """Whether nothing listens to the module's calls or replaces its forward, so that what it does may be done without it."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def product(
+    module: nn.Module, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, activation: str | None = None,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """residual + act(module(norm(x))), in one op as far as that fuses and nothing listens to norm and module; `activation` only there."""
+    if norm is not None and not (fuses(module) and isinstance(norm, Norm) and untouched(norm)):
+        x, norm = direct(norm, x), None
+    if not fuses(module):
+        y = direct(module, x)
+        return y if residual is None else residual + y
+    before = ops.NO_NORM if norm is None else norm.arguments
+    if module._combine is None:
+        return module.fused(x, *before, activation, gated, residual)
+    y = module._combine(module.fused(x, *before, activation, gated, None))
+    return y if residual is None else residual + y
+
+
+def fuses(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
+    """Whether `product` of it is one op."""
+    return isinstance(module, (Linear, QuantizedLinear)) and module.fused_body is not None and untouched(module)
+
+
+def fused_op(format: str | None) -> str:
+    """The name of the op behind `product`, for a weight of `format` (None: plain)."""
+    return f"fused_{linear_op(format)}"
 
 
 def linears(module: nn.Module) -> list[tuple[str, int, int]]:
@@ -73,12 +102,18 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
         self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
+        self.fused_body = _body_that_fuses(ops.fused_linear, bodies)
         self._combine = combine
 
     def forward(self, x: Tensor) -> Tensor:
         held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
         y = self._body(x, held["weight"], held["bias"])
         return y if self._combine is None else self._combine(y)
+
+    def fused(self, x: Tensor, *around: Any) -> Tensor:
+        """By the op that fuses; `around` are its arguments after the bias."""
+        assert self.fused_body is not None
+        return self.fused_body(x, self.weight, self.bias, *around)
 
 
 class QuantizedLinear(nn.Module):
@@ -98,6 +133,7 @@ class QuantizedLinear(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
         self._body = self._chosen.function
+        self.fused_body = _body_that_fuses(ops.fused_quantized_linear, bodies)
 
     @property
     def part_rows(self) -> int | None:
@@ -111,6 +147,8 @@ class QuantizedLinear(nn.Module):
         """
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
         self._body = self._chosen.function if prepared else ops.quantized_linear.reference
+        if not prepared:
+            self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
     @property
@@ -137,5 +175,15 @@ class QuantizedLinear(nn.Module):
         y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
+    def fused(self, x: Tensor, *around: Any) -> Tensor:
+        """By the op that fuses; `around` are its arguments after the format."""
+        assert self.fused_body is not None
+        return self.fused_body(x, *self.arguments(), *around)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self.format}"
+
+
+def _body_that_fuses(op: ops.Op, bodies: Mapping[str, str]) -> Callable[..., Tensor] | None:
+    name = bodies.get(op.name, ops.REFERENCE)
+    return None if name == ops.REFERENCE else op.body(name)

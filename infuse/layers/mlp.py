@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
-from infuse.layers.linear import Linear, QuantizedLinear, direct, make_linear, untouched
+from infuse.layers.linear import Linear, QuantizedLinear, direct, fuses, make_linear, product, untouched
 from infuse.spec.layer import MLPShape
 
 
@@ -28,18 +28,31 @@ class MLP(nn.Module):
         self._fused = ops.linear_activation.body(bodies.get("linear_activation", ops.REFERENCE))
         self._fused_quantized = ops.quantized_linear_activation.body(bodies.get("quantized_linear_activation", ops.REFERENCE))
         self._activation, self._gated = shape.activation, shape.gated
+        self._around = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         rows = shape.inner * (2 if shape.gated else 1)
         self.up = make_linear(shape.hidden, rows, shape.in_bias, formats.get("mlp.up.weight"), bodies)
         self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine)
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules
+        if self._around:
+            return self.fused(x, None, None)
         return direct(held["down"], self._inner(x, held["up"]))
 
-    def _inner(self, x: Tensor, up: Linear | QuantizedLinear) -> Tensor:
-        if not untouched(up):
-            return self._act(direct(up, x), self._activation)
-        if isinstance(up, Linear):
+    def _inner(self, x: Tensor, up: nn.Module) -> Tensor:
+        if isinstance(up, Linear) and untouched(up):
             return self._fused(x, up._parameters["weight"], up._parameters["bias"], self._activation, self._gated)
-        fused = self._fused_quantized if up.prepared else ops.quantized_linear_activation.reference
-        return fused(x, *up.arguments(), self._activation, self._gated)
+        if isinstance(up, QuantizedLinear) and untouched(up):
+            fused = self._fused_quantized if up.prepared else ops.quantized_linear_activation.reference
+            return fused(x, *up.arguments(), self._activation, self._gated)
+        return self._act(direct(up, x), self._activation)
+
+    def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
+        """residual + self(norm(x)), in two ops where both linears fuse."""
+        held: dict[str, Any] = self._modules
+        up = held["up"]
+        if fuses(up):
+            inner = product(up, x, norm, None, self._activation, self._gated)
+        else:
+            inner = self._act(product(up, x, norm), self._activation)
+        return product(held["down"], inner, None, residual)

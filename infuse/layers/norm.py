@@ -48,6 +48,11 @@ class Norm(nn.Module):
             return self._fused(x, residual, held["weight"], self._eps, self._offset)
         return self._fused(x, residual, held["weight"], held["bias"], self._eps, self._offset)
 
+    @property
+    def arguments(self) -> tuple:
+        """What it is to an op that normalises before its product (ops/fused_linear.py)."""
+        return self.shape.kind, self.weight, self.bias, self._eps, self._offset
+
     def extra_repr(self) -> str:
         return f"{self.shape.kind}, {self.shape.width}, eps={self.shape.eps}"
 

@@ -19,6 +19,10 @@ DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for
 ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
 SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
 MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
+# Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8 rows of 8192 values
+# of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
+MOST_NORMED_ROWS = 8
+NORMED_VALUES = 4096  # of a tile of rows, read at once for their norm
 LARGEST_TILE = 64  # rows of x
 MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTorch's product
 
@@ -26,7 +30,7 @@ MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTor
 @dataclass(frozen=True)
 class Tiles:
     """One launch of a product: a program has `rows` of x and `outputs`, and goes over the inputs in steps of `depth` inputs (plain)
-    or segments (quantized), every `splits`-th of them."""
+    or segments (quantized), every `splits`-th of them. Of a gated product half of the outputs are gates, the others what they gate."""
 
     outputs: int
     depth: int
@@ -73,23 +77,29 @@ def splits_for(programs: int, steps: int, most: int = 16) -> int:
     return power_above(max(min(wanted, steps // 2, most), 1)) if wanted > 1 else 1
 
 
-def plain_row(outputs: int, inputs: int, element_bytes: int) -> Tiles:
-    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once."""
+def norm_block(rows: int, inputs: int) -> int:
+    """The columns that a tile of `rows` rows is read at once of, for its norm."""
+    return min(power_above(inputs), NORMED_VALUES // rows)
+
+
+def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False) -> Tiles:
+    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once, and as many again where gated."""
     if tuned := known("plain", 1, outputs, inputs):
         return tuned
     warps = 4
     while warps > 1 and warps * 32 * 16 // element_bytes > power_above(inputs):
         warps //= 2
     depth = warps * 32 * 16 // element_bytes
-    return Tiles(4, depth, warps, splits=splits_for(-(-outputs // 4), -(-inputs // depth)))
+    wide = 8 if gated else 4
+    return Tiles(wide, depth, warps, splits=splits_for(-(-outputs // wide), -(-inputs // depth)))
 
 
-def plain_tiles(rows: int, outputs: int, inputs: int) -> Tiles:
-    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each."""
+def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tiles:
+    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each; two of them where gated."""
     if tuned := known("plain", rows, outputs, inputs):
         return tuned
-    tile = max(power_above(rows), 16)
-    return Tiles(32, 128, 4, tile, splits_for(-(-outputs // 32), -(-inputs // 128)), stages=4)
+    tile, wide = max(power_above(rows), 16), 64 if gated else 32
+    return Tiles(wide, 128, 4, tile, splits_for(-(-outputs // wide), -(-inputs // 128)), stages=4)
 
 
 def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:

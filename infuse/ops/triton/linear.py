@@ -1,69 +1,130 @@
-"""The matrix products of ops/linear.py and ops/linear_activation.py in Triton: one row streams the weight (kernels/stream.py), some rows
-multiply tiles of it (kernels/product.py), and more are PyTorch's.
+"""The matrix products of ops/linear.py, ops/linear_activation.py and ops/fused_linear.py with plain weights in Triton: one row streams the
+weight (kernels/stream.py), some rows multiply tiles of it (kernels/product.py), and more are PyTorch's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.activation import activation, gated_activation
+from infuse.ops.fused_linear import NO_NORM, fused_linear
 from infuse.ops.linear import linear
 from infuse.ops.linear_activation import linear_activation
+from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_PLAIN_ROWS, plain_row, plain_tiles
+from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, MOST_PLAIN_ROWS, norm_block, plain_row, plain_tiles
+
+
+class Around(NamedTuple):
+    """What stands around a product: the arguments of ops/fused_linear.py after the weight."""
+
+    norm: str | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+    offset: float
+    activation: str | None
+    gated: bool
+    residual: Tensor | None
+
+    def outputs(self, rows_of_weight: int) -> int:
+        return rows_of_weight // 2 if self.gated else rows_of_weight
+
+    def constants(self, rows: int, inputs: int) -> dict[str, Any]:
+        """What a kernel for `rows` rows in a tile is compiled for."""
+        return {"NORM": self.norm, "BLOCK": norm_block(rows, inputs) if self.norm else 1, "GATED": self.gated, "NAME": self.activation}
+
+
+NOTHING = Around(*NO_NORM, None, False, None)
 
 
 @linear.implement("triton", needs)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y = _few_rows(x, weight, bias, None, False)
+    y = _few_rows(x, weight, bias, NOTHING)
     return F.linear(x, weight, bias) if y is None else y
 
 
 @linear_activation.implement("triton", needs)
 def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, gated: bool) -> Any:
-    y = _few_rows(x, weight, bias, name, gated)
-    return (gated_activation if gated else activation).body("triton")(F.linear(x, weight, bias), name) if y is None else y
+    return _around(x, weight, bias, NOTHING._replace(activation=name, gated=gated))
 
 
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, name: str | None, gated: bool) -> Tensor | None:
-    """The product and activation of up to MOST_PLAIN_ROWS rows; None where PyTorch's is to be used."""
+@fused_linear.implement("triton", needs)
+def _fused_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any:
+    return _around(x, weight, bias, Around(*around))
+
+
+def _around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
+    x, around = normed_before(x, around)
+    y = _few_rows(x, weight, bias, around)
+    if y is None:
+        x, around = normed_before(x, around, always=True)
+        y = finished_after(F.linear(x, weight, bias), around)
+    return y
+
+
+def normed_before(x: Tensor, around: Around, always: bool = False) -> tuple[Tensor, Around]:
+    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they are."""
+    kind, weight, bias, eps, offset = around[:5]
+    if kind is None:
+        return x, around
+    fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in (weight, bias))
+    if fits and not always and x.numel() <= MOST_NORMED_ROWS * x.shape[-1]:
+        return x, around
+    x = rms_norm.body("triton")(x, weight, eps, offset) if kind == "rms" else layer_norm.body("triton")(x, weight, bias, eps, offset)
+    return x, around._replace(norm=None)
+
+
+def finished_after(y: Tensor, around: Around) -> Tensor:
+    """Activation and residual of a product, by kernels of their own. Writes to y."""
+    if around.activation is not None:
+        y = (gated_activation if around.gated else activation).body("triton")(y, around.activation)
+    return y if around.residual is None else y.add_(around.residual)
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
+    """The product of up to MOST_PLAIN_ROWS rows with what is around it; None where PyTorch's is to be used."""
     outputs, inputs = weight.shape
-    rows = x.numel() // max(inputs, 1)
+    rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
     most = 1 if x.dtype is torch.float32 else MOST_PLAIN_ROWS  # more rows in float32 have no tensor cores: PyTorch's is as good
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
     if weight.stride(1) != 1 or (gated and outputs % 2):
         return None
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    wanted, stride = outputs // 2 if gated else outputs, weight.stride(0)
+    around = around if residual is None else around._replace(residual=residual.contiguous())
+    wanted, stride = around.outputs(outputs), weight.stride(0)
     out = x.new_empty(*x.shape[:-1], wanted)
-    chosen = plain_row(wanted, inputs, x.element_size()) if rows == 1 else plain_tiles(rows, wanted, inputs)
+    chosen = plain_row(outputs, inputs, x.element_size(), gated) if rows == 1 else plain_tiles(rows, outputs, inputs, gated)
+    least = 1 if rows == 1 else 16  # the side of a tile
+    tile = max(around.outputs(chosen.outputs), least)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
-    grid = (-(-wanted // chosen.outputs), chosen.splits)
+    grid = (-(-wanted // tile), chosen.splits)
+    options = around.constants(chosen.rows, inputs) | {"OUTPUTS": tile, "SPLITS": chosen.splits, "num_warps": chosen.warps}
+    more = around.norm_weight, around.norm_bias, around.residual, to
     if rows == 1:
         kernels("stream").plain_row[grid](
-            x, weight, bias, to, inputs, outputs, stride, GATED=gated, NAME=name, OUTPUTS=chosen.outputs, INPUTS=chosen.depth,
-            SPLITS=chosen.splits, num_warps=chosen.warps,
+            x, weight, bias, *more, inputs, outputs, stride, around.eps, around.offset, INPUTS=chosen.depth, **options
         )  # fmt: skip
     else:
         kernels("product").product_tiles[grid](
-            x, weight, None, None, bias, to, rows, inputs, outputs, inputs, stride, 1, 1, FORMAT="plain", GATED=gated, NAME=name,
-            SEGMENT=chosen.depth, ROWS=chosen.rows, OUTPUTS=chosen.outputs, SEGMENTS=1, SPLITS=chosen.splits, num_warps=chosen.warps,
-            num_stages=chosen.stages,
+            x, weight, None, None, bias, *more, rows, inputs, outputs, inputs, stride, 1, 1, around.eps, around.offset,
+            FORMAT="plain", SEGMENT=chosen.depth, ROWS=chosen.rows, SEGMENTS=1, num_stages=chosen.stages, **options,
         )  # fmt: skip
     if chosen.splits > 1:
-        combine(to, bias, out, name, gated)
+        combine(to, bias, out, around)
     return out
 
 
-def combine(parts: Tensor, bias: Tensor | None, out: Tensor, name: str | None, gated: bool) -> None:
-    """The sum over the first axis of parts [SPLITS, rows, outputs], with bias and activation, into `out`: always in the same order."""
+def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Around) -> None:
+    """The sum over the first axis of parts [SPLITS, rows, outputs], with what comes after it, into `out`: always in the same order."""
     splits, rows, outputs = parts.shape
-    grid = (-(-(outputs // 2 if gated else outputs) // COMBINED_BLOCK), rows)
+    grid = (-(-around.outputs(outputs) // COMBINED_BLOCK), rows)
     kernels("product").combine[grid](
-        parts, bias, out, rows, outputs, GATED=gated, NAME=name, SPLITS=splits, BLOCK=COMBINED_BLOCK, num_warps=4
+        parts, bias, around.residual, out, rows, outputs, GATED=around.gated, NAME=around.activation, SPLITS=splits, BLOCK=COMBINED_BLOCK,
+        num_warps=4,
     )  # fmt: skip

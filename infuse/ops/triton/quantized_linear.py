@@ -1,4 +1,5 @@
-"""The product with quantized weights and the look-up of their rows in Triton. Weights lie in words (words.py), brought there once.
+"""The product with quantized weights, alone and with what stands around it, and the look-up of their rows in Triton. Weights lie in words
+(words.py), brought there once.
 
 One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py); many take
 PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile of rows.
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
+from infuse.ops.fused_linear import fused_quantized_linear
 from infuse.ops.linear import quantized_linear
 from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_PLAIN_ROWS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
-from infuse.ops.triton.linear import combine
+from infuse.ops.triton.linear import NOTHING, Around, combine, finished_after, normed_before
 from infuse.ops.triton.words import CODES, WORDS, segment_of
 
 
@@ -26,36 +28,48 @@ from infuse.ops.triton.words import CODES, WORDS, segment_of
 def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
 ) -> Any:
-    dtype, rows = x.dtype, x.numel() // inputs
+    return _fused_quantized_linear(x, data, scale, zero, bias, outputs, inputs, format, *NOTHING)
+
+
+@fused_quantized_linear.implement("triton", needs, WORDS)
+def _fused_quantized_linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str, *args: Any
+) -> Any:
+    around, dtype, rows = Around(*args), x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
-        x, bias = x.float(), None if bias is None else bias.float()
-        return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
+        wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
+        return _fused_quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
+    x, around = normed_before(x, around)
     most = MOST_PLAIN_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS  # float32 tiles of more rows fit no shared memory
     if not 0 < rows <= most or outputs == 0:
+        x, around = normed_before(x, around, always=True)
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
-        return F.linear(x, weight, None if bias is None else bias.to(dtype))
+        return finished_after(F.linear(x, weight, None if bias is None else bias.to(dtype)), around)
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    out = x.new_empty(*x.shape[:-1], outputs)
-    name, groups = format.partition(":")[0], scale.shape[1]
+    around = around if around.residual is None else around._replace(residual=around.residual.contiguous())
+    name, groups, wanted = format.partition(":")[0], scale.shape[1], around.outputs(outputs)
+    out = x.new_empty(*x.shape[:-1], wanted)
     segment = segment_of(inputs, groups)
     words, of_group = segment // CODES[name], inputs // segment // groups
     chosen = quantized_row(outputs, inputs, name, words) if rows == 1 else quantized_tiles(rows, outputs, inputs, name, words)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
-    sizes = (inputs, outputs, data.stride(0), groups, of_group)
+    tile = max(around.outputs(chosen.outputs), 1 if rows == 1 else 16)
+    weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
+    sizes = inputs, outputs, data.stride(0), groups, of_group, around.eps, around.offset
+    options = around.constants(chosen.rows, inputs) | {
+        "FORMAT": name, "SEGMENT": segment, "OUTPUTS": tile, "SEGMENTS": chosen.depth, "SPLITS": chosen.splits, "num_warps": chosen.warps,
+    }  # fmt: skip
     if rows == 1:
-        kernels("stream").quantized_row[(-(-outputs // chosen.outputs), chosen.splits)](
-            x, data, scale, zero, bias, to, *sizes, FORMAT=name, TINY=dtype is not torch.float32, SEGMENT=segment, OUTPUTS=chosen.outputs,
-            SEGMENTS=chosen.depth, SPLITS=chosen.splits, num_warps=chosen.warps,
+        kernels("stream").quantized_row[(-(-wanted // tile), chosen.splits)](
+            x, *weight_and_more, *sizes, TINY=dtype is not torch.float32, **options
         )  # fmt: skip
     else:
-        tiles = -(-rows // chosen.rows) * -(-outputs // chosen.outputs)
+        tiles = -(-rows // chosen.rows) * -(-wanted // tile)
         kernels("product").product_tiles[(tiles, chosen.splits)](
-            x, data, scale, zero, bias, to, rows, inputs, outputs, inputs, *sizes[2:], FORMAT=name, GATED=False, NAME=None,
-            SEGMENT=segment, ROWS=chosen.rows, OUTPUTS=chosen.outputs, SEGMENTS=chosen.depth, SPLITS=chosen.splits,
-            num_warps=chosen.warps, num_stages=chosen.stages,
+            x, *weight_and_more, rows, *sizes[:2], inputs, *sizes[2:], ROWS=chosen.rows, num_stages=chosen.stages, **options
         )  # fmt: skip
     if chosen.splits > 1:
-        combine(to, bias, out, None, False)
+        combine(to, bias, out, around)
     return out
 
 

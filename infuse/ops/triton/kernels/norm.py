@@ -1,7 +1,44 @@
-"""RMSNorm and LayerNorm of ops/norm.py, one program for each row, the residual addition before it included."""
+"""RMSNorm and LayerNorm of ops/norm.py: one program for each row, the residual addition before it included; and the parts of them that
+a product needs which normalises the rows it reads.
+"""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def scaled(y, weight, bias, at, inside, offset):
+    """y * (offset + weight[at]) + bias[at], float32, each of them where it is there."""
+    if weight is not None:
+        y = y * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
+    if bias is not None:
+        y = y + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """What rows are normalised with, each [ROWS]: their means (0 of an RMS norm) and 1 / their deviations. `x_row` [ROWS] points to the
+    rows, of which those count that are `real`; BLOCK columns of each at once. Nothing is read where NORM is None.
+    """
+    mean = tl.zeros((ROWS,), tl.float32)
+    inverse = tl.zeros((ROWS,), tl.float32)
+    if NORM is not None:
+        block = tl.arange(0, BLOCK)[None, :]
+        if NORM == "layer":
+            sums = tl.zeros((ROWS, BLOCK), tl.float32)
+            for start in range(0, columns, BLOCK):
+                inside = real[:, None] & (start + block < columns)
+                sums += tl.load(x_row[:, None] + start + block, mask=inside, other=0.0).to(tl.float32)
+            mean = tl.sum(sums, 1) / columns
+        squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, columns, BLOCK):
+            inside = real[:, None] & (start + block < columns)
+            wide = tl.load(x_row[:, None] + start + block, mask=inside, other=0.0).to(tl.float32)
+            wide = tl.where(inside, wide - mean[:, None], 0.0)
+            squares += wide * wide
+        inverse = tl.rsqrt(tl.sum(squares, 1) / columns + eps)
+    return mean, inverse
 
 
 @triton.jit
@@ -21,9 +58,5 @@ def norm_rows(
     if CENTRED:
         wide = tl.where(inside, wide - tl.sum(wide, 0) / columns, 0.0)
     y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
-    of_head = (row % heads) * columns + column
-    if weight is not None:
-        y = y * (tl.load(weight + of_head, mask=inside, other=0.0).to(tl.float32) + offset)
-    if bias is not None:
-        y = y + tl.load(bias + of_head, mask=inside, other=0.0).to(tl.float32)
+    y = scaled(y, weight, bias, (row % heads) * columns + column, inside, offset)
     tl.store(out + here, y.to(out.dtype.element_ty), mask=inside)

@@ -1,9 +1,12 @@
-"""Some rows of x times a weight in tiles, plain or quantized; the sum of parts that programs have shared; whole weights dequantized."""
+"""Some rows of x times a weight in tiles, plain or quantized, with what stands around the product in a layer; the sum of parts that
+programs have shared; whole weights dequantized.
+"""
 
 import triton
 import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
+from infuse.ops.triton.kernels.norm import moments, scaled
 from infuse.ops.triton.kernels.words import codes_in_word, dot, unit, value, zero_unit
 
 
@@ -15,15 +18,17 @@ def weights(words, high, step, shift, J: tl.constexpr, FORMAT: tl.constexpr, DTY
 
 @triton.jit
 def product_tiles(
-    x, data, scale, zero, bias, out, rows, inputs, outputs, x_stride, row_words, groups, of_group,
-    FORMAT: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, SEGMENT: tl.constexpr,
+    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out, rows, inputs, outputs, x_stride, row_words, groups, of_group,
+    eps, norm_offset,
+    FORMAT: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, SEGMENT: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """act(x [rows, inputs] @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
+    """residual + act(norm(x [rows, inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
 
-    With SPLITS float32 parts [SPLITS, rows, outputs]. A tile is SEGMENTS segments along the inputs; of a plain weight a segment is SEGMENT
-    neighbouring inputs. `of_group` segments share a scale. The sum is [OUTPUTS, ROWS]: the weight, which has the larger side of a tile,
-    may then be dequantized in registers.
+    With SPLITS float32 parts [SPLITS, rows, outputs] of the product alone. A tile is SEGMENTS segments along the inputs; of a plain weight
+    a segment is SEGMENT neighbouring inputs. `of_group` segments share a scale. The sum is [OUTPUTS, ROWS]: the weight, which has the
+    larger side of a tile, may then be dequantized in registers. Rows that are to be normalised are read once more before, BLOCK columns
+    at once.
     """
     wanted = outputs // 2 if GATED else outputs
     # Programs that run together share a tile of the weight in L2: rows vary fastest.
@@ -34,15 +39,17 @@ def product_tiles(
     split = tl.program_id(1)
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     upper = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    x_row = x + row.to(tl.int64) * x_stride
+    mean, inverse = moments(x_row, row < rows, inputs, eps, NORM, ROWS, BLOCK)
     for tile in range(split, tl.cdiv(tl.cdiv(inputs, SEGMENT), SEGMENTS), SPLITS):
         total = add_tile(
-            total, tile, x, data, scale, zero, row, output, wanted, rows, inputs, x_stride, row_words, groups, of_group,
-            FORMAT, SEGMENT, ROWS, OUTPUTS, SEGMENTS,
+            total, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, output, wanted, inputs, row_words, groups, of_group,
+            mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS, x.dtype.element_ty,
         )  # fmt: skip
-        if GATED:  # plain weights alone
+        if GATED:
             upper = add_tile(
-                upper, tile, x, data + wanted.to(tl.int64) * row_words, scale, zero, row, output, wanted, rows, inputs, x_stride, row_words,
-                groups, of_group, FORMAT, SEGMENT, ROWS, OUTPUTS, SEGMENTS,
+                upper, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, wanted + output, outputs, inputs, row_words,
+                groups, of_group, mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS, x.dtype.element_ty,
             )  # fmt: skip
     inside = (row[None, :] < rows) & (output[:, None] < wanted)
     if SPLITS > 1:
@@ -58,31 +65,34 @@ def product_tiles(
         total = activated(total, NAME)
         if GATED:
             total = total * upper
-        tl.store(out + row[None, :].to(tl.int64) * wanted + output[:, None], total.to(out.dtype.element_ty), mask=inside)
+        at = row[None, :].to(tl.int64) * wanted + output[:, None]
+        if residual is not None:
+            total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def add_tile(
-    total, tile, x, data, scale, zero, row, output, outputs, rows, inputs, x_stride, row_words, groups, of_group,
-    FORMAT: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    total, tile, x_row, real, data, scale, zero, norm_weight, norm_bias, output, end, inputs, row_words, groups, of_group,
+    mean, inverse, norm_offset,
+    FORMAT: tl.constexpr, NORM: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """total + the product over one tile of the inputs."""
+    """total + the product over one tile of the inputs: of the rows of x that are `real`, and of those before `end` of the weight."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
     DEPTH: tl.constexpr = SEGMENTS * WORDS  # of one product
     at = tl.arange(0, DEPTH)
     segment, word = tile * SEGMENTS + at // WORDS, at % WORDS
-    x_row = x + row[None, :].to(tl.int64) * x_stride
     start = data + output[:, None].to(tl.int64) * row_words
     if FORMAT == "plain":
         k = segment * SEGMENT + word
-        x_tile = tl.load(x_row + k[:, None], mask=(row[None, :] < rows) & (k[:, None] < inputs), other=0.0)
-        tile_of_weight = tl.load(start + k[None, :], mask=(output[:, None] < outputs) & (k[None, :] < inputs), other=0.0)
+        x_tile = rows_of_tile(x_row, real, norm_weight, norm_bias, k, k < inputs, mean, inverse, norm_offset, NORM, DTYPE)
+        tile_of_weight = tl.load(start + k[None, :], mask=(output[:, None] < end) & (k[None, :] < inputs), other=0.0)
         total = dot(tile_of_weight, x_tile, total)
     else:
         known = segment < inputs // SEGMENT
-        inside = (output[:, None] < outputs) & known[None, :]
+        inside = (output[:, None] < end) & known[None, :]
         words = tl.load(start + (segment * STRIDE + word)[None, :], mask=inside, other=0)
         high = words
         if FORMAT == "fp6":
@@ -95,16 +105,28 @@ def add_tile(
             shift = tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
-            x_tile = tl.load(x_row + k[:, None], mask=(row[None, :] < rows) & known[:, None], other=0.0)
-            total = dot(weights(words, high, step, shift, j, FORMAT, x.dtype.element_ty), x_tile, total)
+            x_tile = rows_of_tile(x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE)
+            total = dot(weights(words, high, step, shift, j, FORMAT, DTYPE), x_tile, total)
     return total
 
 
 @triton.jit
-def combine(
-    parts, bias, out, rows, outputs, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+def rows_of_tile(
+    x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """act(the sum over the first axis of parts [SPLITS, rows, outputs] + bias), in the order of the parts."""
+    """The inputs `k` of the rows of x, [inputs, rows], normalised where there is a norm, and rounded to DTYPE."""
+    x_tile = tl.load(x_row[None, :] + k[:, None], mask=real[None, :] & known[:, None], other=0.0)
+    if NORM is not None:
+        y = (x_tile.to(tl.float32) - mean[None, :]) * inverse[None, :]
+        x_tile = scaled(y, norm_weight, norm_bias, k[:, None], known[:, None], norm_offset).to(DTYPE)
+    return x_tile
+
+
+@triton.jit
+def combine(
+    parts, bias, residual, out, rows, outputs, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """residual + act(the sum over the first axis of parts [SPLITS, rows, outputs] + bias), in the order of the parts."""
     row = tl.program_id(1).to(tl.int64)
     wanted = outputs // 2 if GATED else outputs
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -123,6 +145,8 @@ def combine(
     y = activated(y, NAME)
     if GATED:
         y = y * up
+    if residual is not None:
+        y += tl.load(residual + row * wanted + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * wanted + at, y.to(out.dtype.element_ty), mask=inside)
 
 

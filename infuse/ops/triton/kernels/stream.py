@@ -1,21 +1,26 @@
 """One row of x times a weight, which is streamed once: each program walks some rows of the weight, all of its threads along a row.
 
-Products and sums are float32; a sum over a thread's own values comes first, the sum over threads once at the end.
+Products and sums are float32; a sum over a thread's own values comes first, the sum over threads once at the end. Where x is to be
+normalised, each program reads it once more before, from the cache, and normalises what it reads: NORM, a BLOCK of x at once.
 """
 
 import triton
 import triton.language as tl
 
 from infuse.ops.triton.kernels.activation import activated
+from infuse.ops.triton.kernels.norm import moments, scaled
 from infuse.ops.triton.kernels.words import codes_in_word, offset, tiny_scale, tiny_value, unit, value, zero_unit
 
 
 @triton.jit
 def plain_row(
-    x, weight, bias, out, inputs, outputs, weight_stride,
-    GATED: tl.constexpr, NAME: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    x, weight, bias, norm_weight, norm_bias, residual, out, inputs, outputs, weight_stride, eps, norm_offset,
+    NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """act(x [inputs] @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up]; with SPLITS float32 parts [SPLITS, rows]."""
+    """residual + act(norm(x [inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up]; with SPLITS float32 parts
+    [SPLITS, rows] of the product alone.
+    """
     split = tl.program_id(1)
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     column = tl.arange(0, INPUTS)[None, :]
@@ -23,20 +28,23 @@ def plain_row(
     total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
     upper = tl.zeros((OUTPUTS, INPUTS), tl.float32)
     start = weight + row.to(tl.int64) * weight_stride
+    mean, inverse = moments(x + tl.zeros((1,), tl.int32), tl.full((1,), 1, tl.int1), inputs, eps, NORM, 1, BLOCK)
     for tile in range(split, tl.cdiv(inputs, INPUTS), SPLITS):
         k = tile * INPUTS + column
         x_k = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
+        if NORM is not None:
+            x_k = scaled((x_k - mean[:, None]) * inverse[:, None], norm_weight, norm_bias, k, k < inputs, norm_offset)
         inside = (row < wanted) & (k < inputs)
         total += tl.load(start + k, mask=inside, other=0.0).to(tl.float32) * x_k
         if GATED:
             upper += tl.load(start + k + wanted.to(tl.int64) * weight_stride, mask=inside, other=0.0).to(tl.float32) * x_k
     y, up = tl.sum(total, 1), tl.sum(upper, 1)
-    finish(y, up, bias, out, tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), outputs, split, GATED, NAME, SPLITS)
+    finish(y, up, bias, residual, out, tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), outputs, split, GATED, NAME, SPLITS)
 
 
 @triton.jit
-def finish(y, up, bias, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr):
-    """Bias and activation of some outputs of one row, or, where others hold the rest of the sum, the part as it is."""
+def finish(y, up, bias, residual, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr):
+    """Bias, activation and residual of some outputs of one row, or, where others hold the rest of the sum, the part as it is."""
     wanted = outputs // 2 if GATED else outputs
     inside = at < wanted
     if SPLITS > 1:
@@ -51,55 +59,84 @@ def finish(y, up, bias, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.c
         y = activated(y, NAME)
         if GATED:
             y = y * up
+        if residual is not None:
+            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def quantized_row(
-    x, data, scale, zero, bias, out, inputs, outputs, row_words, groups, of_group,
-    FORMAT: tl.constexpr, TINY: tl.constexpr, SEGMENT: tl.constexpr,
-    OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
+    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out, inputs, outputs, row_words, groups, of_group, eps, norm_offset,
+    FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
+    SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """x [inputs] @ dequantized weight [outputs, inputs].T + bias. A tile is [OUTPUTS, SEGMENTS, words].
+    """The same with a dequantized weight. A tile is [OUTPUTS, SEGMENTS, words].
 
     `of_group` segments share a scale. TINY is faster, for x of 16 bits: values of x beyond 2**48 make infinity or NaN.
     """
+    WORDS: tl.constexpr = SEGMENT // codes_in_word(FORMAT)
+    split = tl.program_id(1)
+    at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    wanted = outputs // 2 if GATED else outputs
+    total = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
+    upper = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
+    mean, inverse = moments(x + tl.zeros((1,), tl.int32), tl.full((1,), 1, tl.int1), inputs, eps, NORM, 1, BLOCK)
+    for tile in range(split, tl.cdiv(inputs // SEGMENT, SEGMENTS), SPLITS):
+        total += tile_of_row(
+            tile, x, data, scale, zero, norm_weight, norm_bias, at, wanted, inputs, row_words, groups, of_group, mean, inverse, norm_offset,
+            FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
+        )  # fmt: skip
+        if GATED:
+            upper += tile_of_row(
+                tile, x, data, scale, zero, norm_weight, norm_bias, wanted + at, outputs, inputs, row_words, groups, of_group, mean,
+                inverse, norm_offset, FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
+            )  # fmt: skip
+    y, up = tl.sum(tl.sum(total, 2), 1), tl.sum(tl.sum(upper, 2), 1)
+    finish(y, up, bias, residual, out, at, outputs, split, GATED, NAME, SPLITS)
+
+
+@triton.jit
+def tile_of_row(
+    tile, x, data, scale, zero, norm_weight, norm_bias, at, end, inputs, row_words, groups, of_group, mean, inverse, norm_offset,
+    FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr,
+    SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """The products of one tile of the inputs with the rows `at` of the weight, those before `end`, not yet added up."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
-    split = tl.program_id(1)
-    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None, None]
+    row = at[:, None, None]
     word = tl.arange(0, WORDS)[None, None, :]
     segments = inputs // SEGMENT
     start = data + row.to(tl.int64) * row_words
-    total = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
-    for tile in range(split, tl.cdiv(segments, SEGMENTS), SPLITS):
-        segment = tile * SEGMENTS + tl.arange(0, SEGMENTS)[None, :, None]
-        inside = (row < outputs) & (segment < segments)
-        words = tl.load(start + segment * STRIDE + word, mask=inside, other=0)
-        high = words
-        if FORMAT == "fp6":
-            high = tl.load(start + segment * STRIDE + WORDS + word % (WORDS // 2), mask=inside, other=0)
-            high = high >> (8 * (word // (WORDS // 2)))
-        group = row.to(tl.int64) * groups + segment // of_group
-        step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
-        part = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
-        x_sum = tl.zeros((1, SEGMENTS, WORDS), tl.float32)
-        shift = offset(FORMAT) if TINY else 0.0
-        if zero is not None:
-            shift += tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
-        for j in tl.static_range(CODES):
-            x_j = tl.load(x + segment * SEGMENT + j * WORDS + word, mask=segment < segments, other=0.0).to(tl.float32)
-            if TINY:
-                part += tiny_value(words, high, j, FORMAT) * (x_j * tiny_scale(j, FORMAT))
-                x_sum += x_j
-            elif zero is None:
-                part += value(words, high, j, FORMAT) * x_j
-            else:
-                part += (value(words, high, j, FORMAT) - shift) * x_j
-        part *= unit(FORMAT, TINY)
-        if TINY and (zero is not None or offset(FORMAT) > 0):
-            part -= shift * x_sum
-        total += part * step
-    y = tl.sum(tl.sum(total, 2), 1)
-    finish(y, y, bias, out, tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), outputs, split, False, None, SPLITS)
+    segment = tile * SEGMENTS + tl.arange(0, SEGMENTS)[None, :, None]
+    inside = (row < end) & (segment < segments)
+    words = tl.load(start + segment * STRIDE + word, mask=inside, other=0)
+    high = words
+    if FORMAT == "fp6":
+        high = tl.load(start + segment * STRIDE + WORDS + word % (WORDS // 2), mask=inside, other=0)
+        high = high >> (8 * (word // (WORDS // 2)))
+    group = row.to(tl.int64) * groups + segment // of_group
+    step = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    part = tl.zeros((OUTPUTS, SEGMENTS, WORDS), tl.float32)
+    x_sum = tl.zeros((1, SEGMENTS, WORDS), tl.float32)
+    shift = offset(FORMAT) if TINY else 0.0
+    if zero is not None:
+        shift += tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
+    for j in tl.static_range(CODES):
+        k = segment * SEGMENT + j * WORDS + word
+        x_j = tl.load(x + k, mask=segment < segments, other=0.0).to(tl.float32)
+        if NORM is not None:
+            x_j = (x_j - mean[:, None, None]) * inverse[:, None, None]
+            x_j = scaled(x_j, norm_weight, norm_bias, k, segment < segments, norm_offset)
+        if TINY:
+            part += tiny_value(words, high, j, FORMAT) * (x_j * tiny_scale(j, FORMAT))
+            x_sum += x_j
+        elif zero is None:
+            part += value(words, high, j, FORMAT) * x_j
+        else:
+            part += (value(words, high, j, FORMAT) - shift) * x_j
+    part *= unit(FORMAT, TINY)
+    if TINY and (zero is not None or offset(FORMAT) > 0):
+        part -= shift * x_sum
+    return part * step

@@ -1,0 +1,151 @@
+"""Blocks over the Triton bodies, under Triton's interpreter (test_triton.py runs this file so): for few tokens norms and sums are in the
+products beside them, and the result is that of separate kernels and that of the original layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME
+from tolerance import assert_near
+from torch import Tensor, nn
+
+import infuse
+from infuse import ops
+from infuse.layers.block import Block
+from infuse.ops import Choice, Op, registered
+
+BESIDE = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "activation", "gated_activation", "linear", "quantized_linear")
+CASES = [
+    ("llama", None), ("llama-bias", None), ("llama", "int8:16"), ("gpt2", None), ("gpt2", "fp8:16"), ("granite", None), ("gemma2", None),
+    ("gpt-neox", None), ("falcon-7b", None), ("phi", None), ("bert", "int4:16"), ("bert", None),
+]  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """The Triton bodies wherever there are, as on a GPU; counts their calls by op."""
+    made: Counter = Counter()
+
+    def counted(name: str, function: Callable) -> Callable:
+        def call(*args: Any, **more: Any) -> Any:
+            made[name] += 1
+            return function(*args, **more)
+
+        return call
+
+    for name, op in registered().items():
+        if body := op.bodies.get("triton"):
+            monkeypatch.setitem(op.bodies, "triton", replace(body, function=counted(name, body.function)))
+    choose = Op.choose
+    monkeypatch.setattr(Op, "choose", lambda op, *of: Choice(op.name, "triton") if "triton" in op.bodies else choose(op, *of))
+    return made
+
+
+class Given:
+    """The first layer of a model, original or ours, and what the model passes to it for `tokens` tokens."""
+
+    def __init__(self, name: str, format: str | None, dtype: torch.dtype, tokens: int):
+        self.family = BY_NAME[name]
+        original = self.family.make()
+        engine = infuse.init_inference(self.family.make(), dtype=dtype, quant=format, verify="off")
+        self.block = next(module for module in engine.module.modules() if isinstance(module, Block))
+        path = next(path for path, module in engine.module.named_modules() if module is self.block)
+        self.original = original.get_submodule(path)
+        seen: list[tuple[tuple, dict]] = []
+        handle = self.block.register_forward_pre_hook(lambda _, *given: seen.append(given), with_kwargs=True)
+        ids = torch.randint(3, 90, (1, tokens))
+        with torch.inference_mode():
+            engine.module(input_ids=ids, **({} if self.family.kind == "encoder" else {"use_cache": False}))
+        handle.remove()
+        ((self.args, self.kwargs),) = seen
+
+    def of_original(self) -> Tensor:
+        def wide(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(wide(one) for one in value)
+            return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return self.called(self.original, *(wide(arg) for arg in self.args), **{key: wide(value) for key, value in self.kwargs.items()})
+
+    def of_ours(self) -> Tensor:
+        return self.called(self.block, *self.args, **self.kwargs)
+
+    def called(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.inference_mode():
+            out = layer(*args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize(("name", "format"), CASES)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float32), (5, torch.float16)], ids=str)
+def test_few_tokens(
+    name: str, format: str | None, tokens: int, dtype: torch.dtype, calls: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Given(name, format, dtype, tokens)
+    calls.clear()
+    found = given.of_ours()
+    fused, alone = ("fused_quantized_linear", "quantized_linear") if format else ("fused_linear", "linear")
+    expected = {fused: 4}
+    if name in ("granite", "gemma2"):  # nothing fuses with the product of the attention's output
+        expected = {fused: 3, alone: 1} | ({"rms_norm": 2} if name == "gemma2" else {})
+    elif name == "bert":
+        expected = {fused: 2, alone: 2, "add_layer_norm": 2}
+    assert {op: calls[op] for op in (fused, *BESIDE) if calls[op]} == expected
+    monkeypatch.setattr(ops, "FEW_ROWS", 0)
+    calls.clear()
+    separate = given.of_ours()
+    assert calls[fused] == 2, "those of the MLP"
+    assert_near(found, separate, dtype, "with separate kernels")
+    if format is None and dtype is torch.float32:
+        assert_near(found, given.of_original(), dtype, "the original")
+
+
+@pytest.mark.parametrize("part", ["norm1", "norm2", "qkv", "out", "up", "down", "attention", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "falcon-7b"])
+def test_who_listens_in_between_hears(name: str, part: str, calls: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook is called once, with what the module is given and gives where nothing is fused, and may change it."""
+    given = Given(name, None, torch.float32, 1)
+    block, attention = given.block, given.block._modules[given.block._attention_name]
+    where = {"qkv": attention, "out": attention, "up": block.mlp, "down": block.mlp}.get(part, block)
+    module = attention if part == "attention" else where._modules[part]
+    if module is None:
+        pytest.skip(f"{name} has no {part}")
+    heard: list[tuple[Tensor, Tensor]] = []
+
+    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
+        value = output[0] if isinstance(output, tuple) else output
+        heard.append((args[0].clone(), value.clone()))
+        return (value * 2, *output[1:]) if isinstance(output, tuple) else value * 2
+
+    before = given.of_ours()
+    handle = module.register_forward_hook(hook)
+    found = given.of_ours()
+    monkeypatch.setattr(ops, "FEW_ROWS", 0)
+    separate = given.of_ours()
+    handle.remove()
+    # Where nothing is fused, norm2 and the addition before it are one op, which a hook on norm2 does not hear.
+    assert len(heard) == (1 if part == "norm2" else 2)
+    if part != "norm2":
+        for here, there in zip(*heard, strict=True):
+            assert_near(here, there, torch.float32, part)
+        assert_near(found, separate, torch.float32, part)
+    assert float((found - before).abs().max()) > 1e-3
+
+
+def test_a_module_of_another_class_takes_part_as_it_is(calls: Counter) -> None:
+    """A linear or norm that somebody has replaced, as adapters do."""
+    given = Given("llama", None, torch.float32, 1)
+    before = given.of_ours()
+    for holder, part in ((given.block, "norm2"), (given.block.mlp, "up"), (given.block._modules["self_attn"], "out")):
+        own = holder._modules[part]
+        holder._modules[part] = nn.Sequential(own)
+        calls.clear()
+        assert_near(given.of_ours(), before, torch.float32, part)
+        assert calls["fused_linear"] == (4 if part == "norm2" else 3)
+        holder._modules[part] = own
