@@ -14,6 +14,7 @@ from torch import nn
 from infuse.errors import OutOfMemory
 from infuse.runtime.capture import Backend
 from infuse.runtime.graph import Graphs, Places
+from infuse.runtime.lent import LentCache
 
 
 class Forward:
@@ -33,6 +34,9 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, LentCache) and (output := cache.step(self._run, args, kwargs)) is not None:
+                return output
             return (self.graphs or self._run)(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)

@@ -74,7 +74,7 @@ class Graphs:
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
         try:
-            key = (signature((args, kwargs), tensors), _modes())
+            key = (signature((args, kwargs), tensors), modes())
         except Unsupported:
             return self.function(*args, **kwargs)
         with self.backend.turn():
@@ -215,7 +215,7 @@ def _describable(result: Any) -> bool:
     return True
 
 
-def _modes() -> Hashable:
+def modes() -> Hashable:
     """What changes the kernels that a call runs beside its arguments."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return autocast
