@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infuse
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import CudaBackend
 from infuse.runtime.graph import Graphs, LocalGraph
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.layers.cache import KVCache
 from infuse.runtime import bucket as buckets_module
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.choose import fused_settings
 from infuse.runtime.device_loop import TOKENS_AHEAD
 

@@ -193,7 +193,7 @@ def test_other_kernels_are_another_graph() -> None:
 
 
 def lent(engine: Any, batch: int = 3, tokens: int = 40) -> LentCache:
-    return LentCache(Run(engine.module, engine.module._infuse.buckets, batch, tokens))
+    return LentCache(Run(engine.module.forward.run, engine.module._infuse.buckets, batch, tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])

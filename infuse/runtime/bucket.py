@@ -1,14 +1,13 @@
 """One decode step on buffers of our own, to the logits or to the chosen token: what a graph of it needs. No loop, no stopping here.
 
 A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long as the bucket
-lives, and the graphs that were captured on them. Buckets are kept between calls of `generate`, so a graph is captured once.
+lives, and the graphs that were captured on them.
 
 Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache), V vocabulary.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from infuse.runtime.choose import Choose
 
 NEVER = 1 << 62  # the end of a row that has none yet
 _WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first use is set up before the capture
-_SMALLEST_TOKENS = 64
 
 
 class Bucket:
@@ -111,6 +109,10 @@ class Bucket:
     def nbytes(self) -> int:
         """The device memory that it holds."""
         return self.cache.nbytes() + sum(step.captured.nbytes for step in self._steps.values() if step.captured is not None)
+
+    def standing(self) -> list[tuple[int, bool]]:
+        """How far each step is."""
+        return [(step.warmed, step.captured is not None) for step in self._steps.values()]
 
     # -- steps
 
@@ -218,66 +220,3 @@ class _Step:
     result: Any = None
     warmed: int = 0
     choose: Choose | None = None
-
-
-class Buckets:
-    """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used last."""
-
-    def __init__(self, backend: Backend, limit_bytes: int, limit_tokens: int | None = None):
-        self.backend, self.limit_bytes, self.limit_tokens = backend, limit_bytes, limit_tokens
-        self.refused: set[Hashable] = set()  # keys of steps that cannot be captured
-        self.warned = False
-        self._idle: list[Bucket] = []
-        self._lock = threading.Lock()
-
-    def capacity(self, tokens: int) -> int:
-        """The capacity of the bucket for so many tokens: few different ones, each twice the last."""
-        if self.limit_tokens is not None:
-            return self.limit_tokens
-        return max(_SMALLEST_TOKENS, 1 << (tokens - 1).bit_length())
-
-    def take(self, batch: int, tokens: int) -> Bucket:
-        """A bucket with room for `tokens`, its cache empty: one that is kept, else a new one."""
-        capacity = self.capacity(tokens)
-        with self._lock:
-            found = next((b for b in reversed(self._idle) if (b.batch, b.capacity_tokens) == (batch, capacity)), None)
-            if found is not None:
-                self._idle.remove(found)
-        if found is None:
-            return Bucket(capacity, self.limit_tokens)
-        found.cache.reset()
-        found.place = 0
-        return found
-
-    def give_back(self, bucket: Bucket) -> None:
-        """Keep it for the next call; the least recently used go beyond the bound."""
-        if not bucket.batch:  # no step was made
-            return
-        bucket.release()
-        with self._lock:
-            self._idle.append(bucket)
-            while self._idle and sum(b.nbytes() for b in self._idle) > self.limit_bytes:
-                self._idle.pop(0)
-
-    def grown(self, bucket: Bucket) -> Bucket:
-        """A bucket of twice the capacity with the same cache; `bucket` is given back."""
-        old = bucket.cache.storages()
-        larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
-        for source, slot in zip(bucket.cache.layers, range(len(bucket.cache.layers)), strict=True):
-            assert source.key_storage is not None and source.value_storage is not None
-            _, kv_heads, _, width = source.key_storage.shape
-            target = larger.cache.slot(slot)
-            target.reserve(bucket.batch, bucket.place, kv_heads, width, source.key_storage)
-            target.length = bucket.place
-        for source_storage, storage in zip(old, larger.cache.storages(), strict=True):
-            storage[:, :, : bucket.place] = source_storage[:, :, : bucket.place]
-        self.give_back(bucket)
-        return larger
-
-    def __reduce__(self) -> tuple:  # a copy has none of its own yet
-        return type(self), (self.backend, self.limit_bytes, self.limit_tokens)
-
-    def clear(self) -> None:
-        """Give the memory of all idle buckets back."""
-        with self._lock:
-            self._idle.clear()

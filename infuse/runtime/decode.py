@@ -21,12 +21,14 @@ from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agreed
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
 from infuse.runtime.device_loop import Run
 from infuse.runtime.forward import Forward, explained
+from infuse.runtime.graph import Places
 from infuse.runtime.lent import LentCache
 from infuse.runtime.loop import decode
+from infuse.runtime.together import Together
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
 _PREPARED_TOKENS = 512
@@ -72,16 +74,15 @@ def install(
 ) -> list[RemovableHandle]:
     """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks' handles.
 
-    `caches`: its layers take our cache. Ranks that share a model run it without graphs.
+    `caches`: its layers take our cache. The collectives of `group` can be captured where there are to be graphs.
     """
     buckets = None
-    if group.size > 1:
-        graphs = None
-    if graphs is not None and graphs.steps and caches:
-        buckets = Buckets(graphs.backend, graphs.keep_bytes, limit_tokens)
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     if graphs is not None:
-        module.forward = Forward(module, vars(module).get("forward"), graphs.backend if graphs.forward else None)  # type: ignore[assignment]
+        backend = graphs.backend if group.size == 1 else Together(graphs.backend, group)
+        if graphs.steps and caches:
+            buckets = Buckets(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
+        module.forward = Forward(module, vars(module).get("forward"), backend if graphs.forward else None)  # type: ignore[assignment]
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
@@ -117,7 +118,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        agreed(installed.group, "the arguments of generate", args, kwargs)
+        agreed(installed.group, "the arguments of generate", args, kwargs, installed.buckets)
         installed.group.share_random_state()
     asked = _Asked(self, args, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
@@ -132,7 +133,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
         if installed.buckets is not None and not _is_watched(self):
-            lent = LentCache(Run(self, installed.buckets, asked.rows(), prepared))
+            forward = vars(self).get("forward")
+            call = forward.run if isinstance(forward, Forward) else self.forward
+            lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
         cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
         kwargs["past_key_values"] = cache
         if asked.is_plain_search():
@@ -154,7 +157,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether someone's hooks are to see each forward: a graph would run without them."""
-    ours = (_bring, _refuse_too_long)
+    ours = (_bring, _refuse_too_long, agree_before)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
     return bool(before or module._forward_hooks)
 

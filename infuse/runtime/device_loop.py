@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.runtime.bucket import NEVER, Buckets, Given, State
+from infuse.errors import RankError
+from infuse.runtime.bucket import NEVER, Given, State
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Letter
 from infuse.runtime.choose import Choice, Choose
-from infuse.runtime.graph import Places, modes, where
+from infuse.runtime.graph import modes, where
 from infuse.runtime.signature import Unsupported, rebuilt, signature
 
 TOKENS_AHEAD = 8  # steps between two looks at what was made
@@ -29,11 +31,12 @@ TOKENS_AHEAD = 8  # steps between two looks at what was made
 class Run:
     """One call of `generate` on a bucket: which steps it makes, and the bucket that it is in, which growth changes."""
 
-    def __init__(self, model: Any, buckets: Buckets, batch: int, tokens: int):
+    def __init__(self, call: Callable[..., Any], buckets: Buckets, batch: int, tokens: int):
+        """`call` is the model's forward itself: its hooks are the caller's affair."""
         self.buckets, self.bucket = buckets, buckets.take(batch, tokens)
         with buckets.backend.turn():  # what was asked of the bucket before, on another stream, comes before the prompt
             pass
-        self._model, self._places = model, Places(model)()
+        self._call, self._state = call, buckets.look()
         self._forward: Any = None
         self._key: Hashable = None
 
@@ -41,7 +44,7 @@ class Run:
         """What tells steps with these arguments apart; None for those that cannot be graphs, as far as is known."""
         tensors: list[Tensor] = []
         try:
-            key = (self._places, modes(), signature(constants, tensors), choice)
+            key = (self._state, modes(), signature(constants, tensors), choice)
         except Unsupported:
             return None
         return None if tensors or key in self.buckets.refused else key  # a graph would read the tensors of another call
@@ -54,7 +57,7 @@ class Run:
         self._key = self.key(constants, choice)
         if self._key is None:
             return False
-        self._forward = partial(self._model, **constants)
+        self._forward = partial(self._call, **constants)
         self.bucket.prepare(state)
         return True
 
@@ -113,7 +116,7 @@ def finish(run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) ->
         try:
             for _ in range(count):
                 run.step(choose)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankError):
             raise
         except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again without one
             news.send()

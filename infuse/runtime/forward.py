@@ -20,24 +20,25 @@ from infuse.runtime.lent import LentCache
 class Forward:
     """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
 
-    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs.
+    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs. `run` is it
+    without either.
     """
 
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
         self._module, self.own, self._backend = module, own, backend
-        self._run: Callable = own or MethodType(type(module).forward, module)
-        self.graphs = None if backend is None else Graphs(self._run, backend, state=Places(module))
+        self.run: Callable = own or MethodType(type(module).forward, module)
+        self.graphs = None if backend is None else Graphs(self.run, backend, state=Places(module))
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._run)
+        return inspect.signature(self.run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             cache = kwargs.get("past_key_values")
-            if isinstance(cache, LentCache) and (output := cache.step(self._run, args, kwargs)) is not None:
+            if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:
                 return output
-            return (self.graphs or self._run)(*args, **kwargs)
+            return (self.graphs or self.run)(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 

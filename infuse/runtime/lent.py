@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse.errors import RankError
 from infuse.layers.cache import KVCache, KVSlot
 from infuse.runtime.bucket import Given
 from infuse.runtime.device_loop import Run
@@ -59,7 +60,7 @@ class LentCache(KVCache):
             return None
         try:
             output = self.run.given(partial(_logits_alone, forward, constants), key, inputs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankError):
             raise
         except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again without one
             self.run.refuse(key, None if isinstance(error, Unsupported) else error)

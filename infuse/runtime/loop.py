@@ -70,7 +70,7 @@ def decode(
         if lent is not None and lent.run is not None and steps.follows:
             choice = choice_of(logits_processor, stopping_criteria, generation_config)
             if choice.processors is not None and steps.begin(lent.run, lent, choice, input_ids, unfinished):
-                choose = Choose(choice, logits_processor, input_ids.device, model.dtype)
+                choose = Choose(choice, logits_processor, input_ids.device, model.dtype, group)
                 result = _finished(steps, lent.run, choose, limit_tokens, streamer)
                 if isinstance(result, Tensor):
                     return result
