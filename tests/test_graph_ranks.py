@@ -5,6 +5,7 @@ NCCL has a stand-in (fake_nccl.py) that refuses what NCCL forbids: an operation 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from fake_graph import FakeBackend
 from families import BY_NAME, inputs
 from ranks import Ranks, same
+from test_graph_forward import Greedy
 from test_rank_faults import engine_of
 from torch import Tensor
 
@@ -274,3 +276,65 @@ def test_where_sums_cannot_be_captured_the_plan_says_so(ranks: Ranks) -> None:
         assert right and not warmed
     for told, plan, right, warmed in ranks.run(2, without_capturable_collectives, dict(enable_cuda_graph=False)):
         assert not told and "no CUDA graphs" not in plan and right and not warmed
+
+
+# ---- memory
+
+
+def out_of_memory(on: tuple[int, ...], call: str, timeout_s: float) -> tuple[str, float, bool]:
+    """What a call raises where some ranks run out of memory in the second layer, how long it takes, and whether the next one is right."""
+    keys: dict[str, Any] = {"tensor_parallel": {"tp_size": dist.get_world_size(), "timeout_s": timeout_s}}
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr("infuse.engine.backend_for", lambda device: FakeBackend())
+        engine = engine_of("llama", dict(tie_word_embeddings=False), enable_cuda_graph=False, **keys)
+    module = engine.module
+    layer = module.model.layers[1] = Greedy(module.model.layers[1])
+    layer.rows = 2 if dist.get_rank() in on else 4
+    began = time.monotonic()
+    try:
+        with torch.no_grad():
+            engine(**given()) if call == "forward" else engine.generate(**given(), max_new_tokens=NEW)
+    except infuse.InfuseError as error:
+        text, took = f"{type(error).__name__}: {error}", time.monotonic() - began
+    layer.rows = 4
+    try:
+        return text, took, torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact())
+    except infuse.RankError:
+        return text, took, False
+
+
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_out_of_memory_on_one_rank_is_told_to_the_others(call: str, ranks: Ranks) -> None:
+    results = ranks.run(3, out_of_memory, (1,), call, 100)
+    for rank, (text, took, right) in enumerate(results):
+        assert took < 50 and not right
+        if rank == 1:
+            assert text.startswith("OutOfMemory: ") and "no memory left for this call" in text and "The ranks have lost each other" in text
+        else:
+            assert text.startswith("RankError: ") and f"rank {rank} of 3" in text and "rank 1 " in text
+            assert "given up: no memory left on the device" in text
+
+
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_out_of_memory_on_all_ranks_is_over_with_the_call(call: str, ranks: Ranks) -> None:
+    for text, _, right in ranks.run(2, out_of_memory, (0, 1), call, 100):
+        assert text.startswith("OutOfMemory: ") and "The engine can be used on." in text and right
+
+
+def out_of_memory_over_graphs(rows: int) -> tuple[str, list[bool]]:
+    """Rank 1 has no memory for a larger batch, once there are graphs of a smaller one."""
+    with graphed_ranks() as (engine, backend):
+        right = [torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact())]
+        layer = engine.module.model.layers[1] = Greedy(engine.module.model.layers[1])
+        layer.rows = rows
+        try:
+            engine.generate(**given(batch=6), max_new_tokens=NEW)
+        except infuse.InfuseError as error:
+            text = type(error).__name__
+        right.append(not engine.module._infuse.buckets._idle)
+        right.append(torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact()))
+        return text, right
+
+
+def test_out_of_memory_over_graphs(ranks: Ranks) -> None:
+    assert ranks.run(2, out_of_memory_over_graphs, 4) == [("OutOfMemory", [True, True, True])] * 2

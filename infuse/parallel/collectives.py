@@ -118,6 +118,22 @@ class Group:
         finally:
             self._broken = before
 
+    def give_up(self, why: str) -> bool:
+        """Say in the operation that the others are in that this rank does not go on: their RankError. True where all give up alike.
+
+        Only messages on the host are guarded so. A rank whose others wait in an operation of NCCL's on the device is not heard there.
+        """
+        if self.size == 1 or self._broken:
+            return self.size == 1
+        if self._device.type != "cpu":
+            self._broken = why
+            return False
+        try:
+            self.barrier(f"given up: {why}")
+        except RankError:
+            return False
+        return True
+
     def lost(self, why: str) -> RankError:
         """The error to raise where the ranks are at different places from now on."""
         self._broken = why
