@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class InferenceEngine(nn.Module):
             tuning.search(linears(model), self.plan.dtype, device.torch_device)
         self.eval()  # as the model is: who asks the engine must not hear otherwise
         caches = any(decodes(step) for step in self.plan.steps)
-        graphs = _graphs(settings, device)
+        graphs = self._graphs(settings, device)
         limit, least = settings.max_out_tokens, settings.min_out_tokens
         self._handles = install(model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs, group=self.group)
         self._times: ForwardTimes | None = None
@@ -172,6 +173,18 @@ class InferenceEngine(nn.Module):
         self.module.to("meta")
         self._profiles.clear()
 
+    def _graphs(self, settings: InferenceConfig, device: Device) -> GraphUse | None:
+        """What is to be graphs; the plan says so where ranks cannot have them."""
+        backend = backend_for(device.torch_device)
+        if backend is None:
+            return None
+        steps, forward = settings.step_graphs, settings.enable_cuda_graph
+        if (steps or forward) and not self.group.captures(device.torch_device):
+            note = f"no CUDA graphs: the ranks add up by {self.group.describe()}, which waits on the host; NCCL can be captured"
+            self.plan = replace(self.plan, notes=(*self.plan.notes, note))
+            steps = forward = False
+        return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
+
     def _tell(self, decided: Plan) -> None:
         """Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
         for note in self.plan.notes:
@@ -203,13 +216,6 @@ def _bar(wanted: bool | None) -> Iterator[Any]:
             bar.update(tasks[what], completed=done)
 
         yield progress
-
-
-def _graphs(settings: InferenceConfig, device: Device) -> GraphUse | None:
-    backend = backend_for(device.torch_device)
-    if backend is None:
-        return None
-    return GraphUse(backend, settings.step_graphs, settings.enable_cuda_graph, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 
 
 def _check_model(model: Any) -> None:

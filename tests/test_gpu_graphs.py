@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infuse
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import CudaBackend
 from infuse.runtime.graph import Graphs, LocalGraph
 
@@ -97,6 +97,17 @@ def test_batches_lengths_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch, tokens, new in ((2, 5, 20), (1, 40, 9), (3, 3, 110), (1, 70, 12), (2, 5, 3), (3, 60, 60), (2, 5, 1)):
         given = moved(inputs(BY_NAME["llama"], batch=batch, tokens=tokens, padding="left"))
         assert torch.equal(engine.generate(**given, max_new_tokens=new), original.generate(**given, max_new_tokens=new))
+
+
+@pytest.mark.parametrize("mode", [dict(num_beams=3, num_return_sequences=2), dict(no_repeat_ngram_size=2)], ids=str)
+def test_loops_that_are_not_ours(mode: dict[str, Any]) -> None:
+    """Beams are reordered under the graph; a processor needs the host."""
+    original, engine = llama(), infuse.init_inference(llama(), dtype="fp32")
+    for padding in ("left", None, "left"):
+        given = moved(inputs(BY_NAME["llama"], batch=2, padding=padding))
+        assert torch.equal(engine.generate(**given, **mode, max_new_tokens=40), original.generate(**given, **mode, max_new_tokens=40))
+    (bucket,) = buckets(engine)._idle
+    assert [step.captured is not None for step in bucket._steps.values()] == [True] and not buckets(engine).refused
 
 
 def test_ends_and_streamers() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.layers.cache import KVCache
 from infuse.runtime import bucket as buckets_module
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.choose import fused_settings
 from infuse.runtime.device_loop import TOKENS_AHEAD
 
@@ -360,9 +360,8 @@ def test_the_host_chooses_over_a_graph_of_the_step(mode: str) -> None:
 
 
 OTHERS: list[dict[str, Any]] = [
-    dict(num_beams=3), dict(prompt_lookup_num_tokens=3), dict(use_cache=False), dict(cache_implementation="static"),
-    dict(return_dict_in_generate=True),
-]  # fmt: skip
+    dict(use_cache=False), dict(use_cache=False, num_beams=2), dict(cache_implementation="static"),
+]
 
 
 @pytest.mark.parametrize("mode", OTHERS, ids=str)
@@ -395,25 +394,26 @@ def test_a_model_that_reads_the_device_goes_on_without(mode: dict[str, Any], pad
     assert not backend.captures
 
 
+@pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 2, 12, 60])
-def test_a_step_that_fails_later(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_later(at: int, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture in a grown bucket fails, or a step does: the tokens so far stay, and rows that had ended stay ended."""
     monkeypatch.setattr("infuse.runtime.decode._PREPARED_TOKENS", 20)
     engine, backend = graphed(made("llama"))
     rows = rows_of("llama", **padded(), max_new_tokens=80)
     steps = 0
-    run = buckets_module.Bucket.run
+    run = buckets_module.Bucket._run
 
-    def failing(self: Any, *args: Any) -> None:
+    def failing(self: Any, *args: Any) -> Any:
         nonlocal steps
         if steps >= at:
             raise RuntimeError("a step that fails")
         steps += 1
-        run(self, *args)
+        return run(self, *args)
 
-    monkeypatch.setattr(buckets_module.Bucket, "run", failing)
+    monkeypatch.setattr(buckets_module.Bucket, "_run", failing)
     with pytest.warns(UserWarning, match="a step that fails"):
-        same("llama", engine, **padded(), max_new_tokens=80, eos_token_id=[rows[0][7]], pad_token_id=0)
+        same("llama", engine, **padded(), max_new_tokens=80, eos_token_id=[rows[0][7]], pad_token_id=0, num_beams=beams)
 
 
 def test_an_error_of_the_model_comes_through() -> None:

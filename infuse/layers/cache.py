@@ -9,6 +9,7 @@ next token goes; attention then sees all S keys, and a mask hides those from tha
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,8 @@ class KVSlot(CacheLayerMixin):
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         if self.limit_tokens is not None:
             capacity = min(capacity, self.limit_tokens)
-        keys, values = (like.new_empty(batch, kv_heads, capacity, width) for _ in range(2))
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
+            keys, values = (like.new_empty(batch, kv_heads, capacity, width) for _ in range(2))
         if self.length:
             assert self.keys is not None and self.values is not None
             keys[:, :, : self.length] = self.keys
@@ -95,6 +97,13 @@ class KVSlot(CacheLayerMixin):
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
+
+    def copied(self) -> KVSlot:
+        """The same tokens in a storage of their own, without room for more."""
+        slot = copy.copy(self)
+        if self.key_storage is not None and self.value_storage is not None:
+            slot.key_storage, slot.value_storage = (held.clone() for held in self.held())
+        return slot
 
     # -- rows of different lengths
 
@@ -202,7 +211,14 @@ class KVSlot(CacheLayerMixin):
             self.row_lengths = self.row_lengths.index_select(0, rows.to(self.row_lengths.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
+        """Row b becomes what row beam_idx[b] was, where it lies: graphs write to these addresses, and room that is empty is not copied."""
+        if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
+            return self._select(beam_idx)
+        rows = beam_idx.to(self.key_storage.device)
+        for held in self.held():
+            held.copy_(held.index_select(0, rows))
+        if self.row_lengths is not None:
+            self.row_lengths = self.row_lengths.index_select(0, rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)

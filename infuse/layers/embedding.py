@@ -92,8 +92,15 @@ def looked_up(index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Ten
     """The rows of a table; of one that ranks share, each gives its own, and zeros for the others'."""
     if combine is None:
         return rows(index)
-    if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape.all_rows:
-        raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {shape.all_rows} rows")
+    if index.device.type == "cpu" and index.numel():  # elsewhere the host would wait for the device
+        check(index, shape.all_rows)
     own = index - shape.first_row
     elsewhere = (own < 0) | (own >= shape.rows)
     return combine(rows(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
+
+
+def check(index: Tensor, rows: int) -> None:
+    """IndexError as a table on one rank raises it."""
+    least, most = int(index.min()), int(index.max())
+    if least < 0 or most >= rows:
+        raise IndexError(f"token ids from {least} to {most} for a table of {rows} rows")

@@ -6,7 +6,8 @@ A rank that is gone, does not come or does something else is a RankError on the 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -98,6 +99,45 @@ class Group:
             return fault
         faults = self._texts("" if fault is None else f"rank {self.rank}: {fault}", what)
         return "; ".join(filter(None, faults)) or None
+
+    def numbers(self, mine: Sequence[int], what: str) -> list[list[int]]:
+        """Each rank's numbers, as many as here."""
+        gathered = self.all_gather(torch.tensor([list(mine)], dtype=torch.long, device=self._device), [1] * self.size, 0, what)
+        return [list(row) for row in gathered.tolist()]
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether operations on that device's tensors may be part of a graph: NCCL's are asked of the device, others wait on the host."""
+        return self._distributed is None or (self._distributed.nccl and device.type == "cuda")
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Operations inside are recorded and not run: after an error all ranks are where they were."""
+        before = self._broken
+        try:
+            yield
+        finally:
+            self._broken = before
+
+    def give_up(self, why: str) -> bool:
+        """Say in the operation that the others are in that this rank does not go on: their RankError. True where all give up alike.
+
+        Only messages on the host are guarded so. A rank whose others wait in an operation of NCCL's on the device is not heard there.
+        """
+        if self.size == 1 or self._broken:
+            return self.size == 1
+        if self._device.type != "cpu":
+            self._broken = why
+            return False
+        try:
+            self.barrier(f"given up: {why}")
+        except RankError:
+            return False
+        return True
+
+    def lost(self, why: str) -> RankError:
+        """The error to raise where the ranks are at different places from now on."""
+        self._broken = why
+        return RankError(f"rank {self.rank} of {self.size}, {why}")
 
     def barrier(self, what: str) -> None:
         """Return when all ranks are here."""

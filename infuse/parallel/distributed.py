@@ -91,7 +91,10 @@ class Distributed:
             padded[: x.nbytes].copy_(x.reshape(-1).view(torch.uint8))
             small = torch.empty(self.size, most_bytes, dtype=torch.uint8, device=device)
             pieces = list(small.unbind())
-            self._wait(lambda: dist.all_gather(pieces, padded, group=self._group, async_op=True), what)
+            if self._is_plain(x):  # the host does not wait, and must not inside a graph
+                dist.all_gather(pieces, padded, group=self._group)
+            else:
+                self._wait(lambda: dist.all_gather(pieces, padded, group=self._group, async_op=True), what)
         found = [small[r, : torch.Size(s).numel() * x.element_size()].view(x.dtype).view(s) for r, s in enumerate(shapes)]
         return torch.cat(found, dim=axis).to(x.device)
 

@@ -1,30 +1,54 @@
-"""Ranks that share a model are given the same: checked by checksums before each forward and each generate."""
+"""Ranks that share a model are given the same, and keep the same graphs: checked by numbers before each forward and each generate."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from infuse.errors import RankError
 from infuse.parallel.collectives import Group
+from infuse.runtime.graph import modes
+
+
+class Kept(Protocol):
+    """Graphs that are kept from call to call."""
+
+    def standing(self) -> Any:
+        """What the next call depends on, beside its arguments: in words, the same on ranks that will do the same."""
+
+    def fitting(self) -> int:
+        """How many of the latest there is room for."""
+
+    def keep(self, latest: int) -> None:
+        """Only so many of the latest from now on."""
+
+    def restart(self) -> None:
+        """Forget everything."""
 
 
 def agree_before(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: all ranks are given the same."""
-    agreed(group, "the inputs of forward", args, kwargs)
+    agreed(group, "the inputs of forward", args, kwargs, getattr(vars(module).get("forward"), "graphs", None))
 
 
-def agreed(group: Group, what: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """RankError that names the ranks whose arguments are not rank 0's: by their checksums, one number for each rank."""
-    mine = torch.tensor([_checksum((args, dict(kwargs)))])
-    sums = group.all_gather(mine, [1] * group.size, 0, what).tolist()
+def agreed(group: Group, what: str, args: tuple, kwargs: Mapping[str, Any], kept: Kept | None = None) -> None:
+    """RankError that names the ranks whose arguments are not rank 0's: by their checksums.
+
+    Of what is `kept` all ranks keep what the one with the least room can; nothing where they have other things.
+    """
+    standing, fitting = (0, 0) if kept is None else (_checksum(repr(kept.standing())), kept.fitting())
+    sums, standings, fits = zip(*group.numbers([_checksum((args, dict(kwargs), repr(modes()))), standing, fitting], what), strict=True)
     if others := [str(rank) for rank in range(group.size) if sums[rank] != sums[0]]:
         where = f"rank {group.rank} of {group.size}"
         raise RankError(f"{where}: {what} are others on rank {', '.join(others)} than on rank 0; give all ranks the same")
+    if kept is not None and len(set(standings)) > 1:
+        kept.restart()
+    elif kept is not None:
+        kept.keep(min(fits))
 
 
 def _checksum(value: Any, seed: int = 0) -> int:

@@ -1,14 +1,13 @@
-"""One decode step, from embedding to chosen token, on buffers of our own: what a graph of it needs. No loop, no stopping here.
+"""One decode step on buffers of our own, to the logits or to the chosen token: what a graph of it needs. No loop, no stopping here.
 
 A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long as the bucket
-lives, and the graphs that were captured on them. Buckets are kept between calls of `generate`, so a graph is captured once.
+lives, and the graphs that were captured on them.
 
 Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache), V vocabulary.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,13 @@ from infuse.runtime.choose import Choose
 
 NEVER = 1 << 62  # the end of a row that has none yet
 _WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first use is set up before the capture
-_SMALLEST_TOKENS = 64
 
 
 class Bucket:
-    """The state of one batch of `generate` on the device; `prepare` fills it, `run` makes steps."""
+    """The state of one batch of `generate` on the device.
+
+    `prepare` fills it and `advance` makes steps, whose inputs follow from each other; or each step is `given` its inputs.
+    """
 
     def __init__(self, capacity_tokens: int, limit_tokens: int | None = None):
         self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
@@ -38,41 +39,53 @@ class Bucket:
 
     # -- buffers
 
-    def prepare(self, state: State) -> None:
-        """Take over a batch whose prompt is in the cache: buffers are made, or filled again where all lies as it lay before."""
+    def stand(self, place: int) -> list[Tensor]:
+        """From now on `place` tokens are in the cache, as it lies; returns its storages."""
         storages = self.cache.storages()
-        device = state.ids_BI.device
         self.batch, self.capacity_tokens = storages[0].shape[0], storages[0].shape[2]
-        for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
-            storage[:, :, state.place :] = 0
-        places = (*(storage.data_ptr() for storage in storages), self.batch, state.positions is not None, state.mask_BS is not None)
+        if place != self.place:  # else what lies beyond is as this bucket left it
+            for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
+                storage[:, :, place:] = 0
+        self.place = place
+        return storages
+
+    @torch.inference_mode(False)
+    def _lay(self, place: int, positions: Tensor | None, mask_BS: Tensor | None) -> None:
+        """Buffers for a cache of `place` tokens, and for positions and mask like these; those of before where all lies as it lay."""
+        storages = self.stand(place)
+        forms = [None if given is None else (given.dtype, *given.shape[:axes]) for given, axes in ((positions, None), (mask_BS, 1))]
+        places = (*(storage.data_ptr() for storage in storages), self.batch, *forms)
         if places != self._places:
             self._places, self._steps = places, {}
-            counts: dict[str, Any] = dict(dtype=torch.long, device=device)
+            counts: dict[str, Any] = dict(dtype=torch.long, device=storages[0].device)
             self.tokens_B1 = torch.empty(self.batch, 1, **counts)
             self.ids_BI = torch.empty(self.batch, self.capacity_tokens + 1, **counts)
             self.unfinished_B, self.ends_B = torch.empty(self.batch, **counts), torch.empty(self.batch, **counts)
             self.device_place, self.device_count, self.device_column = (torch.zeros((), **counts) for _ in range(3))
-            self.positions = None if state.positions is None else torch.empty_like(state.positions)
-            self.mask_BS = None if state.mask_BS is None else state.mask_BS.new_empty(self.batch, self.capacity_tokens)
-            self.logits_BV: Tensor | None = None
-        self._fill(state)
+            self.positions = None if positions is None else torch.empty_like(positions)
+            self.mask_BS = None if mask_BS is None else mask_BS.new_empty(self.batch, self.capacity_tokens)
+        self.device_place.fill_(place)
+        self.device_count.fill_(place + 1)
 
-    def _fill(self, state: State) -> None:
+    def _fill(self, positions: Tensor | None, mask_BS: Tensor | None) -> None:
+        if self.positions is not None and positions is not None:
+            self.positions.copy_(positions)
+        if self.mask_BS is not None and mask_BS is not None:
+            self.mask_BS[:, : mask_BS.shape[1]] = mask_BS
+            self.mask_BS[:, mask_BS.shape[1] :] = 0
+
+    def prepare(self, state: State) -> None:
+        """Take over a batch whose prompt is in the cache."""
+        self.place = -1  # another answer may lie beyond
+        self._lay(state.place, state.positions, state.mask_BS)
+        self._fill(state.positions, state.mask_BS)
         columns = state.ids_BI.shape[1]
         self.ids_BI[:, :columns] = state.ids_BI
         self.ids_BI[:, columns:] = state.ids_BI[:, -1:]  # a token that is there already: penalties for repetition do not change
         self.tokens_B1.copy_(state.tokens_B1)
         self.unfinished_B.copy_(state.unfinished_B)
         self.ends_B.copy_(state.ends_B)
-        if self.positions is not None and state.positions is not None:
-            self.positions.copy_(state.positions)
-        if self.mask_BS is not None and state.mask_BS is not None:
-            self.mask_BS.zero_()
-            self.mask_BS[:, : state.mask_BS.shape[1]] = state.mask_BS
-        self.place, self.column = state.place, columns
-        self.device_place.fill_(state.place)
-        self.device_count.fill_(state.place + 1)
+        self.column = columns
         self.device_column.fill_(columns)
         self.cache.hold_place(self.device_place, self.device_count)
 
@@ -97,39 +110,68 @@ class Bucket:
         """The device memory that it holds."""
         return self.cache.nbytes() + sum(step.captured.nbytes for step in self._steps.values() if step.captured is not None)
 
+    def standing(self) -> list[tuple[int, bool]]:
+        """How far each step is."""
+        return [(step.warmed, step.captured is not None) for step in self._steps.values()]
+
     # -- steps
 
-    def run(self, backend: Backend, forward: Callable[..., Any], key: Hashable, choose: Choose | None) -> None:
-        """One step: warm at first, then captured, then replayed. `key` tells steps apart that run other kernels."""
+    def advance(self, backend: Backend, forward: Callable[..., Any], key: Hashable, choose: Choose) -> None:
+        """One step from the last one's state, to the next tokens. `key` tells steps apart that run other kernels."""
         step = self._steps.setdefault(key, _Step())
-        if step.captured is None and step.warmed >= _WARM_STEPS:
-            step.captured, _ = backend.capture(lambda: self._step(forward, choose))
-            step.choose = choose  # the graph reads its tensors
-        if step.captured is not None:
-            if choose is not None and step.choose is not None:
-                step.choose.take(choose)
-            step.captured.replay()
-        else:
-            step.warmed += 1
-            backend.warm(lambda: self._step(forward, choose))
+        if step.captured is not None and step.choose is not None:
+            step.choose.take(choose)
+        self._run(backend, step, lambda: self._advance(forward, choose))
+        step.choose = step.choose or (choose if step.captured is not None else None)  # the graph reads its tensors
         self.place += 1
-        self.column += choose is not None
+        self.column += 1
 
-    def _step(self, forward: Callable[..., Any], choose: Choose | None) -> None:
-        """What is captured: nothing here may depend on a number of the host that changes."""
-        inputs: dict[str, Tensor] = {"input_ids": self.tokens_B1}
+    def given(self, backend: Backend, forward: Callable[..., Any], key: Hashable, inputs: Given) -> Any:
+        """One step on these inputs; returns what `forward` returns, which the next step writes over.
+
+        The cache, which holds `inputs.place` tokens, is left as if the step had run without a graph. What is raised leaves it as it was.
+        """
+        self._lay(inputs.place, inputs.positions, inputs.mask_BS)
+        self._fill(inputs.positions, inputs.mask_BS)
+        self.tokens_B1.copy_(inputs.tokens_B1)
+        result = self._run(backend, self._steps.setdefault(key, _Step()), lambda: self._of_given(forward))
+        self.place += 1
+        self.release()
+        return result
+
+    def _run(self, backend: Backend, step: _Step, work: Callable[[], Any]) -> Any:
+        """Do `work`: warm at first, then captured, then replayed. All of it in one mode: graphs outlive the mode of the call."""
+        with torch.inference_mode(False), torch.no_grad():
+            if step.captured is None and step.warmed < _WARM_STEPS:
+                step.warmed += 1
+                return backend.warm(work)
+            if step.captured is None:
+                step.captured, step.result = backend.capture(work)
+            step.captured.replay()
+            return step.result
+
+    # What is captured: nothing here may depend on a number of the host that changes.
+
+    def _inputs(self) -> dict[str, Any]:
+        inputs: dict[str, Any] = dict(past_key_values=self.cache, input_ids=self.tokens_B1)
         if self.mask_BS is not None:
-            self.mask_BS.index_fill_(1, self.device_place[None], 1)
             inputs["attention_mask"] = self.mask_BS
         if self.positions is not None:
             inputs["position_ids"] = self.positions
-        logits = forward(past_key_values=self.cache, return_dict=True, **inputs).logits[:, -1].float()
-        if choose is None:
-            if self.logits_BV is None:
-                self.logits_BV = torch.empty_like(logits)
-            self.logits_BV.copy_(logits)
-        else:
-            self._take(choose(self.ids_BI, logits, self.unfinished_B), choose.ends)
+        return inputs
+
+    def _of_given(self, forward: Callable[..., Any]) -> Any:
+        self.cache.hold_place(self.device_place, self.device_count)
+        try:
+            return forward(**self._inputs())
+        finally:
+            self.cache.hold_place(None)
+
+    def _advance(self, forward: Callable[..., Any], choose: Choose) -> None:
+        if self.mask_BS is not None:
+            self.mask_BS.index_fill_(1, self.device_place[None], 1)
+        logits = forward(**self._inputs(), return_dict=True).logits[:, -1].float()
+        self._take(choose(self.ids_BI, logits, self.unfinished_B), choose.ends)
         self.device_place.add_(1)
         self.device_count.add_(1)
         if self.positions is not None:
@@ -162,70 +204,19 @@ class State:
     place: int
 
 
+@dataclass(frozen=True)
+class Given:
+    """The inputs of one step after `place` tokens: each row's next token, and a mask of place + 1 columns where the model takes one."""
+
+    tokens_B1: Tensor
+    positions: Tensor | None
+    mask_BS: Tensor | None
+    place: int
+
+
 @dataclass
 class _Step:
     captured: Captured | None = None
+    result: Any = None
     warmed: int = 0
     choose: Choose | None = None
-
-
-class Buckets:
-    """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used last."""
-
-    def __init__(self, backend: Backend, limit_bytes: int, limit_tokens: int | None = None):
-        self.backend, self.limit_bytes, self.limit_tokens = backend, limit_bytes, limit_tokens
-        self.refused: set[Hashable] = set()  # keys of steps that could not be captured
-        self._idle: list[Bucket] = []
-        self._lock = threading.Lock()
-
-    def capacity(self, tokens: int) -> int:
-        """The capacity of the bucket for so many tokens: few different ones, each twice the last."""
-        if self.limit_tokens is not None:
-            return self.limit_tokens
-        return max(_SMALLEST_TOKENS, 1 << (tokens - 1).bit_length())
-
-    def take(self, batch: int, tokens: int) -> Bucket:
-        """A bucket with room for `tokens`, its cache empty: one that is kept, else a new one."""
-        capacity = self.capacity(tokens)
-        with self._lock:
-            found = next((b for b in reversed(self._idle) if (b.batch, b.capacity_tokens) == (batch, capacity)), None)
-            if found is not None:
-                self._idle.remove(found)
-        if found is None:
-            return Bucket(capacity, self.limit_tokens)
-        found.cache.reset()
-        return found
-
-    def give_back(self, bucket: Bucket) -> None:
-        """Keep it for the next call; the least recently used go beyond the bound."""
-        if not bucket.batch:  # no step was made
-            return
-        bucket.release()
-        with self._lock:
-            self._idle.append(bucket)
-            while self._idle and sum(b.nbytes() for b in self._idle) > self.limit_bytes:
-                self._idle.pop(0)
-
-    def grown(self, bucket: Bucket) -> Bucket:
-        """The same batch in a bucket of twice the capacity; `bucket` is given back."""
-        state, old = bucket.state(), bucket.cache.storages()
-        larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
-        for source, slot in zip(bucket.cache.layers, range(len(bucket.cache.layers)), strict=True):
-            assert source.key_storage is not None and source.value_storage is not None
-            _, kv_heads, _, width = source.key_storage.shape
-            target = larger.cache.slot(slot)
-            target.reserve(bucket.batch, bucket.place, kv_heads, width, source.key_storage)
-            target.length = bucket.place
-        for source_storage, storage in zip(old, larger.cache.storages(), strict=True):
-            storage[:, :, : bucket.place] = source_storage[:, :, : bucket.place]
-        larger.prepare(state)
-        self.give_back(bucket)
-        return larger
-
-    def __reduce__(self) -> tuple:  # a copy has none of its own yet
-        return type(self), (self.backend, self.limit_bytes, self.limit_tokens)
-
-    def clear(self) -> None:
-        """Give the memory of all idle buckets back."""
-        with self._lock:
-            self._idle.clear()

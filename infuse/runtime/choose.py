@@ -29,6 +29,7 @@ from transformers.generation import (
 
 from infuse import ops
 from infuse.device import Device
+from infuse.parallel.collectives import LOCAL, Group
 
 # Processors that never look at a value on the host, and at the ids only for which of them are there.
 _ON_DEVICE = (
@@ -80,8 +81,8 @@ class Choose:
     next anyway, temperature, top-k and top-p are one kernel that draws by one number for each row: the same distribution, other tokens.
     """
 
-    def __init__(self, choice: Choice, processors: Iterable[Any], device: torch.device, dtype: torch.dtype):
-        self._choice = choice
+    def __init__(self, choice: Choice, processors: Iterable[Any], device: torch.device, dtype: torch.dtype, group: Group = LOCAL):
+        self._choice, self._group = choice, group
         self._processors = [copy.copy(processor) for processor in processors]  # whose tensors are our own: see `take`
         self._tensors: list[Tensor] = []
         for processor in self._processors:
@@ -104,8 +105,8 @@ class Choose:
             self._taken = other
 
     def __call__(self, ids_BI: Tensor, scores_BV: Tensor, unfinished_B: Tensor) -> Tensor:
-        """The tokens [B], int64; rows that have ended get the padding where there are ends."""
-        chosen = self._drawn(ids_BI, scores_BV)
+        """The tokens [B], int64, rank 0's on all ranks; rows that have ended get the padding where there are ends."""
+        chosen = self._group.broadcast(self._drawn(ids_BI, scores_BV), "the tokens")
         if self.ends is None or self._choice.pad is None:
             return chosen
         return chosen * unfinished_B + self._choice.pad * (1 - unfinished_B)

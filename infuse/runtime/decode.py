@@ -21,11 +21,14 @@ from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agreed
-from infuse.runtime.bucket import Buckets
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
 from infuse.runtime.device_loop import Run
 from infuse.runtime.forward import Forward, explained
+from infuse.runtime.graph import Places
+from infuse.runtime.lent import LentCache
 from infuse.runtime.loop import decode
+from infuse.runtime.together import Together
 
 # What `generate` prepares room for at first; a longer answer grows the cache by doubling.
 _PREPARED_TOKENS = 512
@@ -71,16 +74,15 @@ def install(
 ) -> list[RemovableHandle]:
     """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks' handles.
 
-    `caches`: its layers take our cache. Ranks that share a model run it without graphs.
+    `caches`: its layers take our cache. The collectives of `group` can be captured where there are to be graphs.
     """
     buckets = None
-    if group.size > 1:
-        graphs = None
-    if graphs is not None and graphs.steps and caches:
-        buckets = Buckets(graphs.backend, graphs.keep_bytes, limit_tokens)
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     if graphs is not None:
-        module.forward = Forward(module, vars(module).get("forward"), graphs.backend if graphs.forward else None)  # type: ignore[assignment]
+        backend = graphs.backend if group.size == 1 else Together(graphs.backend, group)
+        if graphs.steps and caches:
+            buckets = Buckets(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
+        module.forward = Forward(module, vars(module).get("forward"), backend if graphs.forward else None)  # type: ignore[assignment]
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
@@ -116,7 +118,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        agreed(installed.group, "the arguments of generate", args, kwargs)
+        agreed(installed.group, "the arguments of generate", args, kwargs, installed.buckets)
         installed.group.share_random_state()
     asked = _Asked(self, args, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
@@ -127,33 +129,35 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
                 "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
             )
-    run = None
+    lent = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if not asked.is_plain_search():
-            kwargs["past_key_values"] = KVCache(installed.limit_tokens or prepared, installed.limit_tokens)
-        else:
-            if installed.buckets is not None and not _is_watched(self):
-                run = Run(self, installed.buckets, asked.rows(), prepared)
-            cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if run is None else run.bucket.cache
-            loop = partial(decode, streamer=kwargs.get("streamer"), run=run, group=installed.group)
-            kwargs.update(past_key_values=cache, custom_generate=loop)
+        if installed.buckets is not None and not _is_watched(self):
+            forward = vars(self).get("forward")
+            call = forward.run if isinstance(forward, Forward) else self.forward
+            lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
+        cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
+        kwargs["past_key_values"] = cache
+        if asked.is_plain_search():
+            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group)
+    result = None
     try:
-        return type(self).generate(self, *args, **kwargs)
+        result = type(self).generate(self, *args, **kwargs)
+        return result
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")
         clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
-        run = None  # its cache goes, too
+        lent = None  # its cache goes, too
         kwargs.clear()
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
-        if run is not None:
-            run.end()
+        if lent is not None:
+            lent.end(keep=getattr(result, "past_key_values", None) is lent)
 
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether someone's hooks are to see each forward: a graph would run without them."""
-    ours = (_bring, _refuse_too_long)
+    ours = (_bring, _refuse_too_long, agree_before)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
     return bool(before or module._forward_hooks)
 
@@ -185,11 +189,11 @@ class _Asked:
         return one and not any(self.value(name) for name in _NOT_PLAIN) and len(self._args) < 3
 
     def rows(self) -> int:
-        """The batch: prompts times the answers to each."""
+        """The batch: prompts times the beams of each, or the answers."""
         first = self._args[0] if self._args else self._kwargs.get("inputs")
         given = (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first)
         prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
-        return prompts * (self.value("num_return_sequences") or 1)
+        return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
     def prompt_tokens(self) -> int:
         """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""

@@ -10,61 +10,87 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infuse.runtime.bucket import NEVER, Buckets, State
+from infuse.errors import RankError
+from infuse.runtime.bucket import NEVER, Given, State
+from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Letter
 from infuse.runtime.choose import Choice, Choose
-from infuse.runtime.graph import Places, where
-from infuse.runtime.signature import Unsupported, signature
+from infuse.runtime.graph import modes, where
+from infuse.runtime.signature import Unsupported, rebuilt, signature
 
 TOKENS_AHEAD = 8  # steps between two looks at what was made
 
 
 class Run:
-    """One call of `generate` on a bucket: which step it makes, and the bucket that it is in, which growth changes."""
+    """One call of `generate` on a bucket: which steps it makes, and the bucket that it is in, which growth changes."""
 
-    def __init__(self, model: Any, buckets: Buckets, batch: int, tokens: int):
+    def __init__(self, call: Callable[..., Any], buckets: Buckets, batch: int, tokens: int):
+        """`call` is the model's forward itself: its hooks are the caller's affair."""
         self.buckets, self.bucket = buckets, buckets.take(batch, tokens)
         with buckets.backend.turn():  # what was asked of the bucket before, on another stream, comes before the prompt
             pass
-        self._model = model
+        self._call, self._state = call, buckets.look()
         self._forward: Any = None
         self._key: Hashable = None
+
+    def key(self, constants: dict[str, Any], choice: Choice | None = None) -> Hashable:
+        """What tells steps with these arguments apart; None for those that cannot be graphs, as far as is known."""
+        tensors: list[Tensor] = []
+        try:
+            key = (self._state, modes(), signature(constants, tensors), choice)
+        except Unsupported:
+            return None
+        return None if tensors or key in self.buckets.refused else key  # a graph would read the tensors of another call
 
     def begin(self, state: State, constants: dict[str, Any], choice: Choice) -> bool:
         """Take over a batch whose prompt is in the bucket's cache, where its steps are known to work or were never tried.
 
         `constants` are the arguments that every step passes.
         """
-        try:
-            self._key = (Places(self._model)(), signature(constants, []), choice)
-        except Unsupported:
+        self._key = self.key(constants, choice)
+        if self._key is None:
             return False
-        if self._key in self.buckets.refused:
-            return False
-        self._forward = partial(self._model, **constants)
+        self._forward = partial(self._call, **constants)
         self.bucket.prepare(state)
         return True
 
-    def refuse(self, error: BaseException) -> None:
-        """Steps of this kind run without graphs from now on; one warning tells why."""
-        if not self.buckets.refused:
-            warnings.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
-        self.buckets.refused.add(self._key)
+    def stop(self, error: BaseException) -> None:
+        """A step of the batch that was taken over could not be made."""
+        self.refuse(self._key, error)
         self.bucket.release()
 
-    def step(self, choose: Choose | None) -> None:
+    def refuse(self, key: Hashable, error: BaseException | None = None) -> None:
+        """Steps of this kind run without graphs from now on; one warning tells why, where it is an error."""
+        self.buckets.refused.add(key)
+        if error is not None and not self.buckets.warned:
+            self.buckets.warned = True
+            warnings.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
+
+    def step(self, choose: Choose) -> None:
         """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it stood."""
         with self.buckets.backend.turn():
             if not self.bucket.room():
+                state, self.bucket = self.bucket.state(), self.buckets.grown(self.bucket)
+                self.bucket.prepare(state)
+            self.bucket.advance(self.buckets.backend, self._forward, self._key, choose)
+
+    def given(self, forward: Callable[..., Any], key: Hashable, inputs: Given) -> Any:
+        """The same for one step of a loop that is not ours; returns a copy of what `forward` returns."""
+        with self.buckets.backend.turn():
+            self.bucket.stand(inputs.place)
+            if not self.bucket.room():
                 self.bucket = self.buckets.grown(self.bucket)
-            self.bucket.run(self.buckets.backend, self._forward, self._key, choose)
+            found: list[Tensor] = []
+            result = self.bucket.given(self.buckets.backend, forward, key, inputs)
+            signature(result, found)
+            return rebuilt(result, iter([tensor.clone() for tensor in found]))
 
     def end(self) -> None:
         """Give the bucket back."""
@@ -90,7 +116,7 @@ def finish(run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) ->
         try:
             for _ in range(count):
                 run.step(choose)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RankError):
             raise
         except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again without one
             news.send()

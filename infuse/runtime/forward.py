@@ -12,28 +12,34 @@ import torch
 from torch import nn
 
 from infuse.errors import OutOfMemory
+from infuse.parallel.collectives import Group
 from infuse.runtime.capture import Backend
 from infuse.runtime.graph import Graphs, Places
+from infuse.runtime.lent import LentCache
 
 
 class Forward:
     """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
 
-    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs.
+    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs. `run` is it
+    without either.
     """
 
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
         self._module, self.own, self._backend = module, own, backend
-        self._run: Callable = own or MethodType(type(module).forward, module)
-        self.graphs = None if backend is None else Graphs(self._run, backend, state=Places(module))
+        self.run: Callable = own or MethodType(type(module).forward, module)
+        self.graphs = None if backend is None else Graphs(self.run, backend, state=Places(module))
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._run)
+        return inspect.signature(self.run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return (self.graphs or self._run)(*args, **kwargs)
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:
+                return output
+            return (self.graphs or self.run)(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
@@ -47,7 +53,10 @@ class Forward:
 
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
-    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them."""
+    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them.
+
+    Ranks that share the module and have memory left are told.
+    """
     for forget in clear:
         forget()
     if isinstance(error, OutOfMemory):  # from a module inside
@@ -61,8 +70,11 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
         held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
     weights_bytes = sum(p.nbytes for p in module.parameters())
     said = " ".join(str(error).split())[:120]
+    group: Group = module._infuse.group  # type: ignore[assignment, union-attr]
+    together = group.give_up("no memory left on the device")
+    usable = "The engine can be used on." if together else "The ranks have lost each other: start them again."
     return OutOfMemory(
         f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
-        "The engine can be used on. Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
+        f"{usable} Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
         'quantize the weights (quant="int8" or "int4")'
     )

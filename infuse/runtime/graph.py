@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.errors import RankError
 from infuse.runtime.capture import Backend, Captured, backend_for
 from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
 
@@ -74,7 +75,7 @@ class Graphs:
             return self.function(*args, **kwargs)
         tensors: list[Tensor] = []
         try:
-            key = (signature((args, kwargs), tensors), _modes())
+            key = (signature((args, kwargs), tensors), modes())
         except Unsupported:
             return self.function(*args, **kwargs)
         with self.backend.turn():
@@ -99,11 +100,34 @@ class Graphs:
         with self.backend.turn():
             self._entries.clear()
 
-    def _entry(self, key: Hashable) -> _Entry:
+    def standing(self) -> list[tuple]:
+        """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
+        with self.backend.turn():
+            self._look()
+        return [(min(entry.calls, _WARM_CALLS), entry.captured is not None, entry.eager) for entry in self._entries.values()]
+
+    def fitting(self) -> int:
+        """How many of the latest calls may be known: all there are."""
+        return len(self._entries)
+
+    def keep(self, latest: int) -> None:
+        """Forget the calls before the `latest`."""
+        with self.backend.turn():
+            while len(self._entries) > latest:
+                self._entries.popitem(last=False)
+
+    def restart(self) -> None:
+        """Forget everything."""
+        self.clear()
+
+    def _look(self) -> None:
         state = self._state_of()
         if state != self._state:
             self._entries.clear()
             self._state = state
+
+    def _entry(self, key: Hashable) -> _Entry:
+        self._look()
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
         if len(self._entries) > _KNOWN_CALLS:
@@ -123,6 +147,8 @@ class Graphs:
                     raise RuntimeError("it changes its arguments in place")
                 entry.captured, entry.result = self.backend.capture(lambda: self.function(*own_args, **own_kwargs))
                 signature(entry.result, entry.outputs)
+            except RankError:
+                raise
             except Exception as error:  # whatever a model does that a graph cannot hold
                 entry.captured, entry.inputs, entry.outputs, entry.result, entry.eager = None, [], [], None, True
                 self._warn(error)
@@ -215,7 +241,7 @@ def _describable(result: Any) -> bool:
     return True
 
 
-def _modes() -> Hashable:
+def modes() -> Hashable:
     """What changes the kernels that a call runs beside its arguments."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return autocast

@@ -2,7 +2,7 @@
 
 Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from then
 on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask. Where the device has
-graphs, those steps are graphs: device_loop.py.
+graphs, tokens are chosen there too, in graphs of whole steps (device_loop.py), or here, from the logits of graphs (lent.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.bucket import NEVER, State
 from infuse.runtime.choose import Choice, Choose, choice_of
 from infuse.runtime.device_loop import Interrupted, Run, finish, ordinary
+from infuse.runtime.lent import LentCache
 
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
@@ -32,20 +34,20 @@ def decode(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
-    run: Run | None = None,
+    lent: LentCache | None = None,
     group: Group = LOCAL,
     **model_kwargs: Any,
 ) -> Tensor:
     """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
 
-    `run` holds the bucket whose cache the prompt goes to, on devices with graphs.
+    `lent` is the cache that the prompt goes to, on devices with graphs.
     """
     prompt_tokens, limit_tokens = input_ids.shape[1], stopping_criteria.max_length
     others = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
     stops_at_eos = any(isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in others)
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    steps: _Steps | _GraphSteps = _Steps(model, input_ids, model_kwargs)
+    steps = _Steps(model, input_ids, model_kwargs)
     while True:
         logits = steps.logits()
         scores = logits_processor(input_ids, logits) if logits_processor else logits
@@ -65,18 +67,15 @@ def decode(
         if done or (others and not bool(unfinished.any())):
             break
         steps.advance(tokens, input_ids)
-        if run is not None and isinstance(steps, _Steps) and steps.follows:
+        if lent is not None and lent.run is not None and steps.follows:
             choice = choice_of(logits_processor, stopping_criteria, generation_config)
-            begun, on_device = steps.begin(run, choice, input_ids, unfinished), choice.processors is not None
-            if begun and on_device:
-                choose = Choose(choice, logits_processor, input_ids.device, model.dtype)
-                result = _finished(steps, run, choose, limit_tokens, streamer)
+            if choice.processors is not None and steps.begin(lent.run, lent, choice, input_ids, unfinished):
+                choose = Choose(choice, logits_processor, input_ids.device, model.dtype, group)
+                result = _finished(steps, lent.run, choose, limit_tokens, streamer)
                 if isinstance(result, Tensor):
                     return result
                 input_ids, unfinished = result.ids_BI, result.unfinished_B
-            elif begun:
-                steps = _GraphSteps(steps, run)
-            run = None
+            lent = None
     if streamer is not None:
         streamer.end()
     assert input_ids.shape[1] > prompt_tokens
@@ -142,9 +141,8 @@ class _Steps:
 
     # -- to a graph and back
 
-    def begin(self, run: Run, choice: Choice, input_ids: Tensor, unfinished: Tensor) -> bool:
-        """Whether `run` took the batch over: where all of it is in the bucket's cache, at one length for all rows and layers."""
-        cache = run.bucket.cache
+    def begin(self, run: Run, cache: KVCache, choice: Choice, input_ids: Tensor, unfinished: Tensor) -> bool:
+        """Whether `run` took the batch over: where all of it is in its `cache`, at one length for all rows and layers."""
         if self.inputs.get("past_key_values") is not cache or not cache.even(input_ids.shape[0]):
             return False
         mask = self.inputs.get("attention_mask")
@@ -158,36 +156,10 @@ class _Steps:
 
     def resume(self, run: Run, error: BaseException, state: State) -> None:
         """Go on from where a graph could not."""
-        run.refuse(error)
-        self.inputs["input_ids"], self.inputs["past_key_values"] = state.tokens_B1, run.bucket.cache
+        run.stop(error)
+        self.inputs["input_ids"] = state.tokens_B1
         if state.positions is not None:
             self.inputs["position_ids"] = state.positions
         if self.mask is not None and state.mask_BS is not None:
             self.mask = F.pad(state.mask_BS[:, : state.place], (0, 1), value=1)
             self.inputs["attention_mask"] = self.mask
-
-
-class _GraphSteps:
-    """The same where tokens are chosen on the host: a graph of the model's step gives the logits."""
-
-    def __init__(self, steps: _Steps, run: Run):
-        self._steps, self._run, self._broken = steps, run, False
-
-    def logits(self) -> Tensor:
-        if not self._broken:
-            try:
-                self._run.step(None)
-                assert self._run.bucket.logits_BV is not None
-                return self._run.bucket.logits_BV.clone()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a graph cannot hold; an error of the model's own comes again below
-                self._steps.resume(self._run, error, self._run.bucket.state())
-                self._broken = True
-        return self._steps.logits()
-
-    def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
-        if self._broken:
-            self._steps.advance(tokens, input_ids)
-        else:
-            self._run.bucket.tokens_B1.copy_(tokens[:, None])

@@ -1,0 +1,78 @@
+"""Graphs of ranks that share a model: what one rank cannot capture, none does. Which collectives may be captured, the group knows.
+
+Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare notes where it is rare: after
+each run before a capture, after each capture, and, in the exchange that every call begins with, on what they keep. A replay costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from infuse.errors import RankError
+from infuse.parallel.collectives import Group
+from infuse.runtime.capture import Backend, Captured, Letter
+from infuse.runtime.graph import where
+
+_T = TypeVar("_T")
+
+
+class Together:
+    """A backend of one rank, in step with the others'."""
+
+    def __init__(self, backend: Backend, group: Group):
+        self._backend, self._group = backend, group
+
+    def warm(self, run: Callable[[], _T]) -> _T:
+        """An error on all ranks is each one's own; on some, whose collectives the others have waited for in vain, a RankError."""
+        result, error = None, None
+        try:
+            result = self._backend.warm(run)
+        except RankError:
+            raise
+        except Exception as raised:
+            error = raised
+        failed = self._failed(error, "a step before its capture")
+        if error is not None and all(failed):
+            raise error
+        if any(failed):
+            fault = self._group.any_fault(None if error is None else where(error), "the errors of a step before its capture")
+            lost = self._group.lost(f"a step before its capture: {fault}")
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            raise lost from error
+        return result  # type: ignore[return-value]
+
+    def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
+        """Nothing ran, so that all can go on without: an error, on every rank, is never one of memory."""
+        found, error = None, None
+        try:
+            with self._group.recorded():
+                found = self._backend.capture(run)
+        except Exception as raised:
+            error = raised
+        failed = self._failed(error, "a capture")
+        if error is not None and all(failed) and not isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if any(failed):
+            found = None
+            fault = self._group.any_fault(None if error is None else where(error), "the errors of a capture")
+            raise RuntimeError(str(fault)) from error
+        assert found is not None
+        found[0].nbytes = max(held for (held,) in self._group.numbers([found[0].nbytes], "the memory of a graph"))
+        return found
+
+    def _failed(self, error: Exception | None, what: str) -> list[bool]:
+        return [bool(failed) for (failed,) in self._group.numbers([error is not None], what)]
+
+    def capturing(self) -> bool:
+        return self._backend.capturing()
+
+    def turn(self) -> Any:
+        return self._backend.turn()
+
+    def post(self, tensor: Tensor) -> Letter:
+        return self._backend.post(tensor)
