@@ -90,14 +90,20 @@ def test_ranks_that_sleep_are_named(ranks: Ranks, who: list[int]) -> None:
         assert isinstance(found[rank], RankError), found
         assert text.startswith(f"rank {rank} of 3, {SUM}") and ("within 4 s" in text or "gave up" in text)
         assert f": rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} did not come" in text
-        assert text.endswith(f"; rank {here[0]} waits" if len(here) == 1 else f"; ranks {here[0]}, {here[1]} wait")
+        assert (f"; rank {here[0]} waits" if len(here) == 1 else f"; ranks {here[0]}, {here[1]} wait") in text
     assert all(found[rank] is None for rank in who)
 
 
 def test_ranks_give_up_together(ranks: Ranks) -> None:
     found = ranks.run_expecting_errors(3, comes_later)
     assert str(found[0]).endswith(": rank 1 did not come within 5 s; ranks 0, 2 wait"), found
-    assert str(found[2]).endswith(": rank 1 did not come before rank 0 gave up; ranks 0, 2 wait"), found
+    assert str(found[2]).endswith(": rank 1 did not come before rank 0 gave up; ranks 0, 2 wait; rank 0 had given up"), found
+
+
+def test_fewer_ranks_meet_anew_at_once(ranks: Ranks) -> None:
+    """gloo waits on for a rank that did not come; the pool must not wait with it."""
+    assert ranks.run_expecting_errors(4, is_absent, [3], "sleeping", None)[3] is None
+    assert ranks.run(2, dist.get_world_size, timeout=30) == [2, 2]
 
 
 @pytest.mark.parametrize("who", [1, 0])
@@ -142,7 +148,7 @@ def waits_elsewhere() -> tuple[list[int], str] | None:
 
 
 def test_who_waits_elsewhere_and_who_does_so_no_more(ranks: Ranks) -> None:
-    assert ranks.run(4, waits_elsewhere)[0] == ([2], "ranks 0, 3 wait; rank 1 waits in the gather")
+    assert ranks.run(4, waits_elsewhere)[0] == ([2], "ranks 0, 3 wait; rank 1 waits in the gather; rank 3 had given up")
 
 
 def test_the_keeper_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -141,10 +142,19 @@ class Distributed:
 
     def _wait(self, start: Callable[[], Any], what: str) -> None:
         """Start an operation and wait for its end, in slices."""
-        where = f"rank {self.rank} of {self.size}, {what}"
         self._number += 1
-        patience = Patience(self._timeout_s)
         self._roll_call.begins()
+        try:
+            self._wait_in_slices(start, what)
+        except BaseException:
+            # gloo would wait on: until its own timeout, of half an hour, for which the end of this process would wait too.
+            with suppress(AttributeError, RuntimeError):
+                (self._group or dist.group.WORLD)._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+            raise
+
+    def _wait_in_slices(self, start: Callable[[], Any], what: str) -> None:
+        where = f"rank {self.rank} of {self.size}, {what}"
+        patience = Patience(self._timeout_s)
         try:
             work = start()
         except RuntimeError as error:

@@ -73,7 +73,7 @@ class RollCall:
 
         Who waits writes again within a second, and who has given up has written that.
         """
-        self._ask(partial(self._write, [GAVE_UP, number, what]))
+        first = self._ask(partial(self._write, [GAVE_UP, number, what]))
         before, now, there = self._ask(self._read) or {}, {}, set()
         until = time.monotonic() + LOOK_S
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -88,15 +88,18 @@ class RollCall:
         here = sorted([self.rank, *(rank for rank in there if now[rank][1] == number)])
         said = [f"{names(here)} wait{'s' if len(here) == 1 else ''}"]
         said += [f"rank {rank} waits in {now[rank][2]}" for rank in sorted(there) if rank not in here]
+        said += [f"rank {first} had given up"] if first is not None else []
         return [rank for rank in others if rank not in there], "; ".join(said)
 
     def _write(self, note: list[Any]) -> int | None:
         """Write this rank's note; the first rank that has given up."""
         assert self._store is not None
         self._store.set(str(self.rank), json.dumps(note))
+        if self._store.check(["gave up"]):
+            return int(self._store.get("gave up"))
         if note[0] == GAVE_UP:
             self._store.set("gave up", str(self.rank))
-        return int(self._store.get("gave up")) if self._store.check(["gave up"]) else None
+        return None
 
     def _read(self) -> dict[int, list[Any]]:
         """The others' notes: [beat, number, what]."""
