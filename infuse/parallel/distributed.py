@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -144,15 +143,6 @@ class Distributed:
         """Start an operation and wait for its end, in slices."""
         self._number += 1
         self._roll_call.begins()
-        try:
-            self._wait_in_slices(start, what)
-        except BaseException:
-            # gloo would wait on: until its own timeout, of half an hour, for which the end of this process would wait too.
-            with suppress(AttributeError, RuntimeError):
-                (self._group or dist.group.WORLD)._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
-            raise
-
-    def _wait_in_slices(self, start: Callable[[], Any], what: str) -> None:
         where = f"rank {self.rank} of {self.size}, {what}"
         patience = Patience(self._timeout_s)
         try:
