@@ -66,8 +66,8 @@ def _load(
         assert files is not None
         checkpoint = Checkpoint(files)
     else:
-        first = decided if mesh.tp_rank == 0 else make_plan(model, config, device, replace(mesh, tp_rank=0))
-        decided = saved_plan(decided, first, index, device)
+        ranks = [decided if rank == mesh else make_plan(model, config, device, rank) for rank in mesh.ranks()]
+        decided = saved_plan(decided, ranks, index, device)
         packed = [step for step in decided.steps if is_packed(step)]
         checkpoint = open_shards(folder, index, decided)
     inside = tuple(f"{step.path}." for step in packed)

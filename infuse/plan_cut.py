@@ -28,7 +28,7 @@ from infuse.spec.readings import (
     owner_of,
     readings,
 )
-from infuse.spec.roles import Group, Roles
+from infuse.spec.roles import Chain, Roles
 from infuse.spec.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
 from infuse.spec.unknown import linears
 
@@ -43,19 +43,19 @@ def split_parts(
     `multiple(fill, whole)` is what an inner width must be split in multiples of.
     """
     layer = Layer(module, {path: shape for path, shape in linears(module) if path}, config, type(module).__name__)
-    choices = [list(readings(layer, group)) for group in roles.groups]
-    if wrong := [misfit(layer, group) for group, found in zip(roles.groups, choices, strict=True) if not found]:
+    choices = [list(readings(layer, chain)) for chain in roles.chains]
+    if wrong := [misfit(layer, chain) for chain, found in zip(roles.chains, choices, strict=True) if not found]:
         raise SpecMismatch(f"{layer.name} over {mesh.tp} ranks", wrong)
     found: dict[tuple[Part, tuple[Part, ...]], None] = {}
     for chosen in _products(choices):
-        cutter = _Cutter(layer, tuple(zip(roles.groups, chosen, strict=True)), grain, multiple)
+        cutter = _Cutter(layer, tuple(zip(roles.chains, chosen, strict=True)), grain, multiple)
         with contextlib.suppress(SpecMismatch) if found else contextlib.nullcontext():  # the first reading says why it cannot be
             found[cutter.part(ONE), tuple(cutter.part(rank) for rank in mesh.ranks())] = None
     return [(whole, list(parts)) for whole, parts in itertools.islice(found, MOST_READINGS)]
 
 
 def _products(choices: list[list[Reading]]) -> Iterator[tuple[Reading, ...]]:
-    """Combinations of readings, likely ones first: those that differ from the first in one kind of group, then in two.
+    """Combinations of readings, likely ones first: those that differ from the first in one kind of chain, then in two.
 
     Groups that are alike (self- and cross-attention, the blocks of a stage) are read alike.
     """
@@ -70,20 +70,20 @@ def _products(choices: list[list[Reading]]) -> Iterator[tuple[Reading, ...]]:
 @dataclass(frozen=True)
 class _Cutter:
     layer: Layer
-    groups: tuple[tuple[Group, Reading], ...]
+    chains: tuple[tuple[Chain, Reading], ...]
     grain: int
     multiple: Callable[[Fill, SplitShape], int]
 
     def part(self, mesh: Mesh) -> Part:
         parts, fills, tables, shares = [], [], [], []
         counts: list[Count] = []
-        for group, reading in self.groups:
-            share = self.share(group, reading, mesh)
+        for chain, reading in self.chains:
+            share = self.share(chain, reading, mesh)
             shares.append(share)
-            counts += self.counts(group, reading, share)
-            for path in (*group.columns, *group.rows):
+            counts += self.counts(chain, reading, share)
+            for path in (*chain.columns, *chain.rows):
                 linear = self.layer.shapes[path]
-                row = path in group.rows
+                row = path in chain.rows
                 ranges = share.inputs if row else share.outputs(linear.outputs)
                 size = linear.inputs if row else linear.outputs
                 cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
@@ -95,25 +95,25 @@ class _Cutter:
                 if bias:
                     fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
             if reading.heads is not None and share.own is not None:
-                for table, axis in self.tables(group, reading.heads):
+                for table, axis in self.tables(chain, reading.heads):
                     mine = share.own[1] - share.own[0]
                     tables.append(replace(table, shape=tuple(mine if i == axis else n for i, n in enumerate(table.shape))))
                     fills.append(Fill(table.path, (table.path,), cut=Cut(axis, (share.own,), (reading.heads.query,))))
-        of_heads = {(share.own, reading.heads.query) for share, (_, reading) in zip(shares, self.groups, strict=True) if reading.heads}
+        of_heads = {(share.own, reading.heads.query) for share, (_, reading) in zip(shares, self.chains, strict=True) if reading.heads}
         heads, all_heads = next(iter(of_heads)) if len(of_heads) == 1 else (None, 0)
         shape = SplitShape(tuple(parts), tuple(tables), tuple(counts))
         if heads is not None:
-            attentions = tuple(owner_of(group.columns) for group, reading in self.groups if reading.heads)
+            attentions = tuple(owner_of(chain.columns) for chain, reading in self.chains if reading.heads)
             owned = next(share.counts for share in shares if share.own == heads and share.counts)
             shape = replace(shape, heads=heads, all_heads=all_heads, attentions=attentions, head_counts=owned)
         return Part(shape, tuple(fills))
 
-    def share(self, group: Group, reading: Reading, mesh: Mesh) -> _Share:
-        width = self.layer.shapes[group.rows[0]].inputs
+    def share(self, chain: Chain, reading: Reading, mesh: Mesh) -> _Share:
+        width = self.layer.shapes[chain.rows[0]].inputs
         if reading.heads is None:
             if width < mesh.tp:
                 raise SpecMismatch(f"{self.layer.name} over {mesh.tp} ranks", [f"{width} inner features are too few"])
-            parts = split(width, mesh.tp, grain=self.grain, multiple=self.inner_multiple(group, width))
+            parts = split(width, mesh.tp, grain=self.grain, multiple=self.inner_multiple(chain, width))
             return _Share(reading, width, parts[mesh.tp_rank])
         heads = reading.heads
         if reading.packing == FOUR_PARTS:
@@ -129,15 +129,15 @@ class _Cutter:
         counts = tuple(share.heads[1] - share.heads[0] for share in found)
         return _Share(reading, width, mine.heads, tuple(range(*mine.heads)), tuple(range(*mine.kv_heads)), counts)
 
-    def inner_multiple(self, group: Group, width: int) -> int:
+    def inner_multiple(self, chain: Chain, width: int) -> int:
         """What an inner width is split in multiples of, for the formats of the rows that read it."""
-        fills = [(path, Fill(f"{path}.weight", (f"{path}.weight",), matrix=True)) for path in group.rows]
-        whole = SplitShape(tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in group.rows))
+        fills = [(path, Fill(f"{path}.weight", (f"{path}.weight",), matrix=True)) for path in chain.rows]
+        whole = SplitShape(tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in chain.rows))
         return max(self.multiple(fill, whole) for _, fill in fills)
 
-    def tables(self, group: Group, heads: Heads) -> Iterator[tuple[TablePart, int]]:
-        """The parameters and buffers of a group that have a place for each head, and along which axis: the last of two, else the first."""
-        top = around(self.layer, group)
+    def tables(self, chain: Chain, heads: Heads) -> Iterator[tuple[TablePart, int]]:
+        """The parameters and buffers of a chain that have a place for each head, and along which axis: the last of two, else the first."""
+        top = around(self.layer, chain)
         for name, module in self.layer.module.get_submodule(top).named_modules():
             path = ".".join(part for part in (top, name) if part)
             if path in self.layer.shapes or heads.query == 1:
@@ -149,9 +149,9 @@ class _Cutter:
                 if tensor is not None and tensor.dim() and tensor.shape[axis] == heads.query:
                     yield TablePart(f"{path}.{leaf}" if path else leaf, tuple(tensor.shape), leaf in module._buffers), axis
 
-    def counts(self, group: Group, reading: Reading, share: _Share) -> Iterator[Count]:
-        """The attributes of a group's modules that count what a rank has only a part of."""
-        for module, name, value in attributes(self.layer, group, reading.config):
+    def counts(self, chain: Chain, reading: Reading, share: _Share) -> Iterator[Count]:
+        """The attributes of a chain's modules that count what a rank has only a part of."""
+        for module, name, value in attributes(self.layer, chain, reading.config):
             own = share.count(name, value)
             if own is not None:
                 yield Count(module, name, own)
@@ -159,7 +159,7 @@ class _Cutter:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's share of a group: its range `own` of heads or of the width, its query and key/value heads one by one; all ranks' counts."""
+    """A rank's share of a chain: its range `own` of heads or of the width, its query and key/value heads one by one; all ranks' counts."""
 
     reading: Reading
     width: int
@@ -170,7 +170,7 @@ class _Share:
 
     @property
     def inputs(self) -> tuple[Range, ...]:
-        """The inputs of the group's row linears."""
+        """The inputs of the chain's row linears."""
         heads = self.reading.heads
         if heads is None:
             assert self.own is not None

@@ -8,8 +8,9 @@ group writes what it has; another number of ranks reads each part from the runs 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.shard import Cut
 from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, linear_ops
 from infuse.quant.format import quant_format
+from infuse.spec.packing import Fill
 from infuse.weights.names import held
 from infuse.weights.shards import SavedShards, Shared, alone, shared_tensors
 from infuse.weights.sources import SAVED, Files, read_json
@@ -154,14 +156,18 @@ def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceCon
     return config.model_copy(update=update)
 
 
-def saved_plan(plan: Plan, first: Plan, index: dict[str, Any], device: Device) -> Plan:
+def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device: Device) -> Plan:
     """`plan` with the steps that were saved, in their formats, and with those that leave their weights as they are.
 
-    `first` is rank 0's plan, which has all that a layer is filled with. CheckpointError: a step that differs, a format whose groups
-    this rank's part would cut.
+    `ranks` are all ranks' plans; rank 0's has all that a layer is filled with. CheckpointError: a step that differs, a format whose
+    groups a rank's part would cut. A matrix has one format on all ranks.
     """
     saved = {entry["path"]: entry for entry in index["steps"]}
-    whole = {step.path: step for step in first.steps}
+    whole = {step.path: step for step in ranks[0].steps}
+    fills: dict[tuple[str, str], list[Fill]] = {}
+    for one in (one for rank in ranks for one in rank.steps):
+        for fill in one.fills:
+            fills.setdefault((one.path, fill.target), []).append(fill)
     steps, left = [], list(plan.left)
     faults: list[str] = []
     for step in plan.steps:
@@ -170,7 +176,8 @@ def saved_plan(plan: Plan, first: Plan, index: dict[str, Any], device: Device) -
             formats = entry["formats"]
             if step.path in whole and entry["kind"] == _digest(_with_formats(whole[step.path], formats)):
                 del saved[step.path]
-                found = {target: _format_of_part(step, target, text, index["cuts"], faults) for target, text in formats.items()}
+                wanted = [(target, text, fills[step.path, target]) for target, text in formats.items()]
+                found = {target: _format_of_part(step, theirs, text, index["cuts"], faults) for target, text, theirs in wanted}
                 steps.append(replace(_with_bodies(_with_formats(step, found), device, plan.dtype), why="as it was saved"))
         elif not is_packed(step):
             steps.append(step)
@@ -196,30 +203,27 @@ def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
     return replace(step, bodies=tuple(chosen.items()))
 
 
-def _format_of_part(step: Step, target: str, text: str, shared: Mapping[str, Shared], faults: list[str]) -> str:
-    """The format that this rank's part of a saved matrix has; why it has none is added to `faults`."""
-    fill = next(fill for fill in step.fills if fill.target == target)
-    name, format = f"{step.path}.{target}", quant_format(text)
+def _format_of_part(step: Step, fills: Sequence[Fill], text: str, shared: Mapping[str, Shared], faults: list[str]) -> str:
+    """The format that a saved matrix has in all ranks' `fills`; why there is none is added to `faults`."""
+    name, format, cut = f"{step.path}.{fills[0].target}", quant_format(text), fills[0].cut
     saved = shared.get(name)
-    cut = fill.cut
     if (saved or cut) is None or (saved.axis if saved else cut.axis if cut else 0) == 0:
         return text
     size = saved.size if saved else sum(cut.sizes) if cut else 0
     saved = saved or alone(1, size)
-    format = format.of_part(size)
-    layout = saved.layout()
-    runs = [run for start, stop in (cut.ranges if cut else [(0, size)]) for run in layout.part(start, stop)]
+    format, layout = format.of_part(size), saved.layout()
+    parts = [[run for start, stop in (fill.cut.ranges if fill.cut else [(0, size)]) for run in layout.part(start, stop)] for fill in fills]
+    runs = [run for part in parts for run in part]
     group = format.group_size
-    if group is None and len(runs) > 1:  # a scale for each row of each piece: a group for each piece, where they are equal
-        lengths = {saved.length(run.rank) for run in runs}
-        group = lengths.pop() if len(lengths) == 1 else None
-        if group is None or any(run.stop - run.start != group for run in runs):
-            pieces = ", ".join(f"{run.stop - run.start} of {saved.length(run.rank)}" for run in runs)
-            faults.append(f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {pieces}; "
-                          "possible: all inputs of ranks that have equally many")
+    if group is None and any(len(part) > 1 for part in parts):  # a scale for each row of each piece: groups that no end of a run cuts
+        group = math.gcd(*(run.stop - run.start for run in runs))
+        if group % format.pack:
+            lengths = ", ".join(f"{run.stop - run.start} of {saved.length(run.rank)}" for run in runs)
+            faults.append(f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {lengths}; groups of {group}, which "
+                          f"fit them all, would cut bytes of {format.pack} inputs")
             return text
-        format = replace(format, group_size=group)
-    limits = [limit for run in runs for limit in (run.start, run.stop)]
+        return str(replace(format, group_size=group))
+    limits = sorted({limit for run in runs for limit in (run.start, run.stop)})
     if cut_at := [limit for limit in limits if limit % (group or format.pack)]:
         what = f"groups of {group} inputs" if group else f"bytes of {format.pack} inputs"
         faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {group or format.pack}")

@@ -22,7 +22,8 @@ from typing import Any
 
 MOST = 4
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
-GRACE_S = 20.0  # for the other ranks, once one has failed
+GRACE_S = 60.0  # for the other ranks, once one has failed
+PAUSE_S = 1.0  # of waiting: where more has passed, this process was paused, and so may have been the workers
 START_S = 300.0  # for a worker to import torch on a busy machine
 
 
@@ -110,6 +111,8 @@ class Ranks:
         self._start(size)
         if size != self._size:
             self._generation, self._size = self._generation + 1, size
+            for rank in set(self._workers) - set(range(size)):
+                self._workers[rank].pipe.send_bytes(pickle.dumps(None))
         store = str(Path(self._folder.name, f"store-{self._generation}"))
         for rank in range(size):
             self._workers[rank].pipe.send_bytes(pickle.dumps(Task(store, rank, size, function, args)))
@@ -157,17 +160,17 @@ class Ranks:
         """Each rank's value, or what went wrong as Raised."""
         answers: dict[int, Any] = {}
         open_pipes = {worker.pipe: rank for rank, worker in self._workers.items() if rank < size}
-        until = time.monotonic() + timeout
-        while open_pipes:
-            ready = wait(list(open_pipes), max(0.0, until - time.monotonic()))
-            if not ready:
-                break
+        left = timeout
+        while open_pipes and left > 0:
+            began = time.monotonic()
+            ready = wait(list(open_pipes), min(PAUSE_S, left))
+            left -= min(PAUSE_S, time.monotonic() - began)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = open_pipes.pop(pipe)
                 answers[rank] = self._answer(rank)
                 if isinstance(answers[rank], Raised):
-                    until = min(until, time.monotonic() + GRACE_S)
+                    left = min(left, GRACE_S)
         for rank in open_pipes.values():
             answers[rank] = _made(RankHung(f"rank {rank} was not done in time"))
         return answers
@@ -196,11 +199,15 @@ def work(pipe: Connection, tests: str) -> None:
     store = ""
     while True:
         try:
-            task: Task = pickle.loads(pipe.recv_bytes())
+            task: Task | None = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         except BaseException as error:  # the test's module does not import here
             pipe.send_bytes(pickle.dumps(Raised.of(error)))
+            continue
+        if task is None:  # the others meet anew, and gloo waits, for what failed, until all have left the old group
+            _part()
+            store = ""
             continue
         try:
             if task.store != store:
@@ -213,11 +220,17 @@ def work(pipe: Connection, tests: str) -> None:
         pipe.send_bytes(answer)
 
 
-def _meet(task: Task) -> None:
+def _part() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _meet(task: Task) -> None:
+    import torch.distributed as dist
+
+    _part()
     store = dist.FileStore(task.store, task.size)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=GLOO_TIMEOUT)
 

@@ -16,7 +16,12 @@ from test_checkpoints import bin_shards, description, file_glob, on_meta, output
 from torch import Tensor
 
 import infuse
+from infuse.parallel.shard import Cut
+from infuse.plan import Step
 from infuse.plan_bytes import parameter_bytes
+from infuse.saved import _format_of_part
+from infuse.spec.packing import Fill
+from infuse.weights.shards import Shared
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 TOLERANCE = 5e-5  # over the root mean square of the original's
@@ -141,9 +146,32 @@ def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, rank
     for error in ranks.run_expecting_errors(2, loaded_by_rank, "llama", str(tmp_path), {"dtype": None}):
         assert isinstance(error, infuse.InfuseError)
         assert "self_attn.out.weight: int8:16: groups of 16 inputs would be cut at [24]; possible: a multiple of 16" in str(error)
-    saved("llama", tmp_path, 2, ranks, quant="fp8", grain=4)
-    errors = ranks.run_expecting_errors(3, loaded_by_rank, "llama", str(tmp_path), {"dtype": None})
-    assert any("mlp.down.weight: fp8: inputs of several ranks, each with a scale for its rows: " in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize("quant", ["fp8", "int8:row", "int8:row:asymmetric"])
+def test_uneven_parts_with_scales_of_rows_become_groups(quant: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
+    """Where a part lies in several pieces, its groups are such that no piece's end cuts one, and repeat the piece's scale."""
+    first = saved("llama", tmp_path, writers, ranks, quant=quant, grain=4)
+    keys = {"dtype": None, "grain": 4}
+    args = (loaded_by_rank, "llama", str(tmp_path), keys)
+    for found, _ in ranks.run(readers, *args) if readers > 1 else [engine_outputs(tmp_path)]:
+        assert distance(found, first) < TOLERANCE
+
+
+def engine_outputs(folder: Path) -> tuple[Tensor, int]:
+    return loaded_by_rank("llama", str(folder), {"dtype": None, "grain": 4})
+
+
+def test_pieces_whose_ends_share_bytes_are_refused_with_their_numbers() -> None:
+    """No split of ours makes such pieces: widths go by what shares bytes. Heads of odd widths would."""
+    step = Step("layer", "block", "Layer", None, (), (), "")
+    fill = Fill("mlp.down.weight", ("down.weight",), cut=Cut(1, ((0, 42),), (42,)))
+    shared = {"layer.mlp.down.weight": Shared(1, 42, (((0, 21),), ((21, 42),)))}
+    faults: list[str] = []
+    assert _format_of_part(step, [fill], "int8:row", shared, faults) == "int8:21" and not faults
+    _format_of_part(step, [fill], "int4:row", shared, faults)
+    assert "21 of 21, 21 of 21; groups of 21, which fit them all, would cut bytes of 2 inputs" in faults[0]
 
 
 def test_what_did_not_fit_then_stays_as_it_was_saved(tmp_path: Path, ranks: Ranks) -> None:

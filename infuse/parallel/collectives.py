@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.parallel.distributed import Distributed, names
+from infuse.parallel.distributed import Distributed
 from infuse.parallel.peers import Home, Peers
 from infuse.parallel.shared_memory import SharedMemory, new_region, opened_region, why_not
+from infuse.parallel.waiting import names
 
 SHOWN = 200  # characters of a value in the text of an error
 

@@ -18,16 +18,12 @@ from torch import Tensor
 
 from infuse.errors import RankError
 from infuse.parallel.peers import Peers
+from infuse.parallel.waiting import Patience, RollCall, names
 
 HEAD_BYTES = 256  # what the operation is, as text, and the checksum of all of it
 SMALL_BYTES = 8192  # of a tensor that travels in the first message: a token's activations of most models
 SLICE = timedelta(milliseconds=100)  # of waiting, after which signals are handled and ended ranks noticed
 GONE_S = 0.5  # how long after its connections a process may end
-
-
-def names(ranks: Sequence[int]) -> str:
-    """"rank 1", "ranks 1, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def described(what: str, operation: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -42,7 +38,8 @@ def gathered_shape(x: Tensor, sizes: Sequence[int], axis: int) -> list[int]:
 class Distributed:
     """The operations of one group of torch.distributed. Tensors may be anywhere; x is contiguous, `axis` is not negative.
 
-    `peers` is None until the ranks have told each other where they run. RankError after `timeout_s`, at once where a rank has ended.
+    `peers` is None until the ranks have told each other where they run. RankError after `timeout_s`, at once where a rank has ended
+    or a connection breaks; it names the ranks that are not there.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
@@ -56,13 +53,15 @@ class Distributed:
         self._gloo = "cpu:gloo" in backends
         # Where small tensors of our own must be.
         self.device = torch.device("cpu") if self._gloo or not self.nccl else torch.device("cuda", torch.cuda.current_device())
+        self._roll_call = RollCall(process_group, self.rank, self.size)
+        self._number = 0  # of operations that were waited for
         self._mine = torch.zeros(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
         self._all = torch.empty(self.size, HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, in place. 16-bit types are added up in float32, in rank order or gloo's, the same bits everywhere."""
         if self._is_plain(x):
-            dist.all_reduce(x, group=self._group)
+            self._plain(lambda: dist.all_reduce(x, group=self._group), what)
             return x
         small = self._first(x.cpu(), described(what, "sum", x.dtype, x.shape), x.nbytes)
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
@@ -102,7 +101,7 @@ class Distributed:
         """Rank 0's values, in place."""
         root = 0 if self._group is None else dist.get_global_rank(self._group, 0)
         if self._is_plain(x):
-            dist.broadcast(x, root, group=self._group)
+            self._plain(lambda: dist.broadcast(x, root, group=self._group), what)
             return x
         small = self._first(x.cpu(), described(what, "broadcast", x.dtype, x.shape), x.nbytes)
         if small is not None:
@@ -136,14 +135,23 @@ class Distributed:
             raise RankError(f"rank {self.rank} of {self.size} does {text}, but {theirs}")
         return self._all[:, HEAD_BYTES:] if most_bytes <= SMALL_BYTES else None
 
+    def _plain(self, operation: Callable[[], Any], what: str) -> None:
+        self._number += 1
+        try:
+            operation()
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} of {self.size}, {what}: {self._why(error, what)}") from error
+
     def _wait(self, start: Callable[[], Any], what: str) -> None:
         """Start an operation and wait for its end, in slices."""
+        self._number += 1
+        self._roll_call.begins()
         where = f"rank {self.rank} of {self.size}, {what}"
-        until = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         try:
             work = start()
         except RuntimeError as error:
-            raise RankError(f"{where}: {self._why(error)}") from error
+            raise RankError(f"{where}: {self._why(error, what)}") from error
         while True:
             try:
                 work.wait(SLICE)
@@ -154,15 +162,23 @@ class Distributed:
             ended = self.peers.ended() if self.peers else []
             if ended:
                 raise RankError(f"{where}: the process of {names(ended)} has ended")
-            if time.monotonic() > until:
-                raise RankError(f"{where}: not all ranks came within {self._timeout_s:g} s ({self.name} does not say which)")
+            gave_up = self._roll_call.goes_on(self._number, what)
+            if gave_up is not None or patience.is_over():
+                raise RankError(f"{where}: {self._who_did_not_come(what, gave_up)}")
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankError(f"{where}: {self._why(error)}") from error
+            raise RankError(f"{where}: {self._why(error, what)}") from error
 
-    def _why(self, error: RuntimeError) -> str:
-        """What an error of the backend means, where the processes say it, and its first line."""
+    def _who_did_not_come(self, what: str, gave_up: int | None) -> str:
+        absent, others = self._roll_call.result(self._number, what)
+        limit = f"within {self._timeout_s:g} s" if gave_up is None else f"before rank {gave_up} gave up"
+        if self._roll_call.lost:
+            return f"not all ranks came {limit}; who did not is unknown: {self._roll_call.lost}"
+        return f"{names(absent)} did not come {limit}; {others}" if absent else f"all ranks came, but it was not over {limit}; {others}"
+
+    def _why(self, error: RuntimeError, what: str) -> str:
+        """What an error of the backend means, where the processes or the other ranks' notes say it, and its first line."""
         text = str(error).strip().partition("\n")[0]
         until = time.monotonic() + GONE_S
         while self.peers and time.monotonic() < until:
@@ -170,4 +186,10 @@ class Distributed:
             if ended:
                 return f"the process of {names(ended)} has ended ({text})"
             time.sleep(0.02)
-        return f"a rank is gone, or the connection to it is ({text})"
+        absent, others = self._roll_call.result(self._number, what)
+        if self._roll_call.lost:
+            return f"a rank is gone, or the connection to it is ({text}); {self._roll_call.lost}"
+        gone = "a connection between ranks is gone"
+        if absent:
+            gone = f"{names(absent)} {'is' if len(absent) == 1 else 'are'} gone or elsewhere"
+        return f"{gone} ({text}); {others}"

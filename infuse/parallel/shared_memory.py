@@ -19,8 +19,9 @@ from torch import Tensor
 
 from infuse.errors import RankError
 from infuse.ops.cpu import DTYPES, kernels
-from infuse.parallel.distributed import gathered_shape, names
+from infuse.parallel.distributed import gathered_shape
 from infuse.parallel.peers import Peers
+from infuse.parallel.waiting import Patience, names
 
 FOLDER = Path("/dev/shm")
 MOST_RANKS = 32  # kMostRanks in src/region.h
@@ -118,10 +119,10 @@ class SharedMemory:
         outcome = operation(self._region, self.rank, *args, tag, SLICE_US)
         if outcome == DONE:
             return
-        until = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         try:
             while outcome == WAITING:
-                self._look_around(what, until)
+                self._look_around(what, patience)
                 outcome = operation(self._region, self.rank, *args, tag, SLICE_US)
         except BaseException as error:
             self._leave(f"{type(error).__name__}: {error}")
@@ -130,7 +131,7 @@ class SharedMemory:
             self._leave(what)
             raise RankError(self._difference(what))
 
-    def _look_around(self, what: str, until: float) -> None:
+    def _look_around(self, what: str, patience: Patience) -> None:
         """RankError where waiting for those who have not come is in vain, or has lasted too long."""
         ended = self._peers.ended()  # before the states: who has come and then ended has come
         absent = [rank for rank, state in enumerate(kernels().shared_states(self._region, self.rank)) if state == ABSENT]
@@ -141,7 +142,7 @@ class SharedMemory:
             words = kernels().shared_last_words(self._region, rank)
             if words:
                 raise RankError(f"{where}: rank {rank} takes part no more: {words}")
-        if absent and time.monotonic() > until:
+        if patience.is_over() and absent:
             raise RankError(f"{where}: {names(absent)} did not come within {self._timeout_s:g} s (the process runs, but is elsewhere)")
 
     def _difference(self, what: str) -> str:

@@ -29,7 +29,7 @@ Policy = Mapping[Any, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Group:
+class Chain:
     """Column linears and the row linears that read what they make: what must be cut alike."""
 
     columns: tuple[str, ...]
@@ -38,15 +38,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Roles:
-    """The groups of a layer; `left` are the linears that stay whole; `why` tells where the roles come from."""
+    """The chains of a layer; `left` are the linears that stay whole; `why` tells where the roles come from."""
 
-    groups: tuple[Group, ...]
+    chains: tuple[Chain, ...]
     left: tuple[str, ...]
     why: str
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return tuple(row for group in self.groups for row in group.rows)
+        return tuple(row for chain in self.chains for row in chain.rows)
 
 
 def matches(path: str, name: str) -> bool:
@@ -158,12 +158,12 @@ def _settled(shapes: Mapping[str, LinearShape], trace: Trace, fixed: dict[str, s
             first = next(name for name in trace.linears if name in flow.misread)
             raise SpecMismatch("roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"])
         whole |= open_now
-    roles = flow.groups(), tuple(path for path in shapes if path not in flow.split)
+    roles = flow.chains(), tuple(path for path in shapes if path not in flow.split)
     return _checked(Roles(*roles, why))
 
 
 def _checked(roles: Roles) -> Roles:
-    if not roles.groups:
+    if not roles.chains:
         raise SpecMismatch("roles", ["no linear reads what others make of the hidden state"])
     return roles
 
@@ -196,8 +196,8 @@ class _Flow:
     def split(self) -> set[str]:
         return set(self.fed).union(*self.fed.values())
 
-    def groups(self) -> tuple[Group, ...]:
-        """Rows with a column in common are one group."""
+    def chains(self) -> tuple[Chain, ...]:
+        """Rows with a column in common are one chain."""
         joined: list[tuple[set[str], set[str]]] = []
         for row in (name for name in self.order if name in self.fed):
             rows, columns = {row}, set(self.fed[row])
@@ -206,20 +206,20 @@ class _Flow:
                 rows, columns = rows | other[0], columns | other[1]
             joined.append((rows, columns))
         return tuple(
-            Group(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows)) for rows, columns in joined
+            Chain(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows)) for rows, columns in joined
         )
 
 
 def _in_order(shapes: Mapping[str, LinearShape], fixed: Mapping[str, str], why: str) -> Roles:
     """Roles by the order in which linears are declared: a row linear reads the columns since the one before."""
     roles = fixed or {path: ROW if any(matches(path, name) for name in _ROW_NAMES) else COLUMN for path in shapes}
-    groups, columns, left = [], [], [path for path, role in roles.items() if role == WHOLE]
+    chains, columns, left = [], [], [path for path, role in roles.items() if role == WHOLE]
     for path in shapes:
         if roles[path] == COLUMN:
             columns.append(path)
         elif roles[path] == ROW and columns:
-            groups.append(Group(tuple(columns), (path,)))
+            chains.append(Chain(tuple(columns), (path,)))
             columns = []
         elif roles[path] == ROW:
             left.append(path)
-    return _checked(Roles(tuple(groups), (*left, *columns), why))
+    return _checked(Roles(tuple(chains), (*left, *columns), why))

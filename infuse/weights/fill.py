@@ -129,18 +129,22 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
 
 
 def fill_saved(
-    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str, Cut | None], Tensor | None], dtype: torch.dtype
+    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[..., Tensor | None], dtype: torch.dtype
 ) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read` gives a part, None for what is not there."""
+    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut, group)` gives a
+    part, with a scale for each `group`, None for what is not there.
+    """
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
         if fill.format is not None:
             at = ".".join(part for part in (path, owner) if part)
-            data, scale, zero = (read(f"{at}.{name}", fill.cut) for name in ("data", "scale", "zero"))
+            format = quant_format(fill.format)
+            data = read(f"{at}.data", fill.cut)
+            scale, zero = (read(f"{at}.{name}", fill.cut, format.group_size) for name in ("scale", "zero"))
             assert data is not None and scale is not None, fill
             shape = (place.out_features, place.in_features)
-            place.hold([QuantizedWeight(data, scale, zero, shape, quant_format(fill.format))])  # type: ignore[operator,arg-type]
+            place.hold([QuantizedWeight(data, scale, zero, shape, format)])  # type: ignore[operator,arg-type]
         elif leaf in place._parameters:
             value = read(f"{path}.{fill.target}", fill.cut)
             assert value is not None, fill

@@ -137,24 +137,34 @@ class Joined:
         start, stop, _ = cuts[axis].indices(self.shared.size)
         return self.positions([(start, stop)], cuts)
 
-    def positions(self, ranges: Iterable[Range], others: Sequence[slice] = ()) -> Tensor:
-        """Those ranges of the whole, side by side; `others` are the slices of the other axes."""
+    def positions(self, ranges: Iterable[Range], others: Sequence[slice] = (), group: int | None = None) -> Tensor:
+        """Those ranges of the whole, side by side; `others` are the slices of the other axes.
+
+        `group`: how many positions a scale is wanted for; one that stands for all of a piece is repeated.
+        """
         axis = self.shared.axis
         cuts = [*others, *(slice(None) for _ in range(axis + 1 - len(others)))]
         parts = []
-        for start, stop in ranges:
-            for run in self.layout.part(start, stop):
-                cuts[axis] = self._columns(run)
-                parts.append(self.files[run.rank].read(self.name, tuple(cuts)))
+        runs = [run for start, stop in ranges for run in self.layout.part(start, stop)]
+        for run in runs:
+            cuts[axis] = self._columns(run)
+            part = self.files[run.rank].read(self.name, tuple(cuts))
+            if group and self._is_of_row(run):
+                part = part.repeat_interleave((run.stop - run.start) // group, dim=axis)
+            parts.append(part)
         if not parts:
             cuts[axis] = slice(0, 0)
             return next(iter(self.files.values())).read(self.name, tuple(cuts))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
+    def _is_of_row(self, run: Run) -> bool:
+        """Whether a piece has one scale for all of its positions."""
+        return self.files[run.rank].stored[self.name].shape[self.shared.axis] == 1 and self.shared.length(run.rank) > 1
+
     def _columns(self, run: Run) -> slice:
         """Where a run of positions lies in the piece as it is stored."""
         stored, length = self.files[run.rank].stored[self.name].shape[self.shared.axis], self.shared.length(run.rank)
-        if stored == 1 and length > 1:  # the one scale of a row
+        if self._is_of_row(run):
             return slice(0, 1)
         if run.start * stored % length or run.stop * stored % length:
             raise CheckpointError(f"{self.files[run.rank].path}: {self.name}: positions {run.start} to {run.stop} of {length} "
@@ -190,8 +200,8 @@ class SavedShards(Checkpoint):
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self._opened.values())
 
-    def part(self, name: str, cut: Cut | None) -> Tensor | None:
-        """A tensor of that name as it is stored, or a rank's part of it; None where there is none."""
+    def part(self, name: str, cut: Cut | None, group: int | None = None) -> Tensor | None:
+        """A tensor of that name as it is stored, or a rank's part of it, with a scale for each `group`; None where there is none."""
         pieces = self.pieces.get(name)
         if pieces is None:
             return None
@@ -206,7 +216,7 @@ class SavedShards(Checkpoint):
             joined = Joined(name, {0: file}, whole, whole.layout())
         shared = joined.shared
         assert cut is None or (cut.axis, sum(cut.sizes)) == (shared.axis, shared.size), (name, cut, shared)
-        return joined.positions(cut.ranges if cut else [(0, shared.size)])
+        return joined.positions(cut.ranges if cut else [(0, shared.size)], group=group if shared.axis else None)
 
     def fault(self, name: str, cut: Cut | None, wanted: tuple[int, ...]) -> str | None:
         """Why what is stored of `name` does not make up a tensor of shape `wanted`; None where it does."""
