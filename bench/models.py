@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
+import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +27,7 @@ from rich.table import Table
 import infuse
 from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.probe import Bandwidth, MemoryReader, matmul_rate
-from report import in_turns, markdown, probed, show
+from report import in_turns, markdown, memory_bytes, probed, show
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,6 +48,7 @@ class Contestant:
 
     name: str
     model: Any
+    dtype: torch.dtype
     weight_bytes: int
     seconds_to_load: float
 
@@ -69,14 +73,41 @@ def contestants(shape: dict[str, Any], dtypes: list[torch.dtype], formats: list[
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         eager = made(shape, dtype)
-        found.append(Contestant(f"transformers {name}", eager, parameter_bytes(eager), 0.0))
+        found.append(Contestant(f"transformers {name}", eager, dtype, parameter_bytes(eager), 0.0))
         for format in ("", *formats):
             model = copy.deepcopy(eager)
             start = time.perf_counter()
             engine = infuse.init_inference(model, dtype=dtype, **({"quant": format} if format else {}))
             seconds = time.perf_counter() - start
-            found.append(Contestant(f"infuse {format or name}", engine, parameter_bytes(engine.module), seconds))
+            found.append(Contestant(f"infuse {format or name}", engine, dtype, parameter_bytes(engine.module), seconds))
     return found
+
+
+def cache_bytes(shape: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
+    """What a decode step reads of a cache that holds so many tokens of one row."""
+    width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width * tokens * dtype.itemsize
+
+
+def resident(pipe: Connection, shape: dict[str, Any], dtype: torch.dtype, format: str) -> None:
+    """In a process of its own: the bytes of the weights, and the memory that stays after init_inference on a live model."""
+    before = memory_bytes("VmRSS")
+    engine = infuse.init_inference(made(shape, dtype), dtype=dtype, **({"quant": format} if format else {}))
+    gc.collect()
+    pipe.send((parameter_bytes(engine.module), memory_bytes("VmRSS") - before))
+
+
+def residents(shape: dict[str, Any], dtype: torch.dtype, formats: list[str]) -> str:
+    """One line: for each format what the weights take, and what is resident after init_inference on a live model."""
+    context, told = multiprocessing.get_context("spawn"), []
+    for format in formats:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=resident, args=(theirs, shape, dtype, format))
+        process.start()
+        weights, stays = ours.recv()
+        process.join()
+        told.append(f"{format or str(dtype)[6:]} {stays / 2**30:.2f} GiB for {weights / 2**30:.2f} GiB of weights")
+    return "resident after init_inference on a live model, in a fresh process: " + "; ".join(told)
 
 
 def prefill(tokens: int) -> Callable[[Any], None]:
@@ -129,7 +160,8 @@ def report(args: argparse.Namespace) -> str:
     shape = SHAPES[args.shape]
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
     rate = matmul_rate(torch.bfloat16)
-    table = Table(title=f"{args.shape}: ratios to the first row; share of the read bandwidth (GB/s) probed around the steps")
+    what = "ratios to the first row; share of the read bandwidth (GB/s) probed around the steps, of weights and cache"
+    table = Table(title=f"{args.shape}, {args.context} + {args.new} tokens: {what}")
     headings = (
         "",
         f"prefill {args.prefill}, s",
@@ -152,7 +184,8 @@ def report(args: argparse.Namespace) -> str:
     many, _ = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
     first = [median(row[0]) for row in (prefills, ones, many)]
     for entry, p, one, eight, bandwidth in zip(entries, prefills, ones, many, bandwidths, strict=True):
-        share = entry.weight_bytes / median(one) / bandwidth.median
+        step_bytes = entry.weight_bytes + cache_bytes(shape, entry.dtype, args.context + args.new // 2)
+        share = step_bytes / median(one) / bandwidth.median
         table.add_row(
             entry.name,
             f"{median(p):.3f}",
@@ -167,7 +200,10 @@ def report(args: argparse.Namespace) -> str:
             f"{entry.weight_bytes / 1e9:.2f}",
             f"{entry.seconds_to_load:.1f}",
         )
-    return markdown(table, probed(max(bandwidths, key=lambda b: b.best), {torch.bfloat16: rate}))
+    remarks = [probed(max(bandwidths, key=lambda b: b.best), {torch.bfloat16: rate})]
+    if args.memory:
+        remarks += [residents(shape, getattr(torch, name), ["", *args.formats]) for name in args.dtypes]
+    return markdown(table, "; ".join(remarks))
 
 
 def main() -> None:
@@ -177,6 +213,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=[])
     for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--memory", action="store_true", help="what is resident after init_inference, each in a fresh process")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     show(report(args), args.out)

@@ -17,8 +17,8 @@ OF_LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
 )
 
 
-def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """`found` is `wanted` within the tolerance of `dtype`; NaN and infinity stand at the same places, zero-size is equal."""
+def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "", times: float = 1) -> None:
+    """`found` is `wanted` within `times` the tolerance of `dtype`; NaN and infinity stand at the same places, zero-size is equal."""
     assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     found, wanted = found.double(), wanted.double()
     finite = torch.isfinite(wanted)
@@ -26,7 +26,7 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "
     assert torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()), f"{what}: NaN and infinity at other places"
     if not bool(finite.any()):
         return
-    allowed = OF_LARGEST[dtype] * max(float(wanted[finite].abs().max()), 1e-30)
+    allowed = times * OF_LARGEST[dtype] * max(float(wanted[finite].abs().max()), 1e-30)
     error = float((found[finite] - wanted[finite]).abs().max())
     assert error <= allowed, f"{what}: off by {error:.2e}, {allowed:.2e} is allowed"
 

@@ -52,13 +52,15 @@ def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
     mutated = written(name)
     given = own(args, mutated)
     wanted = results(registered()[name].reference, own(given, []), mutated)
+    # Triton's interpreter cuts float32 off to bfloat16 where GPUs round: of a product of two sums over such weights twice as much is lost.
+    times = 2 if name == "quantized_linear_activation" and DEVICE.type == "cpu" else 1
     function, given = registered()[name].prepared("triton", given)
     before = own(given, [])
     found = results(function, given, mutated)
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and a.device == b.device, what
-        assert_near(a.cpu(), b.cpu(), dtype, f"{name}, {what}")
+        assert_near(a.cpu(), b.cpu(), dtype, f"{name}, {what}", times)
     for i, (old, new) in enumerate(zip(before, given, strict=True)):
         if isinstance(old, Tensor) and i not in mutated:
             assert torch.equal(old.float().nan_to_num(), new.float().nan_to_num()), f"{what}: argument {i} was changed"

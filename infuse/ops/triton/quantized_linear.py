@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.fused_linear import fused_quantized_linear
 from infuse.ops.linear import quantized_linear
@@ -76,7 +75,7 @@ def _fused_quantized_linear(
 @quantized_linear_activation.implement("triton", needs, WORDS)
 def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
     *weight, name, gated = given
-    return (gated_activation if gated else activation).body("triton")(_quantized_linear(x, *weight), name)
+    return _fused_quantized_linear(x, *weight, *NOTHING._replace(activation=name, gated=gated))
 
 
 def dequantized(
