@@ -138,7 +138,10 @@ class InferenceEngine(nn.Module):
 
     @contextmanager
     def profile(self) -> Iterator[Profile]:
-        """Profile what runs inside: `with engine.profile() as p: ...`, then `print(p)`, `p.as_dict()`, `p.save_trace(path)`."""
+        """Profile what runs inside: `with engine.profile() as p: ...`, then `print(p)`, `p.as_dict()`, `p.save_trace(path)`.
+
+        Its hooks make every part run by itself: what otherwise is one call or one kernel for several parts takes longer meanwhile.
+        """
         with Profile(self.module, parameter_bytes(self.module)) as profile:
             yield profile
         self._profiles.append(profile)

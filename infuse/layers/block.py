@@ -26,10 +26,10 @@ from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import self_attention_cache
 from infuse.layers.combine import Sum
-from infuse.layers.linear import direct, untouched
+from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
-from infuse.layers.step import make_step
+from infuse.layers.one_call import make_one_call
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
         fuses = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         self._run = _fused if fuses and shape.residual in _FUSED else _RESIDUALS[shape.residual]
-        self._step = make_step(shape, formats, index, bodies, attention.positions.interleaved)
+        self._one_call = make_one_call(shape, formats, index, bodies, attention.positions.interleaved)
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class Block(nn.Module):
             want_weights=bool(kwargs.get("output_attentions")) or _weights_are_recorded(attention),
             heads=self.shape.attn.all_heads,
         )
-        if self._step is not None and (out := self._step(self, attention, hidden_states, inputs)) is not None:
+        if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
         if packed is None:
@@ -141,15 +141,15 @@ def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Resu
     if scale != 1.0 or norm2 is None:
         x = x + branch * scale
         return x + direct(mlp, _normed(norm2, x)) * scale, weights
-    x, normed = norm2.add(branch, x)
+    x, normed = _added(norm2, branch, x)
     return x + direct(mlp, normed), weights
 
 
 def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
     parts: Parts = block._modules
     branch, weights = attention(x, inputs)
-    _, x = parts["norm1"].add(branch, x)
-    _, x = parts["norm2"].add(direct(parts["mlp"], x), x)
+    _, x = _added(parts["norm1"], branch, x)
+    _, x = _added(parts["norm2"], direct(parts["mlp"], x), x)
     return x, weights
 
 
@@ -169,6 +169,14 @@ def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> 
     return x + direct(parts["post2"], branch), weights
 
 
+def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum and its norm, in one pass where nobody listens to the norm."""
+    if type(norm) is Norm and untouched(norm):
+        return norm.add(branch, x)
+    x = x + branch
+    return x, norm(x)
+
+
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else direct(norm, x)
 
@@ -185,9 +193,9 @@ def _fused(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Re
     """Fused for few tokens and while nothing listens to attention, MLP and a norm that both read."""
     parts: Parts = block._modules
     kind, mlp = block.shape.residual, parts["mlp"]
-    ours = isinstance(attention, Attention) and isinstance(mlp, MLP) and untouched(attention) and untouched(mlp)
+    ours = type(attention).forward is Attention.forward and type(mlp) is MLP and untouched(attention) and untouched(mlp)
     shared = parts["norm1"] if kind == PARALLEL and parts["norm2"] is None else None
-    fuses = ours and x.numel() <= ops.FEW_ROWS * x.shape[-1] and (shared is None or untouched(shared))
+    fuses = ours and not all_are_heard() and x.numel() <= ops.FEW_ROWS * x.shape[-1] and (shared is None or untouched(shared))
     return (_FUSED if fuses else _RESIDUALS)[kind](block, attention, x, inputs)
 
 

@@ -36,6 +36,7 @@ def product(
     if norm is not None and not (fuses(module) and isinstance(norm, Norm) and untouched(norm)):
         x, norm = direct(norm, x), None
     if not fuses(module):
+        assert activation is None
         y = direct(module, x)
         return y if residual is None else residual + y
     before = ops.NO_NORM if norm is None else norm.arguments
@@ -53,6 +54,12 @@ def fuses(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
 def fused_op(format: str | None) -> str:
     """The name of the op behind `product`, for a weight of `format` (None: plain)."""
     return f"fused_{linear_op(format)}"
+
+
+def all_are_heard() -> bool:
+    """Whether hooks for all modules are there."""
+    modules = torch.nn.modules.module
+    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
 
 def linears(module: nn.Module) -> list[tuple[str, int, int]]:
@@ -104,6 +111,11 @@ class Linear(nn.Linear):
         self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
         self.fused_body = _body_that_fuses(ops.fused_linear, bodies)
         self._combine = combine
+
+    def arguments(self) -> tuple:
+        """What an op with a plain weight takes after x."""
+        held = self._parameters
+        return held["weight"], held["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
         held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs

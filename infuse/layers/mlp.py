@@ -25,12 +25,13 @@ class MLP(nn.Module):
         super().__init__()
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.body(bodies.get(act.name, ops.REFERENCE))
-        self._fused = ops.linear_activation.body(bodies.get("linear_activation", ops.REFERENCE))
-        self._fused_quantized = ops.quantized_linear_activation.body(bodies.get("quantized_linear_activation", ops.REFERENCE))
+        format = formats.get("mlp.up.weight")
+        fused = ops.quantized_linear_activation if format else ops.linear_activation
+        self._fused = fused.body(bodies.get(fused.name, ops.REFERENCE))
         self._activation, self._gated = shape.activation, shape.gated
         self._around = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         rows = shape.inner * (2 if shape.gated else 1)
-        self.up = make_linear(shape.hidden, rows, shape.in_bias, formats.get("mlp.up.weight"), bodies)
+        self.up = make_linear(shape.hidden, rows, shape.in_bias, format, bodies)
         self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,10 +41,8 @@ class MLP(nn.Module):
         return direct(held["down"], self._inner(x, held["up"]))
 
     def _inner(self, x: Tensor, up: nn.Module) -> Tensor:
-        if isinstance(up, Linear) and untouched(up):
-            return self._fused(x, up._parameters["weight"], up._parameters["bias"], self._activation, self._gated)
-        if isinstance(up, QuantizedLinear) and untouched(up):
-            fused = self._fused_quantized if up.prepared else ops.quantized_linear_activation.reference
+        if isinstance(up, (Linear, QuantizedLinear)) and untouched(up):
+            fused = self._fused if not isinstance(up, QuantizedLinear) or up.prepared else ops.quantized_linear_activation.reference
             return fused(x, *up.arguments(), self._activation, self._gated)
         return self._act(direct(up, x), self._activation)
 

@@ -19,7 +19,8 @@ from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.op import Case, op
 from infuse.quant.format import quant_format
 
-# Tokens for which layers call these. Of more the products are PyTorch's, and a norm in one kernel with the addition before it is better.
+# Tokens for which blocks fuse norms and sums. Of more the products are PyTorch's, and a norm in one kernel with the addition before it
+# is better.
 FEW_ROWS = 16
 FUSED = ("fused_linear", "fused_quantized_linear")
 NO_NORM = (None, None, None, 0.0, 0.0)

@@ -87,7 +87,7 @@ def layer_step(
     """The layer's result [B, T, C]. Keys and values, `storage` [B, K, S, D] each, receive those of the new tokens from `start` on.
 
     `turns`: cos and sin as ops.rotary takes them; mask, bias, causal and window as ops.attention does. None where a kernel does not take
-    what is given: nothing at or before `start` was changed.
+    what is given: nothing before `start` was changed.
     """
     cos, sin = turns if turns is not None else (None, None)
     return kernels().layer_step.default(x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, *numbers)

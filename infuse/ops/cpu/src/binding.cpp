@@ -57,8 +57,10 @@ STABLE_TORCH_LIBRARY(infuse_cpu, m) {
   m.def("add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
-  m.impl("isa", TORCH_BOX(&isa));
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&isa)); }
+
+// For tensors of CPUs alone: those of other devices, and the fake ones of tracing, have nothing behind their pointers.
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
   m.impl("norm", TORCH_BOX(&norm));
   m.impl("add_norm", TORCH_BOX(&add_norm));
 }

@@ -248,7 +248,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("gated_activation(Tensor x, int act) -> Tensor?");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("rotary_append", TORCH_BOX(&rotary_append));
   m.impl("attention", TORCH_BOX(&attention));

@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("tiled_linear(Tensor x, Tensor weight, Tensor? bias, int act, bool gated) -> Tensor?");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("tiled_linear", TORCH_BOX(&tiled_linear));
 }

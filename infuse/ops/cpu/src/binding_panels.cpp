@@ -216,7 +216,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("unpack_panels(Tensor data, int code, Tensor(a!) to) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
   m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));

@@ -50,6 +50,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
         "Tensor(c!)? zero) -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("quantize", TORCH_BOX(&quantize)); }
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) { m.impl("quantize", TORCH_BOX(&quantize)); }
 
 }  // namespace infuse

@@ -6,32 +6,31 @@ The block's parts are called one by one otherwise, with the same result; here is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from infuse.layers.attention import Attention, Inputs
 from infuse.layers.cache import KVCache
-from infuse.layers.linear import Linear, QuantizedLinear, untouched
+from infuse.layers.linear import Linear, QuantizedLinear, all_are_heard, untouched
+from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
 from infuse.ops.cpu.layer import MOST_STEP_ROWS, LayerForm, LinearForm, NormForm, layer_step
 from infuse.quant.format import quant_format
 from infuse.spec.layer import RMS, LayerShape, NormShape
 
-if TYPE_CHECKING:
-    from infuse.layers.attention import Inputs
 
-
-class Step:
+class OneCall:
     """What of a block does not change from call to call."""
 
     def __init__(self, shape: LayerShape, formats: Mapping[str, str], index: int, interleaved: bool):
         self._shape, self._index = shape, index
         self._places: list[tuple[int, bool, str]] = []  # of each tensor of the call: which part has it, among its buffers, and its name
-        self._types: list[type[nn.Module]] = [Norm] * 6
+        self._absent: list[tuple[int, str]] = []  # parameters that are not there
+        self._types: list[type[nn.Module] | None] = []
         attn, mlp = shape.attn, shape.mlp
         given = (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm)
-        norms = tuple(None if norm is None else self._norm(part, norm) for part, norm in enumerate(given))
+        norms = tuple(self._norm(part, norm) for part, norm in enumerate(given))
         rows = (attn.heads + 2 * attn.kv_heads) * attn.head_width
         sizes = (
             (f"{attn.name}.qkv", rows, attn.qkv_bias), (f"{attn.name}.out", attn.hidden, attn.out_bias),
@@ -46,9 +45,18 @@ class Step:
         self._places.append((part, buffer, name))
         return len(self._places) - 1
 
-    def _norm(self, part: int, norm: NormShape) -> NormForm:
-        weight = -1 if norm.weight is None else self._place(part, "weight")
-        bias = self._place(part, "bias") if norm.weight is not None and norm.bias else -1
+    def _parameter(self, part: int, name: str, there: bool) -> int:
+        if there:
+            return self._place(part, name)
+        self._absent.append((part, name))
+        return -1
+
+    def _norm(self, part: int, norm: NormShape | None) -> NormForm | None:
+        self._types.append(None if norm is None else Norm)
+        if norm is None:
+            return None
+        weight = self._parameter(part, "weight", norm.weight is not None)
+        bias = self._parameter(part, "bias", norm.weight is not None and norm.bias)
         return NormForm(norm.kind != RMS, norm.eps, norm.offset, weight, bias)
 
     def _linear(self, part: int, format: str | None, outputs: int, has_bias: bool) -> LinearForm:
@@ -59,7 +67,7 @@ class Step:
         else:
             weight, scale = self._place(part, "data", True), self._place(part, "scale", True)
             zero = -1 if quant_format(format).symmetric else self._place(part, "zero", True)
-        return LinearForm(format, outputs, weight, scale, zero, self._place(part, "bias") if has_bias else -1)
+        return LinearForm(format, outputs, weight, scale, zero, self._parameter(part, "bias", has_bias))
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         """The block's result; None where it has to go part by part. `inputs` are those of a block whose attention is causal."""
@@ -67,8 +75,8 @@ class Step:
         cache = inputs.cache
         if batch * tokens > MOST_STEP_ROWS or not isinstance(cache, KVCache) or inputs.want_weights or inputs.causal is False:
             return None
-        slot, parts = cache.slot(self._index), self._parts(block, attention)
-        if parts is None or slot.place is not None or slot.row_lengths is not None:
+        slot, tensors = cache.slot(self._index), self._tensors(block, attention)
+        if tensors is None or slot.place is not None or slot.row_lengths is not None:
             return None
         shape = self._shape.attn
         start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC)
@@ -77,39 +85,39 @@ class Step:
         if mask is not None:
             mask = attention.allowed(mask, start + tokens)
         out = layer_step(
-            x_BTC, [(parts[i]._buffers if buffer else parts[i]._parameters)[name] for i, buffer, name in self._places], turns, mask, bias,
-            (slot.key_storage, slot.value_storage), start, mask is None or shape.window > 0, shape.window, self._numbers,
+            x_BTC, tensors, turns, mask, bias, (slot.key_storage, slot.value_storage), start,
+            mask is None or shape.window > 0, shape.window, self._numbers,
         )  # fmt: skip
         if out is not None:
             slot.advance(tokens)
         return out
 
-    def _parts(self, block: nn.Module, attention: nn.Module) -> list[Any] | None:
-        """The parts that hold tensors, in the order of LayerForm; None where one was replaced, or someone listens to it."""
-        of_block, of_attention, mlp = block._modules, attention._modules, block._modules["mlp"]
-        assert mlp is not None
-        of_mlp = mlp._modules
-        parts = [
+    def _tensors(self, block: nn.Module, attention: nn.Module) -> list[Tensor] | None:
+        """The tensors of the call; None where a part is not the one that was put in, or someone listens to it."""
+        mlp = block._modules["mlp"]
+        if type(attention).forward is not Attention.forward or type(mlp) is not MLP:
+            return None
+        of_block, of_attention, of_mlp = block._modules, attention._modules, mlp._modules
+        parts: list[Any] = [
             of_block["norm1"], of_block["norm2"], of_block["post1"], of_block["post2"], of_attention["q_norm"], of_attention["k_norm"],
             of_attention["qkv"], of_attention["out"], of_mlp["up"], of_mlp["down"],
         ]  # fmt: skip
         for part, wanted in zip(parts, self._types, strict=True):
-            if part is not None and (type(part) is not wanted or not untouched(part)):
+            if part is None and wanted is None:
+                continue
+            if type(part) is not wanted or not untouched(part) or (wanted is QuantizedLinear and not part.prepared):
                 return None
-            if wanted is QuantizedLinear and not part.prepared:  # type: ignore[union-attr]
-                return None
-        return parts if untouched(attention) and untouched(mlp) and not _all_are_heard() else None
+        if not untouched(attention) or not untouched(mlp) or all_are_heard():
+            return None
+        if any(parts[i]._parameters[name] is not None for i, name in self._absent):
+            return None
+        tensors = [(parts[i]._buffers if buffer else parts[i]._parameters)[name] for i, buffer, name in self._places]
+        return None if any(tensor is None for tensor in tensors) else tensors
 
 
-def _all_are_heard() -> bool:
-    """Whether hooks for all modules are there."""
-    modules = torch.nn.modules.module
-    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
-
-
-def make_step(
+def make_one_call(
     shape: LayerShape, formats: Mapping[str, str], index: int | None, bodies: Mapping[str, str], interleaved: bool
-) -> Step | None:
+) -> OneCall | None:
     """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, or ranks share the block."""
     attn = shape.attn
     norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm is not None]
@@ -118,4 +126,4 @@ def make_step(
         return None
     if set(bodies.values()) != {"cpu"}:
         return None
-    return Step(shape, formats, index, interleaved)
+    return OneCall(shape, formats, index, interleaved)
