@@ -17,6 +17,7 @@ from infuse import pages, verify
 from infuse.apply_adopt import adopt
 from infuse.apply_split import build_part, over, proven, put_part, together
 from infuse.config import InferenceConfig
+from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.block import Block
 from infuse.layers.combine import SideBySide, Sum
@@ -26,7 +27,7 @@ from infuse.layers.linear import Linear, QuantizedLinear, make_linear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
-from infuse.saved import is_packed
+from infuse.saved import is_packed, packed_fill
 from infuse.spec.layer import LayerShape
 from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
@@ -94,7 +95,9 @@ class _Run:
         off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
         self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
         while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
-            candidates = fallback(refused, self.model, self.config, self.plan.mesh)
+            instead = fallback(refused, self.model, self.config, device=Device.of(self.device()), mesh=self.plan.mesh)
+            there = {(step.path, step.depth) for step in self.steps}  # a linear beside those that a layer's ranks share, of shards
+            candidates = [step for step in instead if (step.path, step.depth) not in there]
             self.prove_steps(candidates, None)
             self.steps += candidates
 
@@ -156,8 +159,8 @@ class _Run:
 
     def was_proven(self, step: Step) -> bool:
         """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
-        shared = step.depth != SPLIT and any(fill.cut for fill in step.fills)
-        return self.was_saved(step) or (shared and self.placing is not None and self.placing.saved)
+        shared = any(fill.cut for fill in step.fills) and self.placing is not None and self.placing.saved
+        return step.proven if step.depth == SPLIT else self.was_saved(step) or shared
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device
@@ -209,14 +212,11 @@ class _Run:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype, self.group)
-        reader = self.source(step)
-        bodies = dict(step.bodies)
-        if self.placing is not None and self.was_saved(step):
-            there = [fill for fill in step.fills if is_there(fill, source)]
-            fill_module(module, there, reader, self.plan.dtype, bodies)
-            fill_saved(module, step.path, [fill for fill in step.fills if fill not in there], self.placing.stored, self.plan.dtype)
-        else:
-            fill_module(module, step.fills, reader, dtype or next(source.parameters()).dtype, bodies)
+        stored = [fill for fill in step.fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
+        made = [fill for fill in step.fills if fill not in stored]
+        fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
+        if self.placing is not None and stored:
+            fill_saved(module, step.path, stored, self.placing.stored, self.plan.dtype)
         module.train(False)
         if step.depth != SPLIT:
             adopt(module, source, step.attn, self.classes)

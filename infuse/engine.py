@@ -29,7 +29,7 @@ from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.capture import backend_for
 from infuse.runtime.decode import GraphUse, install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
-from infuse.saved import check_folder, check_plan, save
+from infuse.saved import check_folder, save
 from infuse.verify import decodes
 
 _KEPT_CACHES = 16  # this part of a GPU's memory may be caches that wait for the next call: 9 GB of an H200, where an 8B model's take 1 to 2
@@ -79,7 +79,6 @@ class InferenceEngine(nn.Module):
             if source is None:
                 with all_or_none(self.group, "init_inference"):
                     decided = make_plan(model, settings, device, mesh)
-                    check_plan(decided, settings)
                     model.to(device.torch_device).eval()
                     self.plan = apply(decided, model, settings, progress, group=self.group)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from infuse.errors import CheckpointError
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.join import all_or_none
 from infuse.parallel.mesh import ONE, Mesh
-from infuse.plan import Plan, Step, make_plan
-from infuse.saved import check_plan, is_packed, open_shards, read_index, saved_config, saved_plan
+from infuse.plan import BLOCK, LINEAR, SPLIT, Plan, Step, make_plan
+from infuse.plan_formats import matrix_shape
+from infuse.saved import is_packed, open_shards, packed_fill, packed_paths, read_index, saved_config
+from infuse.saved_plan import as_saved, saved_plan
+from infuse.spec.split import SplitShape
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
 from infuse.weights.names import held, model_reader
@@ -59,20 +62,20 @@ def _load(
     config = config if index is None else saved_config(config, index)
     _tie(model)
     decided = make_plan(model, config, device, mesh)
-    check_plan(decided, config)
     packed: list[Step] = []
     checkpoint: Checkpoint
     if folder is None or index is None:
         assert files is not None
         checkpoint = Checkpoint(files)
     else:
-        ranks = [decided if rank == mesh else make_plan(model, config, device, rank) for rank in mesh.ranks()]
-        decided = saved_plan(decided, ranks, index, device)
+        plans = [decided if rank == mesh else make_plan(model, config, device, rank) for rank in mesh.ranks()]
+        ranks = [as_saved(plan, model, index, config=config, device=device) for plan in plans]
+        decided = saved_plan(ranks[mesh.tp_rank], ranks, index, device)
         packed = [step for step in decided.steps if is_packed(step)]
         checkpoint = open_shards(folder, index, decided)
-    inside = tuple(f"{step.path}." for step in packed)
+    inside = tuple(f"{path}." for step in packed for path in packed_paths(step))
     _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
-    reader = model_reader(model, checkpoint, lambda name: name.startswith(inside))
+    reader = model_reader(model, checkpoint, _unread(decided, checkpoint))
     layers = (step.path for step in decided.steps if step.shape is not None)
     with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
         model.eval()
@@ -106,6 +109,28 @@ def _folder(source: Any, base_dir: str) -> Path | None:
     return path.parent if path.name == SAVED else path
 
 
+def _unread(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], bool]:
+    """The names of what is not read in the words of the model: of modules that were saved packed, and biases that another rank adds.
+
+    For the proof of a layer the model runs as it was: then its quantized linears are read as the values that they stand for.
+    """
+    away: list[str] = []
+    proves = any(step.depth == SPLIT and not step.proven for step in plan.steps)
+    if not isinstance(checkpoint, SavedShards):
+        return lambda name: False
+    for step in (step for step in plan.steps if step.shape is not None):
+        if not proves or step.depth == BLOCK:
+            away += [f"{path}." for path in packed_paths(step)]
+        if step.proven and isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
+            parts = zip(step.whole.linears, step.shape.linears, strict=True)
+            away += [f"{step.path}.{all_of_it.path}.bias" for all_of_it, part in parts if all_of_it.bias and not part.bias]
+        for fill in step.fills if proves and step.depth in (LINEAR, SPLIT) else ():
+            if fill.format and step.shape and (shape := matrix_shape(fill, step.whole or step.shape)):
+                away += checkpoint.add_values(f"{step.path}.{fill.target}", shape, fill.format, fill.transposed, plan.dtype)
+    names = tuple(away)
+    return lambda name: name.startswith(names)
+
+
 def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]) -> None:
     """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers are there."""
     wrong: list[str] = []
@@ -116,7 +141,7 @@ def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step
         if step.shares:  # it has no tensors of its own
             continue
         old = model.get_submodule(step.path)
-        own = [fill for fill in step.fills if id(tensor_at(old, fill.sources[0])) not in outside]
+        own = [fill for fill in step.fills if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside]
         for name, (shape, cut) in saved_tensors(build(step, dtype), step.path, own).items():
             if fault := checkpoint.fault(name, cut, shape):
                 wrong.append(fault)

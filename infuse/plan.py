@@ -39,7 +39,8 @@ class Step:
 
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is
     the path of the head whose weight an embedding looks its rows up in. Where ranks share the module, `shape` and `fills` are this rank's,
-    and `whole` is the shape of all of it; `others` are further readings of a layer that is split, for the proof to choose from.
+    and `whole` is the shape of all of it; `others` are further readings of a layer that is split, for the proof to choose from, unless it
+    was `proven` when it was saved.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Step:
     shares: str = ""
     whole: Shape | None = None
     others: tuple[Step, ...] = ()
+    proven: bool = False
 
     @property
     def kind(self) -> tuple:
@@ -119,7 +121,6 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     decision.hook(model)
     notes = decision.formats.check(model)
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
-    before = parameter_bytes(model)
     steps = tuple(decision.steps)
     return Plan(
         model=type(model).__name__,
@@ -130,7 +131,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         left=tuple(decision.left),
         declined=decision.declines(),
         notes=(*config.notes(device), *notes),
-        before_bytes=before,
+        before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,
     )
@@ -307,9 +308,8 @@ class _Decision:
         return (*declined, *self.unfit)
 
 
-def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, mesh: Mesh) -> list[Step]:
+def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh) -> list[Step]:
     """The next depth for layers that were refused: shared by ranks in their own form, then their linears, where they gain something."""
-    device = Device.of(next(model.parameters()).device)
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     for step in steps:
         module = model.get_submodule(step.path)

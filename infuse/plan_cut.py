@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -46,12 +47,19 @@ def split_parts(
     choices = [list(readings(layer, chain)) for chain in roles.chains]
     if wrong := [misfit(layer, chain) for chain, found in zip(roles.chains, choices, strict=True) if not found]:
         raise SpecMismatch(f"{layer.name} over {mesh.tp} ranks", wrong)
-    found: dict[tuple[Part, tuple[Part, ...]], None] = {}
+    found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
     for chosen in _products(choices):
         cutter = _Cutter(layer, tuple(zip(roles.chains, chosen, strict=True)), grain, multiple)
         with contextlib.suppress(SpecMismatch) if found else contextlib.nullcontext():  # the first reading says why it cannot be
-            found[cutter.part(ONE), tuple(cutter.part(rank) for rank in mesh.ranks())] = None
-    return [(whole, list(parts)) for whole, parts in itertools.islice(found, MOST_READINGS)]
+            parts = cutter.part(ONE), tuple(cutter.part(rank) for rank in mesh.ranks())
+            found.setdefault(parts, []).append(hashlib.sha256(repr(chosen).encode()).hexdigest()[:16])
+    first = itertools.islice(found.items(), MOST_READINGS)
+    return [(_named(whole, names), list(parts)) for (whole, parts), names in first]
+
+
+def _named(whole: Part, names: list[str]) -> Part:
+    assert isinstance(whole.shape, SplitShape)
+    return replace(whole, shape=replace(whole.shape, readings=tuple(names)))
 
 
 def _products(choices: list[list[Reading]]) -> Iterator[tuple[Reading, ...]]:

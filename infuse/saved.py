@@ -8,9 +8,8 @@ group writes what it has; another number of ranks reads each part from the runs 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import ops
 from infuse.config import InferenceConfig
-from infuse.device import Device
-from infuse.errors import CheckpointError, ConfigError, NotAvailable
+from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.shard import Cut
-from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, linear_ops
-from infuse.quant.format import quant_format
+from infuse.plan import BLOCK, LINEAR, SPLIT, Plan, Step
 from infuse.spec.packing import Fill
+from infuse.spec.split import SplitShape
+from infuse.spec.unknown import LinearShape
 from infuse.weights.names import held
-from infuse.weights.shards import SavedShards, Shared, alone, shared_tensors
+from infuse.weights.shards import SavedShards, Shared, shared_tensors
 from infuse.weights.sources import SAVED, Files, read_json
 from infuse.weights.writer import FORMAT, Bundle, write_shards
 
@@ -38,14 +36,17 @@ from infuse.weights.writer import FORMAT, Bundle, write_shards
 def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
     """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of `group` its own.
 
-    CheckpointError on all ranks where one fails; then there is no index. `check_plan` has said before what is not saved.
+    CheckpointError on all ranks where one fails; then there is no index. What ranks share without a spec is told linear by linear, as
+    one rank has it, and how the layer is read.
     """
-    steps = [{"path": step.path, "kind": _digest(step), "formats": step.formats} for step in plan.steps if is_packed(step)]
+    steps = [entry for step in plan.steps for entry in _entries(step)]
+    readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
         quant["format"] = config.weight_format
     dtype = str(plan.dtype).removeprefix("torch.")
-    index = {"model": plan.model, "dtype": dtype, "format_of_weights": config.weight_format, "quant": quant, "steps": steps}
+    index = {"model": plan.model, "dtype": dtype, "format_of_weights": config.weight_format, "quant": quant, "steps": steps,
+             "readings": readings}
     write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
 
 
@@ -55,16 +56,16 @@ def cuts(plan: Plan) -> dict[str, Cut]:
     for step in plan.steps:
         for fill in step.fills if step.shape is not None else ():
             if fill.cut is not None:
-                turned = fill.transposed and not is_packed(step)
+                turned = fill.transposed and not packed_fill(step, fill)
                 found[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
     return found
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
-    inside = tuple(f"{step.path}." for step in plan.steps if is_packed(step))
-    plain = [step for step in plan.steps if step.shape and not is_packed(step)]
-    turned = {f"{step.path}.{fill.target}" for step in plain for fill in step.fills if fill.transposed}
+    inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
+    plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
+    turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
     seen: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
@@ -96,14 +97,6 @@ def check_folder(folder: str) -> None:
         raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
 
 
-def check_plan(plan: Plan, config: InferenceConfig) -> None:
-    """NotAvailable, before anything is done, where `config` asks for shards of quantized layers that are split in place."""
-    mixed = [step.path for step in plan.steps if step.depth == SPLIT and step.formats]
-    if mixed and config.checkpoint_files[2]:
-        raise NotAvailable(f"save_mp_checkpoint_path: {len(mixed)} layers without a spec are split and quantized, which this version "
-                           f"cannot save: {mixed[0]}, ...; save them without quant, or by one rank")
-
-
 def read_index(folder: Path) -> dict[str, Any] | None:
     """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be read."""
     if not (folder / SAVED).is_file():
@@ -114,6 +107,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{folder / SAVED}: not an index of this version ({FORMAT}); shard the model again")
     try:
         index["cuts"] = shared_tensors(index.get("cuts", ()))
+        index["readings"] = None if "readings" not in index else dict(index["readings"])  # an older version told none
         wrong = len(index["files"]) != index["tp_size"] or any(len(one.ranks) != index["tp_size"] for one in index["cuts"].values())
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / SAVED}: corrupt: {type(error).__name__}: {error}") from error
@@ -126,11 +120,12 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 def open_shards(folder: Path, index: dict[str, Any], plan: Plan) -> SavedShards:
     """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
 
-    Layers that are split in place are proven again, on the whole of them, so for these all files are needed.
+    A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all files are needed.
     """
     own = cuts(plan)
     shared: dict[str, Shared] = index["cuts"]
-    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys() and all(step.depth != SPLIT for step in plan.steps)
+    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys()
+    alike = alike and all(step.depth != SPLIT or step.proven for step in plan.steps)
     alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
     rank = plan.mesh.tp_rank if alike else None
     files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index["files"]),))
@@ -156,86 +151,46 @@ def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceCon
     return config.model_copy(update=update)
 
 
-def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device: Device) -> Plan:
-    """`plan` with the steps that were saved, in their formats, and with those that leave their weights as they are.
-
-    `ranks` are all ranks' plans; rank 0's has all that a layer is filled with. CheckpointError: a step that differs, a format whose
-    groups a rank's part would cut. A matrix has one format on all ranks.
-    """
-    saved = {entry["path"]: entry for entry in index["steps"]}
-    whole = {step.path: step for step in ranks[0].steps}
-    fills: dict[tuple[str, str], list[Fill]] = {}
-    for one in (one for rank in ranks for one in rank.steps):
-        for fill in one.fills:
-            fills.setdefault((one.path, fill.target), []).append(fill)
-    steps, left = [], list(plan.left)
-    faults: list[str] = []
-    for step in plan.steps:
-        entry = saved.get(step.path)
-        if entry is not None:
-            formats = entry["formats"]
-            if step.path in whole and entry["kind"] == _digest(_with_formats(whole[step.path], formats)):
-                del saved[step.path]
-                wanted = [(target, text, fills[step.path, target]) for target, text in formats.items()]
-                found = {target: _format_of_part(step, theirs, text, index["cuts"], faults) for target, text, theirs in wanted}
-                steps.append(replace(_with_bodies(_with_formats(step, found), device, plan.dtype), why="as it was saved"))
-        elif not is_packed(step):
-            steps.append(step)
-        else:
-            left.append(Left(step.path, "as it was saved: not replaced then"))
-    if saved:
-        raise CheckpointError(f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
-                              f"{', '.join(saved)}; shard the model again")
-    if faults:
-        raise CheckpointError(f"the shards of {index['tp_size']} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults))
-    return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
-
-
-def _with_formats(step: Step, formats: Mapping[str, str]) -> Step:
+def with_formats(step: Step, formats: Mapping[str, str]) -> Step:
     return replace(step, fills=tuple(replace(fill, format=formats.get(fill.target)) for fill in step.fills))
 
 
-def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
-    """The step with a body for each op that its formats need: where a group did not fit then, or does not now, it was planned without."""
-    chosen = dict(step.bodies)
-    for name in linear_ops(step.fills) if step.depth != EMBEDDING else ():
-        chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
-    return replace(step, bodies=tuple(chosen.items()))
-
-
-def _format_of_part(step: Step, fills: Sequence[Fill], text: str, shared: Mapping[str, Shared], faults: list[str]) -> str:
-    """The format that a saved matrix has in all ranks' `fills`; why there is none is added to `faults`."""
-    name, format, cut = f"{step.path}.{fills[0].target}", quant_format(text), fills[0].cut
-    saved = shared.get(name)
-    if (saved or cut) is None or (saved.axis if saved else cut.axis if cut else 0) == 0:
-        return text
-    size = saved.size if saved else sum(cut.sizes) if cut else 0
-    saved = saved or alone(1, size)
-    format, layout = format.of_part(size), saved.layout()
-    parts = [[run for start, stop in (fill.cut.ranges if fill.cut else [(0, size)]) for run in layout.part(start, stop)] for fill in fills]
-    runs = [run for part in parts for run in part]
-    group = format.group_size
-    if group is None and any(len(part) > 1 for part in parts):  # a scale for each row of each piece: groups that no end of a run cuts
-        group = math.gcd(*(run.stop - run.start for run in runs))
-        if group % format.pack:
-            lengths = ", ".join(f"{run.stop - run.start} of {saved.length(run.rank)}" for run in runs)
-            faults.append(f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {lengths}; groups of {group}, which "
-                          f"fit them all, would cut bytes of {format.pack} inputs")
-            return text
-        return str(replace(format, group_size=group))
-    limits = sorted({limit for run in runs for limit in (run.start, run.stop)})
-    if cut_at := [limit for limit in limits if limit % (group or format.pack)]:
-        what = f"groups of {group} inputs" if group else f"bytes of {format.pack} inputs"
-        faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {group or format.pack}")
-    return str(format)
+def packed_paths(step: Step) -> tuple[str, ...]:
+    """The new modules of a step whose tensors are not the old ones': these are what is read back."""
+    if step.depth == SPLIT:
+        return tuple(f"{step.path}.{target.removesuffix('.weight')}" for target in step.formats)
+    return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()
 
 
 def is_packed(step: Step) -> bool:
-    """Whether the new module's tensors are not the old one's: these are what is read back for the step."""
-    return step.shape is not None and (step.depth == BLOCK or bool(step.formats))
+    """Whether anything is read back for a step."""
+    return bool(packed_paths(step))
 
 
-def _digest(step: Step) -> str:
+def packed_fill(step: Step, fill: Fill) -> bool:
+    """Whether the target of one of the step's fills is read back."""
+    return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
+
+
+def _entries(step: Step) -> list[dict[str, Any]]:
+    """What the index says of a step."""
+    if step.depth != SPLIT:
+        return [{"path": step.path, "kind": digest(step), "formats": step.formats}] if is_packed(step) else []
+    made = [(f"{step.path}.{fill.target}".removesuffix(".weight"), fill) for fill in step.fills if fill.format]
+    return [{"path": path, "kind": digest_alone(step, fill), "formats": {"weight": fill.format}} for path, fill in made]
+
+
+def digest(step: Step) -> str:
     """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work on them."""
     fills = tuple(replace(fill, cut=None) for fill in step.fills)
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
+
+
+def digest_alone(step: Step, fill: Fill) -> str:
+    """The digest of one linear of a layer that ranks share, as it is replaced where one rank has the layer."""
+    assert isinstance(step.whole, SplitShape)
+    path = fill.target.removesuffix(".weight")
+    part = next(part for part in step.whole.linears if part.path == path)
+    shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
+    linear = Step(path, LINEAR, "Linear", shape, shape.fills, (), "")
+    return digest(with_formats(linear, {"weight": str(fill.format)}))

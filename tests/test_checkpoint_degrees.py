@@ -19,7 +19,7 @@ import infuse
 from infuse.parallel.shard import Cut
 from infuse.plan import Step
 from infuse.plan_bytes import parameter_bytes
-from infuse.saved import _format_of_part
+from infuse.saved_plan import _format_of_part
 from infuse.spec.packing import Fill
 from infuse.weights.shards import Shared
 
@@ -333,5 +333,3 @@ def test_layers_that_are_split_in_place(tmp_path: Path, ranks: Ranks) -> None:
     first = ranks.run(2, bart_by_rank, str(tmp_path), True, {})
     for size in (2, 3):
         assert all(distance(found, first[0]) < TOLERANCE for found in ranks.run(size, bart_by_rank, str(tmp_path), False, {}))
-    for error in ranks.run_expecting_errors(2, bart_by_rank, str(tmp_path), True, {"quant": "int8:4"}):
-        assert isinstance(error, infuse.NotAvailable) and "without a spec are split and quantized" in str(error)

@@ -5,7 +5,7 @@ The layer's own forward stays; its linears, tables and counts become those of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infuse.parallel.shard import Range
 
@@ -49,6 +49,7 @@ class SplitShape:
     """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none).
 
     `attentions` are the paths of the modules that may return the weights of their heads, `head_counts` the heads of each rank.
+    `readings` name the ways to understand the layer that come to this: the same names whatever the number of ranks.
     """
 
     linears: tuple[LinearPart, ...]
@@ -58,6 +59,7 @@ class SplitShape:
     all_heads: int = 0
     attentions: tuple[str, ...] = ()
     head_counts: tuple[int, ...] = ()
+    readings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def matrix(self, path: str) -> tuple[int, int]:
         """[outputs, inputs] of the linear at `path`."""

@@ -6,6 +6,7 @@ bytes and scales that stand for groups of inputs are found by the share of a pie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from infuse.errors import CheckpointError
 from infuse.parallel.shard import Cut, Range
+from infuse.quant.format import QuantFormat, QuantizedWeight, quant_format
 from infuse.weights.checkpoint import Checkpoint, Pieces, TensorFile, open_file
 from infuse.weights.pieces import Layout, Run
 from infuse.weights.reader import Part, Stored
@@ -172,6 +174,43 @@ class Joined:
         return slice(run.start * stored // length, run.stop * stored // length)
 
 
+@dataclass(frozen=True)
+class Values:
+    """A quantized matrix as the values in `dtype` that it stands for, as a file that holds them: [outputs, inputs], or `transposed`."""
+
+    name: str
+    parts: Mapping[str, TensorFile]  # data, scale, zero
+    shape: tuple[int, int]
+    format: QuantFormat
+    transposed: bool
+    dtype: torch.dtype
+    bytes_read = 0  # the files themselves count
+
+    @property
+    def path(self) -> Path:
+        return self.parts["data"].path
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        return {self.name: Stored(self.shape[::-1] if self.transposed else self.shape, self.dtype)}
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        """The values or that part of them: of the rows that it touches."""
+        both = (*part, slice(None), slice(None))[:2]
+        outputs, inputs = both[::-1] if self.transposed else both
+        held = {leaf: self._rows(leaf, outputs) for leaf in self.parts}
+        weight = QuantizedWeight(held["data"], held["scale"], held.get("zero"), (len(held["data"]), self.shape[1]), self.format)
+        values = self.format.dequantize(weight, self.dtype)[:, inputs]
+        return values.t() if self.transposed else values
+
+    def _rows(self, leaf: str, rows: slice) -> Tensor:
+        file, name = self.parts[leaf], f"{self.name.removesuffix('weight')}{leaf}"
+        if not isinstance(file, Joined) or file.shared.axis == 0 or leaf == "data":
+            return file.read(name, (rows,))
+        group = self.format.group_size or math.gcd(*(run.stop - run.start for run in file.layout.runs))  # pieces with a scale for each row
+        return file.positions([(0, self.shape[1])], (rows,), group)
+
+
 class SavedShards(Checkpoint):
     """The files of all ranks, or of `rank` alone: the others' are opened if something of them is asked for."""
 
@@ -217,6 +256,13 @@ class SavedShards(Checkpoint):
         shared = joined.shared
         assert cut is None or (cut.axis, sum(cut.sizes)) == (shared.axis, shared.size), (name, cut, shared)
         return joined.positions(cut.ranges if cut else [(0, shared.size)], group=group if shared.axis else None)
+
+    def add_values(self, name: str, shape: tuple[int, int], format: str, transposed: bool, dtype: torch.dtype) -> list[str]:
+        """Have the quantized matrix `name` as values too; the names of what it is stored as."""
+        stored = {leaf: f"{name.removesuffix('weight')}{leaf}" for leaf in _OF_WEIGHTS}
+        found = {leaf: self.pieces[other].files[0] for leaf, other in stored.items() if other in self.pieces}
+        self.pieces[name] = Pieces(name, (Values(name, found, shape, quant_format(format), transposed, dtype),))
+        return list(stored.values())
 
     def fault(self, name: str, cut: Cut | None, wanted: tuple[int, ...]) -> str | None:
         """Why what is stored of `name` does not make up a tensor of shape `wanted`; None where it does."""

@@ -1,6 +1,7 @@
 """Our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index that reads back.
 
-    infuse.json                 what was replaced, in which formats and dtype, the file of each rank, and how each tensor was cut
+    infuse.json                 what was replaced, in which formats and dtype, the file of each rank, how each tensor was cut, and in which
+                                reading ranks shared layers without a spec
     rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own alone
     rank-01-of-02.safetensors
 """
