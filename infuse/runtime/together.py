@@ -47,17 +47,14 @@ class Together:
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Nothing ran, so that all can go on without: an error, on every rank, is never one of memory."""
+        """Nothing ran, so that all can go on without: an error, on every rank, is a RuntimeError, whatever it was on each."""
         found, error = None, None
         try:
             with self._group.recorded():
                 found = self._backend.capture(run)
         except Exception as raised:
             error = raised
-        failed = self._failed(error, "a capture")
-        if error is not None and all(failed) and not isinstance(error, torch.OutOfMemoryError):
-            raise error
-        if any(failed):
+        if any(self._failed(error, "a capture")):
             found = None
             fault = self._group.any_fault(None if error is None else where(error), "the errors of a capture")
             raise RuntimeError(str(fault)) from error
