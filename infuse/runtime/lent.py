@@ -50,10 +50,8 @@ class LentCache(KVCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row beam_idx[b] was, where it lies while a run lasts: graphs write to these addresses."""
-        if self.run is None:
-            return super().reorder_cache(beam_idx)
         for slot in self.layers:
-            slot.reorder_in_place(beam_idx)
+            (slot.reorder_cache if self.run is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy has the tokens, not the run
         return _plain, (self._make_slot, [slot.copied() for slot in self.layers])
