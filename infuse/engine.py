@@ -181,9 +181,8 @@ class InferenceEngine(nn.Module):
         if backend is None:
             return None
         steps, forward = settings.step_graphs, settings.enable_cuda_graph
-        if (steps or forward) and not self.group.captures(device.torch_device):
-            note = f"no CUDA graphs: the ranks add up by {self.group.describe()}, which waits on the host; NCCL can be captured"
-            self.plan = replace(self.plan, notes=(*self.plan.notes, note))
+        if (steps or forward) and (why := self.group.why_not_captured(device.torch_device)):
+            self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
         return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 

@@ -107,4 +107,4 @@ def put_in(group: Group, backend: FakeBackend, monkey: Any) -> None:
 
     monkey.setattr(group, "_run", checked)
     monkey.setattr(Group, "_transport", transport)
-    monkey.setattr(Group, "captures", lambda self, device: True)
+    monkey.setattr(Group, "why_not_captured", lambda self, device: "")

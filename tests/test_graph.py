@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from infuse.runtime.bucket import Bucket, _Step
 from infuse.runtime.capture import backend_for
 from infuse.runtime.graph import Graphs, LocalGraph, Places
 from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
@@ -390,3 +391,26 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("of", ["forward", "steps"])
+def test_a_capture_reads_the_weights_and_not_the_copies_of_autocast(of: str) -> None:
+    """Which are freed when its block ends."""
+    linear, x, backend = nn.Linear(8, 8), random(2, 8), FakeBackend()
+    if of == "forward":
+        call: Callable[[Tensor], Tensor] = Graphs(linear, backend)
+    else:
+        bucket, step = Bucket(64), _Step()
+
+        def call(x: Tensor) -> Tensor:
+            return bucket._run(backend, step, lambda: linear(x))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            call(x)
+        assert torch.is_autocast_cache_enabled()
+    with torch.no_grad():
+        linear.weight.copy_(random(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(x), linear(x))
+    assert len(backend.captures) == 1 and backend.replays == 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from test_graph_decode import PROMPT, made, original, padded, rows_of, same, see
 from transformers import DynamicCache
 
 import infuse
-from infuse.layers.cache import KVCache
+from infuse.layers.cache import KVCache, KVSlot
+from infuse.runtime.bucket import Bucket
 from infuse.runtime.device_loop import Run
 from infuse.runtime.lent import LentCache
 
@@ -233,37 +236,45 @@ def test_calls_of_every_kind(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_calls_that_are_no_steps() -> None:
-    """Other rows than the cache has, a mask of another length, embeddings, four axes, gradients: as they are, and no graph."""
+    """Other rows than the cache has, a mask of another length, embeddings, four axes, tuples, gradients: they run as they are."""
     engine, backend = graphed(made("llama"))
     ids = torch.full((3, 1), 5)
 
-    def ready() -> LentCache:
-        cache = lent(engine)
-        engine.module(input_ids=padded()["input_ids"], past_key_values=cache)
-        return cache
+    exact = original("llama")
 
-    cases: list[dict[str, Any]] = [
-        dict(input_ids=ids, attention_mask=torch.ones(3, PROMPT + 4, dtype=torch.long)),
-        dict(inputs_embeds=torch.randn(3, 1, original("llama").config.hidden_size)),
-        dict(input_ids=ids, attention_mask=torch.zeros(3, 1, 1, PROMPT + 1)),
-        dict(input_ids=ids, return_dict=False),
-        dict(input_ids=ids, position_ids=torch.arange(2).expand(3, 2)[:, 1:], use_cache=False),
-    ]
-    for case in cases:
-        cache = ready()
-        for place in range(4):
-            case = dict(case, attention_mask=None) if place and "attention_mask" in case else case
-            engine.module(**{"return_dict": True, **case, "past_key_values": cache})
-            assert cache.get_seq_length() == PROMPT + place + 1
-        cache.end(keep=False)
+    def ready() -> tuple[LentCache, DynamicCache]:
+        ours, theirs = lent(engine), DynamicCache(config=exact.config)
+        for model, cache in ((engine.module, ours), (exact, theirs)):
+            model(input_ids=padded()["input_ids"], past_key_values=cache)
+        return ours, theirs
+
+    def calls(cases: list[dict[str, Any]]) -> tuple[int, int, int]:
+        """One call after the other; how many were warm, captures and replays."""
+        before = (backend.warmed, len(backend.captures), backend.replays)
+        ours, theirs = ready()
+        for place, case in enumerate(cases, start=1):
+            found = engine.module(**{"return_dict": True, **case, "past_key_values": ours})
+            expected = exact(**{"return_dict": True, **case, "past_key_values": theirs})
+            assert torch.allclose(found[0], expected[0], atol=1e-4) and type(found) is type(expected)
+            assert ours.get_seq_length() == theirs.get_seq_length() == PROMPT + place
+        ours.end(keep=False)
+        after = (backend.warmed, len(backend.captures), backend.replays)
+        return tuple(b - a for a, b in zip(before, after, strict=True))  # type: ignore[return-value]
+
+    step: dict[str, Any] = dict(input_ids=ids)
+    longer = dict(step, attention_mask=torch.ones(3, PROMPT + 4, dtype=torch.long))
+    four_axes = dict(step, attention_mask=torch.zeros(3, 1, 1, PROMPT + 1))
+    embedded = dict(inputs_embeds=torch.randn(3, 1, exact.config.hidden_size))
+    assert calls([longer, step, step, step, step]) == (WARM, 1, 2), "the first is no step, those after it are"
+    assert calls([four_axes, step, step, step]) == (0, 0, 3)
+    assert calls([embedded] * 4) == (0, 0, 0)
+    assert calls([dict(step, return_dict=False)] * 4) == (1, 0, 0), "a tuple is found out once"
+    assert calls([dict(step, position_ids=torch.ones(3, 1, dtype=torch.long), use_cache=False)] * 4) == (WARM, 1, 2)
     with torch.enable_grad():
-        cache = ready()
-        for _ in range(5):
-            engine.module(input_ids=ids, past_key_values=cache, return_dict=True)
-    cache = ready()
+        assert calls([step] * 4) == (0, 0, 0)
+    ours, _ = ready()
     with pytest.raises(infuse.InfuseError, match="holds a batch of 3, a batch of 2"):
-        engine.module(input_ids=ids[:2], past_key_values=cache, return_dict=True)
-    assert len(backend.captures) <= 2
+        engine.module(input_ids=ids[:2], past_key_values=ours, return_dict=True)
 
 
 @torch.no_grad()
@@ -286,7 +297,9 @@ def test_a_cache_after_its_run() -> None:
 
 
 def test_beams_are_reordered_where_they_lie() -> None:
-    cache = KVCache(64)
+    """While there may be graphs of it; into new storages, in one pass, once there are none."""
+    engine, _ = graphed(made("llama"))
+    cache = lent(engine)
     keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
     cache.update(keys, values, 0)
     before = [storage.data_ptr() for storage in cache.storages()]
@@ -302,3 +315,45 @@ def test_beams_are_reordered_where_they_lie() -> None:
     cache.crop_rows(torch.tensor([2, 5]))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.layers[0].row_lengths.tolist() == [5, 2]
+    cache.end(keep=True)
+    kept, before = cache.layers[0].keys, [storage.data_ptr() for storage in cache.storages()]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.layers[0].keys, kept[[1, 0]]) and [storage.data_ptr() for storage in cache.storages()] != before
+
+
+def test_a_bucket_is_handed_on_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream may be given it at once: what is copied from it comes before that."""
+    engine, backend = graphed(made("llama"))
+    cache, buckets, seen = lent(engine), engine.module._infuse.buckets, []
+    engine.module(input_ids=padded()["input_ids"], past_key_values=cache)
+    turn, inside = backend.turn, [False]
+
+    @contextmanager
+    def turned() -> Iterator[None]:
+        with turn():
+            inside[0] = True
+            yield
+            inside[0] = False
+
+    for owner, name in ((KVSlot, "copied"), (type(buckets), "give_back")):
+        original_of = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, run=original_of: (seen.append(inside[0]), run(*args))[1])
+    monkeypatch.setattr(backend, "turn", turned)
+    cache.end(keep=True)
+    assert seen == [True] * (len(cache.layers) + 1)
+
+
+@pytest.mark.parametrize("how", ["place", "storages"])
+def test_room_that_is_empty_holds_no_rubbish(how: str) -> None:
+    bucket = Bucket(64)
+    bucket.cache.update(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4), 0)
+    bucket.stand(5)
+    slot = bucket.cache.layers[0]
+    if how == "storages":
+        slot.key_storage, slot.value_storage = (torch.full_like(storage, torch.nan) for storage in slot.whole())
+    else:
+        for storage in slot.whole():
+            storage[:, :, 3:] = torch.nan
+    place = 5 if how == "storages" else 3
+    for storage in bucket.stand(place):
+        assert not storage[:, :, place:].any()

@@ -222,14 +222,15 @@ def test_a_step_that_fails_on_all_ranks_is_made_again(ranks: Ranks) -> None:
     assert ranks.run(2, failing_before_a_capture, True) == ["right", "right"]
 
 
-def on_one_rank(how: str, error: Exception) -> tuple[str, bool]:
-    """What is raised where rank 1's run fails, and whether the group is of use after it."""
+def on_one_rank(how: str, error: Exception, of_rank_0: Exception | None = None) -> tuple[str, bool]:
+    """What is raised where rank 1's run fails, or each rank's, and whether the group is of use after it."""
     engine = engine_of("llama")
     together = Together(FakeBackend(), engine.group)
 
     def run() -> Tensor:
-        if dist.get_rank() == 1:
-            raise error
+        mine = error if dist.get_rank() else of_rank_0
+        if mine is not None:
+            raise mine
         return torch.ones(1) * 2
 
     try:
@@ -255,6 +256,13 @@ def test_what_one_rank_cannot_capture_is_told_to_all(ranks: Ranks) -> None:
     for error in FAULTS.values():
         for text, usable in ranks.run(2, on_one_rank, "capture", error):
             assert text.startswith(f"RuntimeError: rank 1: {error}") and usable
+
+
+@pytest.mark.parametrize("of_rank_0", [*FAULTS.values(), infuse.RankError("NCCL refuses it")], ids=[*FAULTS, "refused"])
+def test_what_no_rank_can_capture_is_the_same_error_on_all(of_rank_0: Exception, ranks: Ranks) -> None:
+    """One rank's memory, or what NCCL makes of a capture, does not part the ranks, nor is it an end of the group."""
+    for text, usable in ranks.run(2, on_one_rank, "capture", infuse.RankError("NCCL refuses it"), of_rank_0):
+        assert text.startswith(f"RuntimeError: rank 0: {of_rank_0}") and "; rank 1: NCCL refuses it" in text and usable
 
 
 # ---- where there can be none

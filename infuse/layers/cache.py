@@ -211,7 +211,10 @@ class KVSlot(CacheLayerMixin):
             self.row_lengths = self.row_lengths.index_select(0, rows.to(self.row_lengths.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row beam_idx[b] was, where it lies: graphs write to these addresses, and room that is empty is not copied."""
+        self._select(beam_idx)
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        """The same without a new storage where the rows are as many, in two passes over the tokens."""
         if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
             return self._select(beam_idx)
         rows = beam_idx.to(self.key_storage.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -106,18 +106,29 @@ class Group:
         gathered = self.all_gather(torch.tensor([list(mine)], dtype=torch.long, device=self._device), [1] * self.size, 0, what)
         return [list(row) for row in gathered.tolist()]
 
-    def captures(self, device: torch.device) -> bool:
-        """Whether operations on that device's tensors may be part of a graph: NCCL's are asked of the device, others wait on the host."""
-        return self._distributed is None or (self._distributed.nccl and device.type == "cuda")
+    def why_not_captured(self, device: torch.device) -> str:
+        """Why operations on that device's tensors cannot be part of a graph; empty where they can: NCCL's are asked of the device."""
+        if self._distributed is None:
+            return ""
+        if not self._distributed.nccl or device.type != "cuda":
+            return f"the ranks add up by {self.describe()}, which waits on the host; NCCL can be captured"
+        if self._device.type != "cpu":
+            return 'the ranks have NCCL alone, and what they say of a capture must not go through it; "cpu:gloo,cuda:nccl" has both'
+        return ""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Operations inside are recorded and not run: after an error all ranks are where they were."""
         before = self._broken
         try:
-            yield
+            with self._distributed.recorded() if self._distributed else nullcontext():
+                yield
         finally:
             self._broken = before
+
+    def queued(self) -> int:
+        """How many operations were left to the device so far: ranks that counted others are at different places."""
+        return self._distributed.queued if self._distributed else 0
 
     def give_up(self, why: str) -> bool:
         """Say in the operation that the others are in that this rank does not go on: their RankError. True where all give up alike.
@@ -130,7 +141,7 @@ class Group:
             self._broken = why
             return False
         try:
-            self.barrier(f"given up: {why}")
+            self.barrier(f"given up: {why}{f', after operation {self.queued()} on the device' if self.queued() else ''}")
         except RankError:
             return False
         return True

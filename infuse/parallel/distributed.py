@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -54,7 +55,9 @@ class Distributed:
         # Where small tensors of our own must be.
         self.device = torch.device("cpu") if self._gloo or not self.nccl else torch.device("cuda", torch.cuda.current_device())
         self._roll_call = RollCall(process_group, self.rank, self.size)
-        self._number = 0  # of operations that were waited for
+        self._number = 0  # of operations
+        self.queued = 0  # those among them that were not waited for
+        self._recording = False
         self._mine = torch.zeros(HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
         self._all = torch.empty(self.size, HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
 
@@ -91,7 +94,7 @@ class Distributed:
             small = torch.empty(self.size, most_bytes, dtype=torch.uint8, device=device)
             pieces = list(small.unbind())
             if self._is_plain(x):  # the host does not wait, and must not inside a graph
-                dist.all_gather(pieces, padded, group=self._group)
+                self._plain(lambda: dist.all_gather(pieces, padded, group=self._group), what)
             else:
                 self._wait(lambda: dist.all_gather(pieces, padded, group=self._group, async_op=True), what)
         found = [small[r, : torch.Size(s).numel() * x.element_size()].view(x.dtype).view(s) for r, s in enumerate(shapes)]
@@ -109,6 +112,17 @@ class Distributed:
         values = x.cpu()
         self._wait(lambda: dist.broadcast(values, root, group=self._group, async_op=True), what)
         return x if values is x else x.copy_(values)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Operations inside are recorded and not run: they do not count, and of one that fails nobody is told."""
+        before = self._number, self.queued
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+            self._number, self.queued = before
 
     def _is_plain(self, x: Tensor) -> bool:
         return self.nccl and (x.device.type == "cuda" or not self._gloo)
@@ -136,10 +150,14 @@ class Distributed:
         return self._all[:, HEAD_BYTES:] if most_bytes <= SMALL_BYTES else None
 
     def _plain(self, operation: Callable[[], Any], what: str) -> None:
+        """Queue an operation that the device waits for."""
         self._number += 1
+        self.queued += 1
         try:
             operation()
         except RuntimeError as error:
+            if self._recording:
+                raise
             raise RankError(f"rank {self.rank} of {self.size}, {what}: {self._why(error, what)}") from error
 
     def _wait(self, start: Callable[[], Any], what: str) -> None:

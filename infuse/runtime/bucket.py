@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infuse.layers.cache import KVCache
-from infuse.runtime.capture import Backend, Captured
+from infuse.runtime.capture import Backend, Captured, without_autocast_cache
 from infuse.runtime.choose import Choose
 
 NEVER = 1 << 62  # the end of a row that has none yet
@@ -34,6 +34,7 @@ class Bucket:
         self.cache = KVCache(capacity_tokens, limit_tokens)
         self.batch = 0
         self.place = self.column = 0  # on the host: tokens in the cache, columns of ids
+        self._storages: list[int] = []  # where they were when it last stood
         self._places: tuple = ()
         self._steps: dict[Hashable, _Step] = {}
 
@@ -43,10 +44,11 @@ class Bucket:
         """From now on `place` tokens are in the cache, as it lies; returns its storages."""
         storages = self.cache.storages()
         self.batch, self.capacity_tokens = storages[0].shape[0], storages[0].shape[2]
-        if place != self.place:  # else what lies beyond is as this bucket left it
+        lie = [storage.data_ptr() for storage in storages]
+        if place != self.place or lie != self._storages:  # else what lies beyond is as this bucket left it
             for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
                 storage[:, :, place:] = 0
-        self.place = place
+        self.place, self._storages = place, lie
         return storages
 
     @torch.inference_mode(False)
@@ -54,7 +56,7 @@ class Bucket:
         """Buffers for a cache of `place` tokens, and for positions and mask like these; those of before where all lies as it lay."""
         storages = self.stand(place)
         forms = [None if given is None else (given.dtype, *given.shape[:axes]) for given, axes in ((positions, None), (mask_BS, 1))]
-        places = (*(storage.data_ptr() for storage in storages), self.batch, *forms)
+        places = (*self._storages, self.batch, *forms)
         if places != self._places:
             self._places, self._steps = places, {}
             counts: dict[str, Any] = dict(dtype=torch.long, device=storages[0].device)
@@ -146,7 +148,8 @@ class Bucket:
                 step.warmed += 1
                 return backend.warm(work)
             if step.captured is None:
-                step.captured, step.result = backend.capture(work)
+                with without_autocast_cache():
+                    step.captured, step.result = backend.capture(work)
             step.captured.replay()
             return step.result
 

@@ -70,6 +70,17 @@ class _CudaLetter:
         return self.host
 
 
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Around a capture: autocast's copies of weights are freed when its block ends, and a graph would go on reading them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class CudaBackend:
     """torch.cuda.CUDAGraph on one device; all graphs share one memory pool, so replays must not overlap: see `turn`."""
 

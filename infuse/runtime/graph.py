@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.errors import RankError
-from infuse.runtime.capture import Backend, Captured, backend_for
+from infuse.runtime.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
 
 _WARM_CALLS = 2
@@ -145,7 +145,8 @@ class Graphs:
                 self.backend.warm(lambda: self.function(*own_args, **own_kwargs))
                 if versions != [tensor._version for tensor in entry.inputs]:
                     raise RuntimeError("it changes its arguments in place")
-                entry.captured, entry.result = self.backend.capture(lambda: self.function(*own_args, **own_kwargs))
+                with without_autocast_cache():
+                    entry.captured, entry.result = self.backend.capture(lambda: self.function(*own_args, **own_kwargs))
                 signature(entry.result, entry.outputs)
             except RankError:
                 raise

@@ -42,9 +42,16 @@ class LentCache(KVCache):
     def end(self, keep: bool) -> None:
         """The run is over, and the next one may have the bucket: `keep` a copy of what the cache holds, or nothing."""
         if self.run is not None:
-            run, self._own = self.run, [slot.copied() for slot in self.layers] if keep else []
-            self.run = None
-            run.end()
+            run = self.run
+            with run.buckets.backend.turn():  # else another stream may write to what is still copied from, or filled
+                self._own = [slot.copied() for slot in self.layers] if keep else []
+                self.run = None
+                run.end()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row beam_idx[b] was, where it lies while a run lasts: graphs write to these addresses."""
+        for slot in self.layers:
+            (slot.reorder_cache if self.run is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy has the tokens, not the run
         return _plain, (self._make_slot, [slot.copied() for slot in self.layers])

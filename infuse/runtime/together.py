@@ -18,6 +18,7 @@ from infuse.runtime.capture import Backend, Captured, Letter
 from infuse.runtime.graph import where
 
 _T = TypeVar("_T")
+_UNLIKE = "the ranks have left different numbers of operations to the device"
 
 
 class Together:
@@ -27,7 +28,7 @@ class Together:
         self._backend, self._group = backend, group
 
     def warm(self, run: Callable[[], _T]) -> _T:
-        """An error on all ranks is each one's own; on some, whose collectives the others have waited for in vain, a RankError."""
+        """An error on all ranks at one place is each one's own; else a RankError: of some, others have waited in vain for the sums."""
         result, error = None, None
         try:
             result = self._backend.warm(run)
@@ -35,28 +36,28 @@ class Together:
             raise
         except Exception as raised:
             error = raised
-        failed = self._failed(error, "a step before its capture")
-        if error is not None and all(failed):
+        failed, alike = self._failed(error, "a step before its capture")
+        if error is not None and all(failed) and alike:
             raise error
-        if any(failed):
+        if any(failed) or not alike:
             fault = self._group.any_fault(None if error is None else where(error), "the errors of a step before its capture")
-            lost = self._group.lost(f"a step before its capture: {fault}")
+            lost = self._group.lost(f"a step before its capture: {fault or _UNLIKE}")
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
             raise lost from error
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Nothing ran, so that all can go on without: an error, on every rank, is never one of memory."""
+        """Nothing ran, so that all can go on without: an error, on every rank, is a RuntimeError, whatever it was on each."""
         found, error = None, None
         try:
             with self._group.recorded():
                 found = self._backend.capture(run)
         except Exception as raised:
             error = raised
-        failed = self._failed(error, "a capture")
-        if error is not None and all(failed) and not isinstance(error, torch.OutOfMemoryError):
-            raise error
+        failed, alike = self._failed(error, "a capture")
+        if not alike:
+            raise self._group.lost(f"a capture: {_UNLIKE}") from error
         if any(failed):
             found = None
             fault = self._group.any_fault(None if error is None else where(error), "the errors of a capture")
@@ -65,8 +66,10 @@ class Together:
         found[0].nbytes = max(held for (held,) in self._group.numbers([found[0].nbytes], "the memory of a graph"))
         return found
 
-    def _failed(self, error: Exception | None, what: str) -> list[bool]:
-        return [bool(failed) for (failed,) in self._group.numbers([error is not None], what)]
+    def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
+        """On which ranks, and whether all have left as many sums to the device: else the next call's would meet those of this one."""
+        failed, queued = zip(*self._group.numbers([error is not None, self._group.queued()], what), strict=True)
+        return [bool(each) for each in failed], len(set(queued)) == 1
 
     def capturing(self) -> bool:
         return self._backend.capturing()
