@@ -129,12 +129,10 @@ def test_who_listens_in_between_hears(name: str, part: str, calls: Counter, monk
     monkeypatch.setattr(ops, "FEW_ROWS", 0)
     separate = given.of_ours()
     handle.remove()
-    # Where nothing is fused, norm2 and the addition before it are one op, which a hook on norm2 does not hear.
-    assert len(heard) == (1 if part == "norm2" else 2)
-    if part != "norm2":
-        for here, there in zip(*heard, strict=True):
-            assert_near(here, there, torch.float32, part)
-        assert_near(found, separate, torch.float32, part)
+    assert len(heard) == 2
+    for here, there in zip(*heard, strict=True):
+        assert_near(here, there, torch.float32, part)
+    assert_near(found, separate, torch.float32, part)
     assert float((found - before).abs().max()) > 1e-3
 
 
