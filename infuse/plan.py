@@ -300,8 +300,7 @@ class _Decision:
         for name in names:
             if name not in self.choices:
                 self.choices[name] = ops.registered()[name].choose(self.device, self.dtype)
-        chosen = tuple((name, self.choices[name].body) for name in names)
-        return tuple((name, body) for name, body in chosen if name not in ops.FUSED or body != ops.REFERENCE)  # else in their parts
+        return ops.layer_bodies((name, self.choices[name].body) for name in names)
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
         declined = tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)

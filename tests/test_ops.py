@@ -266,3 +266,11 @@ def test_the_reference_is_taken_where_all_decline() -> None:
 def test_a_body_outside_the_order_of_preference_is_refused() -> None:
     with pytest.raises(AssertionError, match="order of preference"):
         private_op().implement("cuda")
+
+
+def test_a_layer_calls_ops_that_fuse_where_a_body_does_and_their_parts_elsewhere() -> None:
+    of_linear = (("linear", "triton"), ("fused_linear", "triton"), ("linear_activation", "triton"), ("quantize", "reference"))
+    assert ops.layer_bodies(of_linear) == (of_linear[0], of_linear[1], of_linear[3])
+    quantized = (("quantized_linear", "cpu"), ("fused_quantized_linear", "reference"), ("quantized_linear_activation", "cpu"))
+    assert ops.layer_bodies(quantized) == (quantized[0], quantized[2])
+    assert ops.layer_bodies((*of_linear, *quantized)) == (of_linear[0], of_linear[1], of_linear[3], quantized[0], quantized[2])

@@ -55,6 +55,7 @@ def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, mon
     assert torch.equal(outputs(second, name), outputs(first, name))
     assert second.plan.dtype == first.plan.dtype and parameter_bytes(second.module) == parameter_bytes(first.module)
     assert [(step.path, step.formats) for step in second.plan.steps] == [(step.path, step.formats) for step in first.plan.steps]
+    assert [dict(step.bodies) for step in second.plan.steps] == [dict(step.bodies) for step in first.plan.steps]
     assert second.module.state_dict().keys() == first.module.state_dict().keys()
     assert not [n for n, x in (*second.module.named_parameters(), *second.module.named_buffers()) if x.is_meta]
     head, table = second.module.get_output_embeddings(), second.module.get_input_embeddings()

@@ -17,7 +17,7 @@ import infuse.ops.triton.sampling  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.fused_linear import FEW_ROWS, FUSED, NO_NORM, fused_linear, fused_quantized_linear
+from infuse.ops.fused_linear import FEW_ROWS, FUSED, NO_NORM, fused_linear, fused_quantized_linear, layer_bodies
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.linear_activation import linear_activation, quantized_linear_activation
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -29,6 +29,6 @@ from infuse.ops.sampling import argmax, sample
 __all__ = [
     "ACTIVATIONS", "FEW_ROWS", "FUSED", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation",
     "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "fused_linear", "fused_quantized_linear",
-    "gated_activation", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
+    "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
     "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append", "sample",
 ]  # fmt: skip

@@ -1,22 +1,21 @@
 """A product with what stands around it in a layer: the norm of x before it, the activation and the residual addition after it.
 
 Layers call these where a body has them in one kernel; elsewhere they call the ops that these are made of.
-Suffixes: R rows, I inputs, O outputs, Y outputs after the activation.
+Suffixes: R rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from infuse.ops.activation import activation as plain_activation
-from infuse.ops.activation import gated_activation
+from infuse.ops.activation import activation, gated_activation
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.norm import layer_norm, rms_norm
-from infuse.ops.op import Case, op
+from infuse.ops.op import REFERENCE, Case, op
 from infuse.quant.format import quant_format
 
 # Tokens for which blocks fuse norms and sums. Of more the products are PyTorch's, and a norm in one kernel with the addition before it
@@ -25,86 +24,83 @@ FEW_ROWS = 16
 FUSED = ("fused_linear", "fused_quantized_linear")
 NO_NORM = (None, None, None, 0.0, 0.0)
 
+
+class Around(NamedTuple):
+    """What stands around a product: the arguments of these ops after the weight.
+
+    `norm` is "rms" or "layer", with weight and bias over the inputs; the residual has the outputs of the product, of which `gated` makes
+    act(gate) * up, of weights [gate | up].
+    """
+
+    norm: str | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+    offset: float
+    activation: str | None
+    gated: bool
+    residual: Tensor | None
+
+    def outputs(self, rows_of_weight: int) -> int:
+        return rows_of_weight // 2 if self.gated else rows_of_weight
+
+
 _AROUND = "str? norm, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, str? activation, bool gated, Tensor? residual"
 
 
 @op(f"fused_linear(Tensor x, Tensor weight, Tensor? bias, {_AROUND}) -> Tensor")
-def fused_linear(
-    x_RI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    norm: str | None,
-    norm_weight_I: Tensor | None,
-    norm_bias_I: Tensor | None,
-    eps: float,
-    offset: float,
-    activation: str | None,
-    gated: bool,
-    residual_RY: Tensor | None,
-) -> Tensor:
-    """residual + act(norm(x) @ weight.T + bias), each of them where it is not None; float32 inside, x.dtype outside.
-
-    `norm` is "rms" or "layer". With `gated` act(gate) * up, of weights [gate | up].
-    """
-    x = _normed(_wide(x_RI), norm, norm_weight_I, norm_bias_I, eps, offset)
-    y = linear.reference(x, _wide(weight_OI), None if bias_O is None else _wide(bias_O))
-    return _finished(y, activation, gated, residual_RY).to(x_RI.dtype)
+def fused_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *given: Any) -> Tensor:
+    """residual + act(norm(x) @ weight.T + bias), each of them where it is not None; float32 inside, x.dtype outside. `given`: Around."""
+    around = Around(*given)
+    y = linear.reference(_normed(_wide(x_RI), around), _wide(weight_OI), None if bias_O is None else _wide(bias_O))
+    return _finished(y, around).to(x_RI.dtype)
 
 
 @op(
     "fused_quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format, "
     f"{_AROUND}) -> Tensor"
 )
-def fused_quantized_linear(
-    x_RI: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias_O: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    norm: str | None,
-    norm_weight_I: Tensor | None,
-    norm_bias_I: Tensor | None,
-    eps: float,
-    offset: float,
-    activation: str | None,
-    gated: bool,
-    residual_RY: Tensor | None,
-) -> Tensor:
-    """The same with the quantized weight of `quantized_linear`."""
-    x = _normed(_wide(x_RI), norm, norm_weight_I, norm_bias_I, eps, offset)
-    y = quantized_linear.reference(x, data, scale, zero, None if bias_O is None else _wide(bias_O), outputs, inputs, format)
-    return _finished(y, activation, gated, residual_RY).to(x_RI.dtype)
+def fused_quantized_linear(x_RI: Tensor, *given: Any) -> Tensor:
+    """The same with the quantized weight of `quantized_linear`: `given` is what that takes after x, then Around."""
+    (*weight, bias_O, outputs, inputs, format), around = given[:7], Around(*given[7:])
+    bias_O = None if bias_O is None else _wide(bias_O)
+    y = quantized_linear.reference(_normed(_wide(x_RI), around), *weight, bias_O, outputs, inputs, format)
+    return _finished(y, around).to(x_RI.dtype)
+
+
+def layer_bodies(bodies: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Of the bodies (op, body) chosen for a layer those that it calls: ops that fuse where a body does, else what they are made of."""
+    chosen = dict(bodies)
+    fusing = {name for name in FUSED if chosen.get(name, REFERENCE) != REFERENCE}
+    parts = {f"{name.removeprefix('fused_')}_activation" for name in fusing}
+    return tuple((name, body) for name, body in chosen.items() if name not in parts and (name in fusing or name not in FUSED))
 
 
 def _wide(t: Tensor) -> Tensor:
     return t if t.dtype is torch.float64 else t.float()
 
 
-def _normed(x: Tensor, norm: str | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
-    if norm is None:
+def _normed(x: Tensor, around: Around) -> Tensor:
+    kind, weight, bias, eps, offset = around[:5]
+    if kind is None:
         return x
-    return rms_norm.reference(x, weight, eps, offset) if norm == "rms" else layer_norm.reference(x, weight, bias, eps, offset)
+    return rms_norm.reference(x, weight, eps, offset) if kind == "rms" else layer_norm.reference(x, weight, bias, eps, offset)
 
 
-def _finished(y: Tensor, activation: str | None, gated: bool, residual: Tensor | None) -> Tensor:
-    if activation is not None:
-        y = (gated_activation if gated else plain_activation).reference(y, activation)
-    return y if residual is None else residual + y
+def _finished(y: Tensor, around: Around) -> Tensor:
+    if around.activation is not None:
+        y = (gated_activation if around.gated else activation).reference(y, around.activation)
+    return y if around.residual is None else around.residual + y
 
 
 @fused_linear.fake
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if around[6] else 1))
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], Around(*given).outputs(weight.shape[0]))
 
 
 @fused_quantized_linear.fake
-def _quantized_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs // (2 if around[6] else 1))
+def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], Around(*given[7:]).outputs(given[4]))
 
 
 # Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +25,11 @@ def linear_activation(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, na
     "quantized_linear_activation(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format,"
     " str name, bool gated) -> Tensor"
 )
-def quantized_linear_activation(
-    x_RI: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias_O: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    name: str,
-    gated: bool,
-) -> Tensor:
-    """The same with the weight of `quantized_linear`."""
+def quantized_linear_activation(x_RI: Tensor, *given: Any) -> Tensor:
+    """The same with the weight of `quantized_linear`: `given` is what that takes after x, then name and gated."""
+    *weight, name, gated = given
     act = gated_activation if gated else activation
-    return act.reference(quantized_linear.reference(x_RI, data, scale, zero, bias_O, outputs, inputs, format), name)
+    return act.reference(quantized_linear.reference(x_RI, *weight), name)
 
 
 @linear_activation.fake
@@ -47,18 +38,8 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, gated: bool
 
 
 @quantized_linear_activation.fake
-def _quantized_fake(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    name: str,
-    gated: bool,
-) -> Tensor:
+def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
+    outputs, gated = given[4], given[-1]
     return x.new_empty(*x.shape[:-1], outputs // (2 if gated else 1))
 
 

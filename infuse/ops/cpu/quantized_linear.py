@@ -123,24 +123,14 @@ def _quantized_linear(
 
 
 @quantized_linear_activation.implement("cpu", needs, PANELS)
-def _quantized_linear_activation(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    name: str,
-    gated: bool,
-) -> Any:
+def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
+    *weight, name, gated = given
+    data, scale, zero, bias, outputs, _, format = weight
     if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
         y = kernels().quantized_linear.default(x, data, scale, zero, bias, _code(format), outputs, ACTIVATION_NUMBERS[name], gated)
         if y is not None:
             return y
-    y = _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format)
-    return (gated_activation if gated else activation).body("cpu")(y, name)
+    return (gated_activation if gated else activation).body("cpu")(_quantized_linear(x, *weight), name)
 
 
 @quantized_embedding.implement("cpu", needs, PANELS)

@@ -4,14 +4,14 @@ weight (kernels/stream.py), some rows multiply tiles of it (kernels/product.py),
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.activation import activation, gated_activation
-from infuse.ops.fused_linear import NO_NORM, fused_linear
+from infuse.ops.fused_linear import NO_NORM, Around, fused_linear
 from infuse.ops.linear import linear
 from infuse.ops.linear_activation import linear_activation
 from infuse.ops.norm import layer_norm, rms_norm
@@ -19,24 +19,10 @@ from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, MOST_PLAIN_ROWS, norm_block, plain_row, plain_tiles
 
 
-class Around(NamedTuple):
-    """What stands around a product: the arguments of ops/fused_linear.py after the weight."""
-
-    norm: str | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    eps: float
-    offset: float
-    activation: str | None
-    gated: bool
-    residual: Tensor | None
-
-    def outputs(self, rows_of_weight: int) -> int:
-        return rows_of_weight // 2 if self.gated else rows_of_weight
-
-    def constants(self, rows: int, inputs: int) -> dict[str, Any]:
-        """What a kernel for `rows` rows in a tile is compiled for."""
-        return {"NORM": self.norm, "BLOCK": norm_block(rows, inputs) if self.norm else 1, "GATED": self.gated, "NAME": self.activation}
+def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
+    """What a kernel for `rows` rows in a tile is compiled for."""
+    norm = around.norm
+    return {"NORM": norm, "BLOCK": norm_block(rows, inputs) if norm else 1, "GATED": around.gated, "NAME": around.activation}
 
 
 NOTHING = Around(*NO_NORM, None, False, None)
@@ -104,7 +90,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     tile = max(around.outputs(chosen.outputs), least)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     grid = (-(-wanted // tile), chosen.splits)
-    options = around.constants(chosen.rows, inputs) | {"OUTPUTS": tile, "SPLITS": chosen.splits, "num_warps": chosen.warps}
+    options = constants(around, chosen.rows, inputs) | {"OUTPUTS": tile, "SPLITS": chosen.splits, "num_warps": chosen.warps}
     more = around.norm_weight, around.norm_bias, around.residual, to
     if rows == 1:
         kernels("stream").plain_row[grid](

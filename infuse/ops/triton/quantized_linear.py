@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.fused_linear import fused_quantized_linear
+from infuse.ops.fused_linear import Around, fused_quantized_linear
 from infuse.ops.linear import quantized_linear
 from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_PLAIN_ROWS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
-from infuse.ops.triton.linear import NOTHING, Around, combine, finished_after, normed_before
+from infuse.ops.triton.linear import NOTHING, combine, constants, finished_after, normed_before
 from infuse.ops.triton.words import CODES, WORDS, segment_of
 
 
@@ -55,7 +55,7 @@ def _fused_quantized_linear(
     tile = max(around.outputs(chosen.outputs), 1 if rows == 1 else 16)
     weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
     sizes = inputs, outputs, data.stride(0), groups, of_group, around.eps, around.offset
-    options = around.constants(chosen.rows, inputs) | {
+    options = constants(around, chosen.rows, inputs) | {
         "FORMAT": name, "SEGMENT": segment, "OUTPUTS": tile, "SEGMENTS": chosen.depth, "SPLITS": chosen.splits, "num_warps": chosen.warps,
     }  # fmt: skip
     if rows == 1:
