@@ -81,6 +81,24 @@ def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) ->
             assert_product(quantized(x, *buffers, b, outputs, inputs, text), x, weight, b, f"{text} {rows}x{inputs}->{outputs} {dtype}")
 
 
+def check_sizes(dtype: torch.dtype, text: str) -> None:
+    """x of which groups differ in size, some are zero, and single elements are far larger than their neighbours."""
+    inputs, outputs = 384, 20
+    buffers, weight = quantized_args(text, inputs, outputs)
+    smallest = 1e-36 if torch.finfo(dtype).max > 1e38 else 2e-6
+    for rows in (1, 2, 5, 8):
+        x = torch.randn(rows, inputs)
+        sizes = (1e-3, 30.0, smallest, 1.0, 0.0, 7.0)
+        apart = (x.view(rows, 6, 64) * torch.tensor(sizes)[:, None]).view(rows, inputs)
+        peaked = x.clone()
+        peaked[:, ::32] *= 300
+        for given in (x * smallest, apart, peaked, torch.zeros(rows, inputs)):
+            given = given.to(dtype)
+            poison(rows, outputs, dtype=dtype)
+            what = f"{text} {rows} rows {dtype}, up to {float(given.abs().max()):.0e}"
+            assert_product(quantized(given, *buffers, None, outputs, inputs, text), given, weight, None, what)
+
+
 def check_activated(text: str, inputs: int, outputs: int) -> None:
     """Rows enough for tiles; in bfloat16, since nothing else goes by tiles."""
     buffers, weight = quantized_args(text, inputs, outputs)
@@ -148,6 +166,21 @@ def test_quantized_is_the_exact_product(dtype: torch.dtype, text: str) -> None:
         if quant_format(text).fits(inputs) is None:
             for outputs in (1, 17, 100):
                 check_quantized(dtype, text, inputs, outputs)
+
+
+@pytest.mark.parametrize("text", ("int8", "int8:row:asymmetric", "int4:32:asymmetric", "fp8", "fp6"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_of_all_sizes(dtype: torch.dtype, text: str) -> None:
+    check_sizes(dtype, text)
+
+
+def test_integers_are_as_exact_as_the_weights_allow() -> None:
+    """Where x goes as integers of 16 bits, what that costs is far below what rounding the result to x's dtype does."""
+    x, (buffers, weight) = torch.randn(4, 512).half(), quantized_args("int8", 512, 300)
+    wanted = exact(x, weight, None)
+    found = quantized(x, *buffers, None, 300, 512, "int8").double()
+    nearest = wanted.half().double()
+    assert float((found - wanted).square().mean().sqrt()) <= 1.05 * float((nearest - wanted).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -301,6 +334,8 @@ def all_cases() -> None:
             check_quantized(dtype, text, 480 if quant_format(text).fits(480) is None else 448, 13)
             if quant_format(text).fits(96) is None:
                 check_quantized(dtype, text, 96, 5)
+        for text in ("int8", "int4"):
+            check_sizes(dtype, text)
     for text in ("int8", "int4:32:asymmetric"):
         check_activated(text, 64, 96)
     for name in ("fp8", "fp6"):

@@ -1,7 +1,7 @@
 // Matrix products over quantized weights in panels, and rows of such weights as numbers.
 #pragma once
 
-#include "panels.h"
+#include "unit_dot.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -10,7 +10,7 @@ namespace INFUSE_ISA {
 
 template <class P>
 int64_t arranged_bytes(const LinearArgs& a) {
-  return a.rows * (a.inputs / P::per_x) * int64_t(sizeof(typename P::X));
+  return a.rows * P::words(a) * int64_t(sizeof(typename P::X));
 }
 
 // The sums of the groups of x, [rows][groups], which zero points are multiplied with; behind the arranged x.
@@ -21,12 +21,12 @@ template <class T, Code C>
 void arrange_rows(const LinearArgs& a, int64_t most, int64_t begin_block, int64_t end_block) {
   using P = UnitDot<T, C>;
   const T* x = static_cast<const T*>(a.x);
-  const int64_t width = a.inputs / P::per_x, length = a.groups ? a.inputs / a.groups : 0;
+  const int64_t width = P::words(a), length = a.groups ? a.inputs / a.groups : 0;
   float* sums = group_sums(a, arranged_bytes<P>(a));
   for (int64_t b = begin_block; b < end_block; ++b) {
     const auto [first, count] = row_block(a.rows, most, b);
     typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * width;
-    for (int r = 0; r < count; ++r) P::arrange(x, first + r, a.inputs, int(count), r, to);
+    for (int r = 0; r < count; ++r) P::arrange(a, first + r, int(count), r, to);
     if (!a.zero) continue;
     for (int64_t g = first * a.groups; g < (first + count) * a.groups; ++g) {
       Vec sum;
@@ -126,21 +126,9 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   store(static_cast<T*>(a.y) + r * a.outputs + o, acc, count);
 }
 
-constexpr int64_t kChainUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
-
-// How many sums of each row of x run beside each other, so that no product waits for the one before it: 8 to 16 in all, as registers allow.
-constexpr int sum_chains(int R) {
-#if defined(__AVX512F__)
-  return R <= 4 ? 4 : 2;
-#else
-  return R >= 4 ? 1 : 4 / R;
-#endif
-}
-
 template <class T, Code C, int R>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
-  constexpr int chains = sum_chains(R);
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
@@ -150,21 +138,20 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
     const int count = int(a.outputs - o < Vec::width ? a.outputs - o : Vec::width);
     if (count <= 0) return;
     const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C> + 4 * lane;
-    const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * (a.inputs / P::per_x);
+    const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * P::words(a);
     Vec acc[R];
     for (int64_t g = 0; g < a.groups; ++g) {
       const Vec scale = load(scales + g * kPanelRows + lane, Vec::width);
-      for (int64_t left = in_group; left > 0; left -= kChainUnits) {
-        Vec partial[chains][R];
-        const uint8_t* end = p + (left < kChainUnits ? left : kChainUnits) * kUnitBytes<C>;
-        for (; p < end; p += kUnitBytes<C>, x += kUnit<C> / P::per_x * R) {
-          prefetch_unit<C>(p + kAhead);
-          P::template add<chains, R>(p, x, partial);
+      for (int64_t left = in_group; left > 0; left -= kChunkUnits) {
+        typename P::template Sums<R> sums_of_chunk(x);
+        constexpr int at_once = decltype(sums_of_chunk)::units;
+        const uint8_t* end = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
+        for (; p + (at_once - 1) * kUnitBytes<C> < end; p += at_once * kUnitBytes<C>) {
+          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + kAhead + u * kUnitBytes<C>);
+          sums_of_chunk.template add<at_once>(p, x);
         }
-        for (int r = 0; r < R; ++r) {
-          for (int c = 1; c < chains; ++c) partial[0][r] = partial[0][r] + partial[c][r];
-          acc[r] = fma(partial[0][r], scale, acc[r]);
-        }
+        for (; p < end; p += kUnitBytes<C>) sums_of_chunk.template add<1>(p, x);
+        for (int r = 0; r < R; ++r) acc[r] = fma(sums_of_chunk.total(r), scale, acc[r]);
       }
       if (zeros) {
         const Vec shift = scale * load_zeros(zeros + g * kPanelRows + lane) * Vec(-kZeroUnit<C>);

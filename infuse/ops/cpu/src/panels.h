@@ -90,9 +90,15 @@ template <Code C>
 
 #if defined(__AVX512F__)
 
-// Pair `pair` of each row as bf16, exact.
+// Pair `pair` of each row as bf16, exact; not of int8.
 template <Code C>
 [[gnu::always_inline]] inline __m512i float_pair(const Unit<C>& d, int pair) {
+  if constexpr (C == Code::int4) {  // -8 ... 7, twice: a look-up reads five bits of its index, of which the highest is the next code's
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000), short(0xbf80),
+        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(d.words[0], unsigned(4 * pair)), table);
+  }
   if constexpr (C == Code::fp8) return fp8_pair(d.words[0], pair != 0);
   if constexpr (C == Code::fp6) {
     if (pair < 6) return fp6_pair(pair % 2 ? _mm512_srli_epi16(d.words[pair / 2], 6) : d.words[pair / 2]);
@@ -150,84 +156,6 @@ Vec codes(const Unit<C>& d, int j) {
 
 template <Code C>
 constexpr float kZeroUnit = C == Code::int4 ? 1.0f / 16 : 1.0f;  // what 1 in `zero` is worth, in steps of the scale
-
-// How a unit of codes is multiplied with R rows of x, which lie as [inputs][R] in order. Any type: codes and x as float.
-template <class T, Code C>
-struct UnitDot {
-  using X = float;
-  static constexpr int per_x = 1;  // inputs in one X
-  static void arrange(const T* x, int64_t row, int64_t inputs, int R, int r, X* to) {
-    for (int64_t i = 0; i < inputs; ++i) to[i * R + r] = widen(x[row * inputs + i]);
-  }
-  // partial[.][r] += the unit at p with that of row r, for the rows of a weight in one register.
-  template <int chains, int R>
-  [[gnu::always_inline]] static void add(const uint8_t* p, const X* x, Vec (&partial)[chains][R]) {
-    const Unit<C> d = load_unit<C>(p);
-#pragma GCC unroll 16
-    for (int j = 0; j < kUnit<C>; ++j) {
-      const Vec w = codes<C>(d, j);
-      for (int r = 0; r < R; ++r) partial[j % chains][r] = fma(w, Vec(x[j * R + r]), partial[j % chains][r]);
-    }
-  }
-};
-
-#if defined(__AVX512BF16__)
-
-template <Code C>
-struct UnitDot<bf16, C> {
-  using X = uint32_t;
-  static constexpr int per_x = 2;
-  static void arrange(const bf16* x, int64_t row, int64_t inputs, int R, int r, X* to) {
-    const bf16* from = x + row * inputs;
-    for (int64_t i = 0; i < inputs / 2; ++i) std::memcpy(to + i * R + r, from + 2 * i, 4);
-  }
-  template <int chains, int R>
-  [[gnu::always_inline]] static void add(const uint8_t* p, const X* x, Vec (&partial)[chains][R]) {
-    const Unit<C> d = load_unit<C>(p);
-    const auto dot = [&](__m512i w, int pair, int chain) __attribute__((always_inline)) {
-      for (int r = 0; r < R; ++r) {
-        partial[chain][r] = _mm512_dpbf16_ps(partial[chain][r].v, reinterpret_cast<__m512bh>(w), repeated(x[pair * R + r]));
-      }
-    };
-    if constexpr (C == Code::int4 || C == Code::int8) {
-      add_integers<R>(d.words[0], dot, std::integral_constant<int, chains>());
-    } else {
-#pragma GCC unroll 8
-      for (int pair = 0; pair < kUnit<C> / 2; ++pair) dot(float_pair<C>(d, pair), pair, pair % chains);
-    }
-  }
-  template <int R, class Dot, int chains>
-  [[gnu::always_inline]] static void add_integers(Words d, const Dot& dot, std::integral_constant<int, chains>) {
-    // Tables of 16 entries stand twice: a look-up reads five bits of its index, of which the highest belongs to the next code.
-    const __m512i positive = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // 0 ... 15
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170));
-    if constexpr (C == Code::int4) {
-      const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // -8 ... 7
-          short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000), short(0xbf80),
-          0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
-#pragma GCC unroll 4
-      for (int pair = 0; pair < 4; ++pair) dot(_mm512_permutexvar_epi16(_mm512_srli_epi16(d, unsigned(4 * pair)), table), pair, pair % chains);
-    } else if constexpr (R <= 3) {  // a code is 16 * its high nibble + its low one: two look-ups and two products
-      const __m512i sixteens = _mm512_broadcast_i64x4(_mm256_setr_epi16(  // 16 * (0 ... 7, -8 ... -1)
-          0, 0x4180, 0x4200, 0x4240, 0x4280, 0x42a0, 0x42c0, 0x42e0,
-          short(0xc300), short(0xc2e0), short(0xc2c0), short(0xc2a0), short(0xc280), short(0xc240), short(0xc200), short(0xc180)));
-#pragma GCC unroll 2
-      for (int pair = 0; pair < 2; ++pair) {
-        dot(_mm512_permutexvar_epi16(_mm512_srli_epi16(d, unsigned(8 * pair)), positive), pair, 2 * pair % chains);
-        dot(_mm512_permutexvar_epi16(_mm512_srli_epi16(d, unsigned(8 * pair + 4)), sixteens), pair, (2 * pair + 1) % chains);
-      }
-    } else {  // through float, in which a code has at most eight bits: the upper half is its bf16
-#pragma GCC unroll 2
-      for (int pair = 0; pair < 2; ++pair) {
-        const Unit<C> unit{{d}};
-        const __m512i even = _mm512_castps_si512(codes<C>(unit, 2 * pair).v), odd = _mm512_castps_si512(codes<C>(unit, 2 * pair + 1).v);
-        dot(_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd), pair, pair % chains);
-      }
-    }
-  }
-};
-
-#endif
 
 template <Code C>
 using CodeOf = std::integral_constant<Code, C>;

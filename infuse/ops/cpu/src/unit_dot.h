@@ -1,0 +1,225 @@
+// How units of codes (panels.h) are multiplied with few rows of x, which are arranged before in the order in which they are read.
+//
+// UnitDot<T, C>::Sums<R> holds the sums of R rows of x over a chunk of a group: begun at a place in the arranged x, added to unit by unit,
+// and told as numbers that the group's scale is still to be multiplied with. `X` is what x is arranged as, `words` of them for a row.
+#pragma once
+
+#include <type_traits>
+
+#include "linear_kernels.h"
+#include "panels.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+constexpr int64_t kChunkUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
+
+// Calls run(first unit, units) for the chunks of the groups of a row.
+template <Code C, class F>
+void over_chunks(const LinearArgs& a, const F& run) {
+  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
+  for (int64_t g = 0; g < units; g += in_group) {
+    for (int64_t u = 0; u < in_group; u += kChunkUnits) run(g + u, in_group - u < kChunkUnits ? in_group - u : kChunkUnits);
+  }
+}
+
+// How many sums of each row run beside each other, so that no product waits for the one before it: 8 to 16 in all, as registers allow.
+constexpr int sum_chains(int R) {
+#if defined(__AVX512F__)
+  return R <= 4 ? 4 : 2;
+#else
+  return R >= 4 ? 1 : 4 / R;
+#endif
+}
+
+template <int R>
+struct FloatSums {
+  static constexpr int chains = sum_chains(R);
+  Vec partial[chains][R];
+
+  Vec total(int r) const {
+    Vec sum = partial[0][r];
+    for (int c = 1; c < chains; ++c) sum = sum + partial[c][r];
+    return sum;
+  }
+};
+
+// Any type: codes and x as float, x as [inputs][R].
+template <class T, Code C>
+struct UnitDot {
+  using X = float;
+  static int64_t words(const LinearArgs& a) { return a.inputs; }
+  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
+    const T* x = static_cast<const T*>(a.x) + row * a.inputs;
+    for (int64_t i = 0; i < a.inputs; ++i) to[i * R + r] = widen(x[i]);
+  }
+  template <int R>
+  struct Sums : FloatSums<R> {
+    static constexpr int units = 1;  // that are best added at once
+    explicit Sums(const X*&) {}
+    template <int U>
+    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+      const Unit<C> d = load_unit<C>(p);
+#pragma GCC unroll 16
+      for (int j = 0; j < kUnit<C>; ++j) {
+        const Vec w = codes<C>(d, j);
+        for (int r = 0; r < R; ++r) this->partial[j % this->chains][r] = fma(w, Vec(x[j * R + r]), this->partial[j % this->chains][r]);
+      }
+      x += kUnit<C> * R;
+    }
+  };
+};
+
+#if defined(__AVX512BF16__)
+
+// bf16: codes and x as pairs of bf16, x as [inputs / 2][R].
+template <Code C>
+struct UnitDot<bf16, C> {
+  using X = uint32_t;
+  static int64_t words(const LinearArgs& a) { return a.inputs / 2; }
+  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
+    const bf16* x = static_cast<const bf16*>(a.x) + row * a.inputs;
+    for (int64_t i = 0; i < a.inputs / 2; ++i) std::memcpy(to + i * R + r, x + 2 * i, 4);
+  }
+  template <int R>
+  struct Sums : FloatSums<R> {
+    static constexpr int units = 1;
+    explicit Sums(const X*&) {}
+    template <int U>
+    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+      const Unit<C> d = load_unit<C>(p);
+#pragma GCC unroll 8
+      for (int pair = 0; pair < kUnit<C> / 2; ++pair) {
+        const __m512bh w = reinterpret_cast<__m512bh>(float_pair<C>(d, pair));
+        Vec(&sums)[R] = this->partial[pair % this->chains];
+        for (int r = 0; r < R; ++r) sums[r] = _mm512_dpbf16_ps(sums[r].v, w, repeated(x[pair * R + r]));
+      }
+      x += kUnit<C> / 2 * R;
+    }
+  };
+};
+
+#endif
+
+#if defined(__AVX512VNNI__)
+
+// Integer codes and 16 bits: x as integers of 16 bits times a scale for each group, which is 30 times as exact as the rounding of bf16
+// is and 4 times as fp16's, each as two digits, 256 * high + low. Four codes of a row are multiplied with four digits and added in one
+// instruction, exactly. Codes are taken without sign, moved up by kMoved: of that the sum of the chunk's x is taken off at its begin.
+//
+//   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low digits}
+template <class T, Code C>
+struct IntegerDot {
+  using X = uint32_t;
+  static constexpr int quads = kUnit<C> / 4, kMoved = C == Code::int8 ? 128 : 8;
+  static constexpr float kMost = 32639;  // 127 * 256 + 127
+
+  static int64_t words(const LinearArgs& a) {
+    const int64_t in_group = a.inputs / kUnit<C> / a.groups;
+    return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
+  }
+
+  // The largest magnitude among `count` elements, as its bits: of what is not finite more than those of any number.
+  static uint32_t peak(const T* x, int64_t count) {
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 16) {
+      const __m512i bits = _mm512_castps_si512(load(x + i, int(count - i < 16 ? count - i : 16)).v);
+      most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    }
+    return uint32_t(_mm512_reduce_max_epu32(most));
+  }
+
+  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
+    const T* x = static_cast<const T*>(a.x) + row * a.inputs;
+    const int64_t length = a.inputs / a.groups;
+    float scale = 0, lift = 1, steps = 0;  // of the group
+    over_chunks<C>(a, [&](int64_t first_unit, int64_t units) {
+      const T* from = x + first_unit * kUnit<C>;
+      if ((from - x) % length == 0) {
+        const uint32_t bits = peak(from, length);
+        float most;
+        std::memcpy(&most, &bits, 4);
+        const bool finite = bits < 0x7f800000;  // else no sum of it is: such sums are made again, exactly
+        lift = most < 0x1p-64f ? 0x1p64f : 1;   // the steps of the smallest numbers are none of a float
+        scale = finite ? most / kMost : NAN, steps = finite && most > 0 ? kMost / (most * lift) : 0;
+      }
+      X* header = to + 2 * r;
+      X* quad = to + 2 * R + 2 * quads * r;
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t i = 0; i < units * kUnit<C>; i += 16) {
+        const int count = int(units * kUnit<C> - i < 16 ? units * kUnit<C> - i : 16);
+        const __m512i value = _mm512_cvtps_epi32((load(from + i, count) * Vec(lift) * Vec(steps)).v);
+        sum = _mm512_add_epi32(sum, value);
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+        const __m128i order = quads == 1 ? _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)
+                                         : _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+        const __m128i highs = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order);
+        const __m128i lows = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8))), order);
+        alignas(16) X digits[8];
+        _mm_store_si128(reinterpret_cast<__m128i*>(digits), _mm_unpacklo_epi32(highs, lows));
+        _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm_unpackhi_epi32(highs, lows));
+        for (int q = 0; q < count / 4; q += quads, quad += 2 * R * quads) std::memcpy(quad, digits + 2 * q, 8 * quads);
+      }
+      header[0] = uint32_t(-kMoved * _mm512_reduce_add_epi32(sum));
+      std::memcpy(header + 1, &scale, 4);
+      to += 2 * R + 2 * quads * R * units;
+    });
+  }
+
+  template <int R>
+  struct Sums {
+    static constexpr int chains = R == 1 ? 4 : R <= 3 ? 2 : 1, units = chains < quads ? 1 : chains / quads;
+    const X* header;
+    __m512i high[chains][R], low[chains][R];
+
+    explicit Sums(const X*& x) : header(x) {
+      for (int c = 0; c < chains; ++c) {
+        for (int r = 0; r < R; ++r) high[c][r] = low[c][r] = _mm512_setzero_si512();
+      }
+      for (int r = 0; r < R; ++r) low[0][r] = _mm512_set1_epi32(int(x[2 * r]));
+      x += 2 * R;
+    }
+    template <int U>
+    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+#pragma GCC unroll 4
+      for (int u = 0; u < U; ++u) {
+        const __m512i d = load_words(p + u * kUnitBytes<C>);
+#pragma GCC unroll 2
+        for (int quad = 0; quad < quads; ++quad) {
+          const int c = (u * quads + quad) % chains;
+          const __m512i w = C == Code::int8 ? _mm512_xor_si512(d, _mm512_set1_epi8(char(0x80)))
+                                            : _mm512_and_si512(_mm512_srli_epi16(d, unsigned(4 * quad)), _mm512_set1_epi8(15));
+          for (int r = 0; r < R; ++r) {
+            const X* digits = x + ((u * R + r) * quads + quad) * 2;
+            high[c][r] = _mm512_dpbusd_epi32(high[c][r], w, _mm512_set1_epi32(int(digits[0])));
+            low[c][r] = _mm512_dpbusd_epi32(low[c][r], w, _mm512_set1_epi32(int(digits[1])));
+          }
+        }
+      }
+      x += U * R * quads * 2;
+    }
+    Vec total(int r) const {
+      __m512i highs = high[0][r], lows = low[0][r];
+      for (int c = 1; c < chains; ++c) highs = _mm512_add_epi32(highs, high[c][r]), lows = _mm512_add_epi32(lows, low[c][r]);
+      float scale;
+      std::memcpy(&scale, header + 2 * r + 1, 4);
+      return Vec(_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows))) * Vec(scale);
+    }
+  };
+};
+
+template <>
+struct UnitDot<bf16, Code::int8> : IntegerDot<bf16, Code::int8> {};
+template <>
+struct UnitDot<f16, Code::int8> : IntegerDot<f16, Code::int8> {};
+template <>
+struct UnitDot<f16, Code::int4> : IntegerDot<f16, Code::int4> {};
+#if !defined(__AVX512BF16__)  // with it, pairs take as many instructions, and less at the end of each group
+template <>
+struct UnitDot<bf16, Code::int4> : IntegerDot<bf16, Code::int4> {};
+#endif
+
+#endif
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse
