@@ -36,10 +36,11 @@ FORMATS = (
     "int8:row", *(f"int8:{size}{end}" for end in ("", ":asymmetric") for size in GROUPS),
     "fp8", *(f"fp8:{size}" for size in GROUPS), "fp6:row", *(f"fp6:{size}" for size in GROUPS),
     *(f"int4:{size}{end}" for end in ("", ":asymmetric") for size in GROUPS),
+    *(f"{name}:{size}:a8" for name in ("int8", "int4") for size in GROUPS),
 )  # fmt: skip
 # The most that perplexity may grow against float32, in percent, for the formats that a short name stands for.
 LIMITS: Mapping[str, float] = MappingProxyType({"bfloat16": 0.1, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0})
-FAMILIES = ("int8 asymmetric", "int8", "fp8", "fp6", "int4 asymmetric", "int4", "bfloat16")
+FAMILIES = ("int8 asymmetric", "int8", "int8 a8", "fp8", "fp6", "int4 asymmetric", "int4", "int4 a8", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Score:
 
     @property
     def family(self) -> str:
-        return f"{self.name.partition(':')[0]}{' asymmetric' if self.name.endswith('asymmetric') else ''}"
+        name, *options = self.name.split(":")
+        return " ".join([name, *(option for option in ("asymmetric", "a8") if option in options)])
 
 
 def beginning(text: str, tokenizer: Any, tokens: int | None) -> str:

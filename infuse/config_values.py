@@ -25,7 +25,7 @@ _SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType({
     torch.int8: ("int8",),
 })
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype, names in _SPELLINGS.items() for name in names})
-_FORMAT = re.compile(r"(int8|int4|fp8|fp6)(?::(row|[1-9]\d*|groups=[1-9]\d*))?(?::(symmetric|asymmetric))?")
+_FORMAT = re.compile(r"(int8|int4|fp8|fp6)(?::(row|[1-9]\d*|groups=[1-9]\d*))?(?::(symmetric|asymmetric))?(?::(a8))?")
 FORMAT_OF_BITS: Mapping[int, str] = MappingProxyType({8: "int8", 6: "fp6", 4: "int4"})
 _MPU_METHODS = ("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size")
 
@@ -42,21 +42,21 @@ def parse_dtype(value: Any) -> torch.dtype:
 
 
 def parse_format(value: Any) -> str:
-    """The canonical text of a weight format: `name[:group_size | :row | :groups=n][:asymmetric]`; ValueError says what is possible.
+    """The canonical text of a weight format: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`; ValueError says what is possible.
 
     name is int8, int4, fp8 or fp6; group_size counts the weights of a row that share one scale, row is all of them;
     `groups=n` stands for DeepSpeed's q_groups: n groups in each row, so that the group size is each matrix's own width / n
     (DeepSpeed has n groups in a whole matrix, which is never finer). Without a grouping the format has its own default.
-    Only the asymmetric form is written out.
+    Only the asymmetric form is written out. a8: products of many tokens may round activations to 8 bits.
     """
     match = _FORMAT.fullmatch(value.lower()) if isinstance(value, str) else None
     if match is None:
         groupings = '"int4:128", "int4:row", "int4:groups=2"'
-        raise ValueError(f'possible: "int8", "int4", "fp8" or "fp6", then a grouping ({groupings}), then ":asymmetric"')
-    name, grouping, symmetry = match.groups()
+        raise ValueError(f'possible: "int8", "int4", "fp8" or "fp6", then a grouping ({groupings}), then ":asymmetric", then ":a8"')
+    name, grouping, symmetry, activations = match.groups()
     if symmetry == "asymmetric" and name.startswith("fp"):
         raise ValueError(f"possible: {name} without asymmetric; only int8 and int4 have an asymmetric form")
-    text = ":".join(part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None) if part)
+    text = ":".join(part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None, activations) if part)
     try:
         quant_format(text)
     except ConfigError as error:

@@ -282,9 +282,9 @@ def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tenso
 
 
 def linear_cases(inputs: int, device: torch.device) -> list[Case]:
-    """Random rows for a linear: one, and several."""
+    """Random rows for a linear: one, some, and more than kernels for few rows take."""
     generator = torch.Generator().manual_seed(SEED)
-    return [_one_call(torch.randn(1, rows, inputs, generator=generator), device) for rows in (1, 7)]
+    return [_one_call(torch.randn(1, rows, inputs, generator=generator), device) for rows in (1, 7, 33)]
 
 
 def embedding_cases(rows: int, device: torch.device) -> list[Case]:

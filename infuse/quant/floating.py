@@ -75,6 +75,8 @@ class FloatFormat(QuantFormat):
         assert self.name in GRIDS and self.bits == int(self.name[2:]) and (self.group_size is None or self.groups is None)
         if not self.symmetric:
             raise ConfigError(f"{self.name} has no asymmetric form; possible: {self.name}, or int8 and int4 with :asymmetric")
+        if self.activation_bits != 16:
+            raise ConfigError(f"{self.name} has no :a8; possible: {self.name}, or int8 and int4 with :a8")
         for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
             if number is not None and number < 1:
                 raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")

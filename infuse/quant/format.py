@@ -16,7 +16,10 @@ import torch
 
 from infuse.errors import ConfigError
 
-POSSIBLE = "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or :asymmetric behind"
+POSSIBLE = (
+    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or :asymmetric behind, "
+    "and with :a8, which lets products of many tokens round activations to 8 bits"
+)
 
 # The scale is bfloat16 because a step that is off by 0.2 % costs nothing once the codes are rounded against the stored step; float16 would
 # lose groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) in its subnormals, and float32 would cost two bytes more for each
@@ -38,7 +41,8 @@ TAIL_FACTOR = 2.0
 class QuantFormat(ABC):
     """How the numbers of a weight matrix are stored; pure data, so that a plan can hold, compare, print and pickle it.
 
-    `group_size` inputs share a scale; None means the whole row, or, where `groups` is given, one `groups`-th of it.
+    `group_size` inputs share a scale; None means the whole row, or, where `groups` is given, one `groups`-th of it. `activation_bits` is 8
+    where a product may round what it multiplies, each group of inputs by its own largest value; how a weight is stored does not change.
     `str(format)` is the canonical text, and `quant_format(str(format)) == format`.
     """
 
@@ -47,6 +51,7 @@ class QuantFormat(ABC):
     group_size: int | None
     symmetric: bool = True
     groups: int | None = None
+    activation_bits: int = 16
 
     @abstractmethod
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -204,7 +209,8 @@ def _refuse_unstorable(block: torch.Tensor, first_row: int, weight: torch.Tensor
 
 
 def quant_format(text: str) -> QuantFormat:
-    """The format that a text of the configuration names: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2".
+    """The format that a text of the configuration names: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2",
+    "int8:a8".
 
     Refused with ConfigError: an unknown text, with what is possible; numbers that the format cannot have.
     """
@@ -222,6 +228,9 @@ def quant_format(text: str) -> QuantFormat:
         family, size = floating.FloatFormat, floating.DEFAULT_GROUP[name]
     else:
         raise ConfigError(f"unknown quantization format {text!r}; possible: {POSSIBLE}")
+    activation_bits = 16
+    if options and options[-1] == "a8":
+        activation_bits = int(options.pop()[1:])
     symmetric = True
     if options and options[-1] in ("symmetric", "asymmetric"):
         symmetric = options.pop() == "symmetric"
@@ -237,4 +246,4 @@ def quant_format(text: str) -> QuantFormat:
             options.append(option)
     if options:
         raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {POSSIBLE}")
-    return family(name, int(name.lstrip("intfp")), size, symmetric, groups)
+    return family(name, int(name.lstrip("intfp")), size, symmetric, groups, activation_bits)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,7 +70,7 @@ class IntegerFormat(QuantFormat):
             size = ":row"
         else:  # "int8" is what users write and means one thing; int4 always names its group, on which its quality depends
             size = "" if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"] else f":{self.group_size}"
-        return self.name + size + ("" if self.symmetric else ":asymmetric")
+        return self.name + size + ("" if self.symmetric else ":asymmetric") + (":a8" if self.activation_bits == 8 else "")
 
     @property
     def zero_unit(self) -> float:
@@ -92,8 +92,11 @@ class IntegerFormat(QuantFormat):
     @property
     def proof_tolerance(self) -> float:
         """As QuantFormat.proof_tolerance; at 8 bits twice that: a step follows the largest value of its group, and in a trained table of
-        embeddings the error is 3.4 times that of normal weights, 2 % of the weights' size."""
-        return super().proof_tolerance * (2 if self.bits == 8 else 1)
+        embeddings the error is 3.4 times that of normal weights, 2 % of the weights' size. Activations of 8 bits have such an error too."""
+        of_weights = super().proof_tolerance * (2 if self.bits == 8 else 1)
+        if self.activation_bits == 16:
+            return of_weights
+        return math.hypot(of_weights, replace(self, name="int8", bits=8, symmetric=True, activation_bits=16).proof_tolerance)
 
     def fits(self, in_features: int) -> str | None:
         """As QuantFormat.fits; int4 also needs an even number of inputs in each group."""

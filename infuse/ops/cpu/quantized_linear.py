@@ -2,7 +2,8 @@
 (src/panels.h), brought there once.
 
 Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h), with an activation
-on the way out. Where the instruction set has no products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
+on the way out. Formats with :a8 let them round x to 8 bits and multiply integers (src/integer_tile.h). Where the instruction set has no
+products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from infuse.ops.op import Layout
 from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
 
 PANEL_ROWS = 16
+SHORT_ACTIVATIONS = 8  # beside a code: kShortX in src/binding_panels.cpp
 UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
 
 
@@ -94,7 +96,8 @@ def _interleave(of_rows: Tensor, to: Tensor) -> None:
 
 @cache
 def _code(format: str) -> int:
-    return CODES.index(quant_format(format).name)
+    chosen = quant_format(format)
+    return CODES.index(chosen.name) + (SHORT_ACTIVATIONS if chosen.activation_bits == 8 else 0)
 
 
 PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)

@@ -64,7 +64,7 @@ inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, 
   alignas(64) float sums[2 * kAmxRows][kTileOutputs];
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * block_words(a);
   amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, block_words(a)}, tile, kTileOutputs, amx_steps(a), sums[0], kTileOutputs);
-  write_sums(a, sums[0], rows, o, first);
+  write_sums<bf16>(a, sums[0], rows, o, first);
 }
 
 // Outputs [begin, end), or gates, of up to most_tiles tiles: fill(o, tile) brings the weights of those from o on.

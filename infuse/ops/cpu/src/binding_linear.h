@@ -85,6 +85,7 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
 
 // More rows than the cores' caches hold: each thread takes chunks of them, and goes with each over all outputs (or gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
+  const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
     auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(kernel.tile_bytes(a)));
@@ -93,8 +94,8 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
         LinearArgs part = a;
         const int64_t first = a.rows * c / chunks;
         part.rows = a.rows * (c + 1) / chunks - first;
-        part.x = static_cast<const uint16_t*>(a.x) + first * a.inputs;
-        part.y = static_cast<uint16_t*>(a.y) + first * outputs;
+        part.x = static_cast<const char*>(a.x) + first * a.inputs * element_bytes;
+        part.y = static_cast<char*>(a.y) + first * outputs * element_bytes;
         part.scratch = scratch_of<Scratch::x>(kernel.x_bytes(part));
         kernel.arrange(part, 0, (part.rows + kernel.block_rows - 1) / kernel.block_rows);
         kernel.multiply(part, 0, outputs, room);

@@ -1,20 +1,12 @@
 // The matrix products of one instruction set by type and code.
 #pragma once
 
+#include "integer_tile.h"
 #include "plain_linear.h"
 #include "tile_products.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
-
-template <class F>
-auto with_type(Type type, const F& run) {
-  switch (type) {
-    case Type::bf16: return run(bf16());
-    case Type::f16: return run(f16());
-    default: return run(float());
-  }
-}
 
 // Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`.
 template <class F>
@@ -53,6 +45,7 @@ inline PanelKernels panel_kernels() {
         with_format(a, [&](auto t, auto code) { panel_rows<decltype(t), code>(a, begin, end); });
       },
       panel_tile_kernels(),
+      integer_tile_kernels(),
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_format(a, [&](auto t, auto code) { dequantize_rows<decltype(t), code>(a, begin, end); });
       },

@@ -3,6 +3,7 @@
 // Suffixes: R rows of x, I inputs, O outputs, G groups of inputs that share a scale.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 
 #include "types.h"
@@ -11,6 +12,8 @@ namespace infuse {
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
 // w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
+constexpr int64_t kMostIntegerInputs = 1 << 16;  // of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31
+
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
@@ -29,6 +32,7 @@ struct LinearArgs {
   bool activates, gated;
   Act act;
 
+  std::atomic<bool>* finite;  // or null: what becomes false where x rounded to 8 bits is not
   int64_t row_bytes, ahead;  // of tiles: a weight row; from a tile to the next that its thread is likely to take, in outputs or gates
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
@@ -61,6 +65,7 @@ struct PanelKernels {
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
   TileKernels tiles;
+  TileKernels integer_tiles;  // of integer codes, x in 8 bits and of any type; all null where there are no such instructions
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`
   void (*gather)(const LinearArgs&, int64_t begin, int64_t end);      // w[index], into y
 };

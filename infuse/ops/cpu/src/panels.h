@@ -157,6 +157,15 @@ Vec codes(const Unit<C>& d, int j) {
 template <Code C>
 constexpr float kZeroUnit = C == Code::int4 ? 1.0f / 16 : 1.0f;  // what 1 in `zero` is worth, in steps of the scale
 
+template <class F>
+auto with_type(Type type, const F& run) {
+  switch (type) {
+    case Type::bf16: return run(bf16());
+    case Type::f16: return run(f16());
+    default: return run(float());
+  }
+}
+
 template <Code C>
 using CodeOf = std::integral_constant<Code, C>;
 

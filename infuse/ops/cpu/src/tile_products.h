@@ -47,7 +47,7 @@ void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t
   }
   alignas(64) float rows[R][kTileOutputs];
   for (int r = 0; r < R; ++r) _mm512_store_ps(rows[r], sums[r][0]), _mm512_store_ps(rows[r] + kPanelRows, sums[r][1]);
-  write_sums(a, rows[0], R, o, first_row);
+  write_sums<bf16>(a, rows[0], R, o, first_row);
 }
 
 // How many rows of x, with a tile of weights, stay in a core's cache of 1 MiB; of fewer rows filling the tiles would take too long.

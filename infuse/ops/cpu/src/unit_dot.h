@@ -6,8 +6,8 @@
 
 #include <type_traits>
 
+#include "fixed_point.h"
 #include "linear_kernels.h"
-#include "panels.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -105,13 +105,13 @@ struct UnitDot<bf16, C> {
 
 // Integer codes and 16 bits: x as integers of 16 bits times a scale for each group, which is 30 times as exact as the rounding of bf16
 // is and 4 times as fp16's, each as two digits, 256 * high + low. Four codes of a row are multiplied with four digits and added in one
-// instruction, exactly. Codes are taken without sign, moved up by kMoved: of that the sum of the chunk's x is taken off at its begin.
+// instruction, exactly.
 //
 //   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low digits}
 template <class T, Code C>
 struct IntegerDot {
   using X = uint32_t;
-  static constexpr int quads = kUnit<C> / 4, kMoved = C == Code::int8 ? 128 : 8;
+  static constexpr int quads = kUnit<C> / 4;
   static constexpr float kMost = 32639;  // 127 * 256 + 127
 
   static int64_t words(const LinearArgs& a) {
@@ -119,49 +119,29 @@ struct IntegerDot {
     return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
   }
 
-  // The largest magnitude among `count` elements, as its bits: of what is not finite more than those of any number.
-  static uint32_t peak(const T* x, int64_t count) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < count; i += 16) {
-      const __m512i bits = _mm512_castps_si512(load(x + i, int(count - i < 16 ? count - i : 16)).v);
-      most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-    }
-    return uint32_t(_mm512_reduce_max_epu32(most));
-  }
-
   static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
     const T* x = static_cast<const T*>(a.x) + row * a.inputs;
     const int64_t length = a.inputs / a.groups;
-    float scale = 0, lift = 1, steps = 0;  // of the group
+    FixedPoint fixed{};  // of the group
     over_chunks<C>(a, [&](int64_t first_unit, int64_t units) {
       const T* from = x + first_unit * kUnit<C>;
-      if ((from - x) % length == 0) {
-        const uint32_t bits = peak(from, length);
-        float most;
-        std::memcpy(&most, &bits, 4);
-        const bool finite = bits < 0x7f800000;  // else no sum of it is: such sums are made again, exactly
-        lift = most < 0x1p-64f ? 0x1p64f : 1;   // the steps of the smallest numbers are none of a float
-        scale = finite ? most / kMost : NAN, steps = finite && most > 0 ? kMost / (most * lift) : 0;
-      }
+      if ((from - x) % length == 0) fixed = FixedPoint::of(from, length, kMost);  // a sum that is not finite is made again, exactly
       X* header = to + 2 * r;
       X* quad = to + 2 * R + 2 * quads * r;
       __m512i sum = _mm512_setzero_si512();
       for (int64_t i = 0; i < units * kUnit<C>; i += 16) {
         const int count = int(units * kUnit<C> - i < 16 ? units * kUnit<C> - i : 16);
-        const __m512i value = _mm512_cvtps_epi32((load(from + i, count) * Vec(lift) * Vec(steps)).v);
+        const __m512i value = fixed(load(from + i, count));
         sum = _mm512_add_epi32(sum, value);
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-        const __m128i order = quads == 1 ? _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)
-                                         : _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-        const __m128i highs = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order);
-        const __m128i lows = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8))), order);
+        const __m128i highs = in_quads<C>(high), lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
         alignas(16) X digits[8];
         _mm_store_si128(reinterpret_cast<__m128i*>(digits), _mm_unpacklo_epi32(highs, lows));
         _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm_unpackhi_epi32(highs, lows));
         for (int q = 0; q < count / 4; q += quads, quad += 2 * R * quads) std::memcpy(quad, digits + 2 * q, 8 * quads);
       }
-      header[0] = uint32_t(-kMoved * _mm512_reduce_add_epi32(sum));
-      std::memcpy(header + 1, &scale, 4);
+      header[0] = uint32_t(-kMoved<C> * _mm512_reduce_add_epi32(sum));
+      std::memcpy(header + 1, &fixed.scale, 4);
       to += 2 * R + 2 * quads * R * units;
     });
   }
@@ -187,12 +167,11 @@ struct IntegerDot {
 #pragma GCC unroll 2
         for (int quad = 0; quad < quads; ++quad) {
           const int c = (u * quads + quad) % chains;
-          const __m512i w = C == Code::int8 ? _mm512_xor_si512(d, _mm512_set1_epi8(char(0x80)))
-                                            : _mm512_and_si512(_mm512_srli_epi16(d, unsigned(4 * quad)), _mm512_set1_epi8(15));
+          const __m512i w = moved_codes<C>(d, quad);
           for (int r = 0; r < R; ++r) {
             const X* digits = x + ((u * R + r) * quads + quad) * 2;
-            high[c][r] = _mm512_dpbusd_epi32(high[c][r], w, _mm512_set1_epi32(int(digits[0])));
-            low[c][r] = _mm512_dpbusd_epi32(low[c][r], w, _mm512_set1_epi32(int(digits[1])));
+            high[c][r] = dot_quads(high[c][r], w, _mm512_set1_epi32(int(digits[0])));
+            low[c][r] = dot_quads(low[c][r], w, _mm512_set1_epi32(int(digits[1])));
           }
         }
       }

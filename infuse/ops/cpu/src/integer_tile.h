@@ -1,0 +1,168 @@
+// Products of many rows of x with tiles of integer codes, x rounded to 8 bits: where the format of the weight allows it. Twice the
+// operations of bf16 in an instruction, and on processors without instructions for bf16 more than that.
+//
+//   x    → [block of up to 6 rows][group][{start of the sums, scale, scale * sum}][rows], then [group's inputs / 4][rows] of four bytes
+//   tile → [inputs / 4][2 halves][16 outputs] of four codes, without sign
+//
+// A group's sums are exact, and scaled by the weight's scale and x's. Halves as tile.h has them.
+#pragma once
+
+#include "fixed_point.h"
+#include "tile_output.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kIntegerRows = 6;  // rows of x at once: 12 sums. More of them were slower, 8 by 5 %, 12 by 40 (AMD Zen 5)
+constexpr float kMostByte = 127;
+enum Header { kStart, kScale, kSum, kHeaders };
+
+inline int64_t integer_row_words(const LinearArgs& a) { return a.inputs / 4 + kHeaders * a.groups; }
+inline size_t integer_x_bytes(const LinearArgs& a) { return size_t(a.rows * integer_row_words(a)) * sizeof(uint32_t); }
+inline size_t integer_tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t); }
+
+// Row r of a block of `count` rows.
+template <class T, Code C>
+void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, uint32_t* to) {
+  const int64_t length = a.inputs / a.groups;
+  for (int64_t g = 0; g < a.groups; ++g, x += length) {
+    const FixedPoint fixed = FixedPoint::of(x, length, kMostByte);
+    if (std::isnan(fixed.scale)) a.finite->store(false, std::memory_order_relaxed);
+    uint32_t* quads = to + kHeaders * count + r;
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t i = 0; i < length; i += 16) {
+      const int n = int(length - i < 16 ? length - i : 16);
+      const __m512i values = fixed(load(x + i, n));
+      sums = _mm512_add_epi32(sums, values);
+      alignas(16) uint32_t bytes[4];
+      _mm_store_si128(reinterpret_cast<__m128i*>(bytes), in_quads<C>(values));
+      for (int q = 0; q < n / 4; ++q, quads += count) *quads = bytes[q];
+    }
+    const int sum = _mm512_reduce_add_epi32(sums);
+    const float scaled = float(sum) * fixed.scale;
+    to[kStart * count + r] = uint32_t(-kMoved<C> * sum);
+    std::memcpy(to + kScale * count + r, &fixed.scale, 4);
+    std::memcpy(to + kSum * count + r, &scaled, 4);
+    to += (kHeaders + length / 4) * count;
+  }
+}
+
+template <class T, Code C>
+void arrange_integer_rows(const LinearArgs& a, int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; ++b) {
+    const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
+    uint32_t* to = static_cast<uint32_t*>(a.scratch) + first_row * integer_row_words(a);
+    for (int64_t r = 0; r < count; ++r) arrange_bytes<T, C>(a, static_cast<const T*>(a.x) + (first_row + r) * a.inputs, count, r, to);
+  }
+}
+
+// One panel into half 0 or 1.
+template <Code C>
+void fill_integer_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
+  constexpr int quads = kUnit<C> / 4;
+  const bool there = panel * kPanelRows < a.outputs;
+  const int64_t units = a.inputs / kUnit<C>;
+  const uint8_t* p = static_cast<const uint8_t*>(a.weight) + panel * units * kUnitBytes<C>;
+  uint32_t* to = tile + half * kPanelRows;
+  for (int64_t u = 0; u < units; ++u, p += kUnitBytes<C>) {
+    const __m512i word = there ? load_words(p) : _mm512_setzero_si512();
+    for (int q = 0; q < quads; ++q, to += kTileOutputs) _mm512_store_si512(to, moved_codes<C>(word, q));
+  }
+}
+
+// Rows [first_row, first_row + R) with one tile; `zeros`: the weight has zero points.
+template <class T, Code C, int R, bool zeros>
+void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first_row) {
+  const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
+  const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * integer_row_words(a);
+  // Of a half that is not there sums are made, and not written: any scales will do.
+  const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
+  const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left, *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
+  const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
+  alignas(64) float rows[R][kTileOutputs] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint32_t* header = x;
+    x += kHeaders * R;
+    __m512i low[R], high[R];
+    for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_set1_epi32(int(header[kStart * R + r]));
+    for (int64_t w = 0; w < words; ++w, tile += kTileOutputs, x += R) {
+      const __m512i w0 = _mm512_load_si512(tile), w1 = _mm512_load_si512(tile + kPanelRows);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i bytes = _mm512_set1_epi32(int(x[r]));
+        low[r] = dot_quads(low[r], w0, bytes), high[r] = dot_quads(high[r], w1, bytes);
+      }
+    }
+    const Vec scale0 = load(left_scale + g * kPanelRows, kPanelRows), scale1 = load(right_scale + g * kPanelRows, kPanelRows);
+    const float *scales = reinterpret_cast<const float*>(header + kScale * R), *sums = reinterpret_cast<const float*>(header + kSum * R);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec scale(scales[r]);
+      Vec sum0 = fma(Vec(_mm512_cvtepi32_ps(low[r])) * scale0, scale, load(rows[r], Vec::width));
+      Vec sum1 = fma(Vec(_mm512_cvtepi32_ps(high[r])) * scale1, scale, load(rows[r] + kPanelRows, Vec::width));
+      if constexpr (zeros) {
+        const Vec unit(-kZeroUnit<C> * sums[r]);
+        sum0 = fma(scale0 * load_zeros(left_zero + g * kPanelRows), unit, sum0);
+        sum1 = fma(scale1 * load_zeros(right_zero + g * kPanelRows), unit, sum1);
+      }
+      store(rows[r], sum0, Vec::width), store(rows[r] + kPanelRows, sum1, Vec::width);
+    }
+  }
+  write_sums<T>(a, rows[0], R, o, first_row);
+}
+
+template <class T, Code C>
+void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
+  const int64_t columns = a.gated ? a.outputs / 2 : a.outputs, beyond = a.gated ? columns : kPanelRows;
+  const int64_t blocks = row_blocks(a.rows, kIntegerRows);
+  for (int64_t o = begin; o < end; o += tile_columns(a)) {
+    for (int half = 0; half < 2; ++half) fill_integer_tile<C>(a, (o + half * beyond) / kPanelRows, half, tile);
+    const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (next != o) fetch_half(a, next, b, blocks), fetch_half(a, next + beyond, b, blocks);
+      const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
+      with_rows<kIntegerRows>(count, [&, first_row = first_row](auto R) {
+        constexpr int rows = decltype(R)::value;
+        a.zero ? multiply_integer_tile<T, C, rows, true>(a, tile, o, first_row) : multiply_integer_tile<T, C, rows, false>(a, tile, o, first_row);
+      });
+    }
+  }
+}
+
+// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`, which is one of integers.
+template <class F>
+void with_integers(const LinearArgs& a, const F& run) {
+  with_type(a.type, [&](auto t) { a.code == Code::int8 ? run(t, CodeOf<Code::int8>()) : run(t, CodeOf<Code::int4>()); });
+}
+
+inline TileKernels integer_tile_kernels() {
+  return {
+      kIntegerRows,
+      integer_x_bytes,
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        with_integers(a, [&](auto t, auto code) { arrange_integer_rows<decltype(t), code>(a, begin, end); });
+      },
+      integer_tile_bytes,
+      tile_columns,
+      [](const LinearArgs&) { return int64_t(1); },
+      [](const LinearArgs& a) {  // of rows so many that they stay, with a tile, in a core's cache of 1 MiB
+        constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
+        const int64_t rows = kChunkBytes / (4 * integer_row_words(a));
+        return rows < kLeastRows ? kLeastRows : rows;
+      },
+      [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
+        with_integers(a, [&](auto t, auto code) { integer_tile_rows<decltype(t), code>(a, begin, end, tile); });
+      },
+  };
+}
+
+#else
+
+inline TileKernels integer_tile_kernels() { return {}; }
+
+#endif
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse

@@ -1,0 +1,65 @@
+// What products by tiles have in common: how many outputs a tile holds, how its weights are asked for ahead, and how its sums are written.
+#pragma once
+
+#include "activation.h"
+#include "panels.h"
+
+namespace infuse {
+namespace INFUSE_ISA {
+
+constexpr int kTileOutputs = 2 * kPanelRows;
+
+#if defined(__AVX512F__)
+
+// How many outputs, or gates, a tile holds.
+inline int64_t tile_columns(const LinearArgs& a) { return a.gated ? kPanelRows : kTileOutputs; }
+
+// Asks for part b of `parts` of the weights of 16 outputs from o on, which lie in one piece.
+inline void fetch_half(const LinearArgs& a, int64_t o, int64_t b, int64_t parts) {
+  const int64_t bytes = kPanelRows * a.row_bytes;
+  const char* from = static_cast<const char*>(a.weight) + o * a.row_bytes;
+  for (int64_t at = bytes * b / parts; at < bytes * (b + 1) / parts; at += 64) prefetch(from + at);
+}
+
+// Two neighbouring registers of 16, as far as `left` goes.
+template <class T>
+void store_both(T* to, Vec low, Vec high, int left) {
+  store(to, low, left);
+  if (left > kPanelRows) store(to + kPanelRows, high, left - kPanelRows);
+}
+#if defined(__AVX512BF16__)
+inline void store_both(bf16* to, Vec low, Vec high, int left) {
+  const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
+  _mm512_mask_storeu_epi16(to, Elements<bf16>::first_words(left), both);
+}
+#endif
+
+// Rows of sums of one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as there are gates.
+template <class T, class Activate>
+void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row, const Activate& act) {
+  const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;
+  const T* bias = static_cast<const T*>(a.bias);
+  T* to = static_cast<T*>(a.y) + first_row * columns + o;
+  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs), beyond = a.gated ? left : left - kPanelRows;
+  const Vec low_bias = bias ? load(bias + o, left) : Vec();
+  const Vec high_bias = bias && beyond > 0 ? load(bias + (a.gated ? columns : kPanelRows) + o, beyond) : Vec();
+  for (int64_t r = 0; r < rows; ++r, sums += kTileOutputs, to += columns) {
+    const Vec low = act(load(sums, Vec::width) + low_bias), high = load(sums + kPanelRows, Vec::width) + high_bias;
+    if (a.gated) {
+      store(to, low * high, left);
+    } else {
+      store_both(to, low, act(high), left);
+    }
+  }
+}
+template <class T>
+void write_sums(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row) {
+  const auto write = [&](const auto& act) { write_rows<T>(a, sums, rows, o, first_row, act); };
+  if (!a.activates) return write([](Vec x) { return x; });
+  with_activation(a.act, [&](auto act) { write([](Vec x) { return activated<decltype(act)::value, T>(x); }); });
+}
+
+#endif
+
+}  // namespace INFUSE_ISA
+}  // namespace infuse
