@@ -27,6 +27,14 @@ template <Code C>
   return _mm512_and_si512(_mm512_srli_epi16(word, unsigned(4 * quad)), _mm512_set1_epi8(15));
 }
 
+// Calls run(i, how many from i on) for sixteen after sixteen of `count`; inlined, so that whole ones need no mask.
+template <class F>
+[[gnu::always_inline]] inline void by_sixteen(int64_t count, const F& run) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) run(i, 16);
+  if (i < count) run(i, int(count - i));
+}
+
 // Numbers as integers up to `most`: x = scale * integer. Where one is not finite, scale is NaN, and so is every sum.
 struct FixedPoint {
   float scale, lift, steps;
@@ -34,10 +42,10 @@ struct FixedPoint {
   template <class T>
   static FixedPoint of(const T* x, int64_t count, float most) {
     __m512i largest = _mm512_setzero_si512();  // of the magnitudes' bits, in whose order what is not finite is larger than all numbers
-    for (int64_t i = 0; i < count; i += 16) {
-      const __m512i bits = _mm512_castps_si512(load(x + i, int(count - i < 16 ? count - i : 16)).v);
+    by_sixteen(count, [&](int64_t i, int n) {
+      const __m512i bits = _mm512_castps_si512(load(x + i, n).v);
       largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-    }
+    });
     const uint32_t bits = uint32_t(_mm512_reduce_max_epu32(largest));
     float peak;
     std::memcpy(&peak, &bits, 4);

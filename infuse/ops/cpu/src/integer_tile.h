@@ -32,14 +32,16 @@ void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, ui
     if (std::isnan(fixed.scale)) a.finite->store(false, std::memory_order_relaxed);
     uint32_t* quads = to + kHeaders * count + r;
     __m512i sums = _mm512_setzero_si512();
-    for (int64_t i = 0; i < length; i += 16) {
-      const int n = int(length - i < 16 ? length - i : 16);
+    by_sixteen(length, [&](int64_t i, int n) {
       const __m512i values = fixed(load(x + i, n));
       sums = _mm512_add_epi32(sums, values);
-      alignas(16) uint32_t bytes[4];
-      _mm_store_si128(reinterpret_cast<__m128i*>(bytes), in_quads<C>(values));
-      for (int q = 0; q < n / 4; ++q, quads += count) *quads = bytes[q];
-    }
+      const __m128i bytes = in_quads<C>(values);
+      quads[0] = uint32_t(_mm_cvtsi128_si32(bytes));
+      if (n > 4) quads[count] = uint32_t(_mm_extract_epi32(bytes, 1));
+      if (n > 8) quads[2 * count] = uint32_t(_mm_extract_epi32(bytes, 2));
+      if (n > 12) quads[3 * count] = uint32_t(_mm_extract_epi32(bytes, 3));
+      quads += 4 * count;
+    });
     const int sum = _mm512_reduce_add_epi32(sums);
     const float scaled = float(sum) * fixed.scale;
     to[kStart * count + r] = uint32_t(-kMoved<C> * sum);

@@ -129,17 +129,20 @@ struct IntegerDot {
       X* header = to + 2 * r;
       X* quad = to + 2 * R + 2 * quads * r;
       __m512i sum = _mm512_setzero_si512();
-      for (int64_t i = 0; i < units * kUnit<C>; i += 16) {
-        const int count = int(units * kUnit<C> - i < 16 ? units * kUnit<C> - i : 16);
-        const __m512i value = fixed(load(from + i, count));
+      by_sixteen(units * kUnit<C>, [&](int64_t i, int n) {
+        const __m512i value = fixed(load(from + i, n));
         sum = _mm512_add_epi32(sum, value);
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
         const __m128i highs = in_quads<C>(high), lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
-        alignas(16) X digits[8];
-        _mm_store_si128(reinterpret_cast<__m128i*>(digits), _mm_unpacklo_epi32(highs, lows));
-        _mm_store_si128(reinterpret_cast<__m128i*>(digits + 4), _mm_unpackhi_epi32(highs, lows));
-        for (int q = 0; q < count / 4; q += quads, quad += 2 * R * quads) std::memcpy(quad, digits + 2 * q, 8 * quads);
-      }
+        const __m128i both[] = {_mm_unpacklo_epi32(highs, lows), _mm_unpackhi_epi32(highs, lows)};  // two quads each
+        for (int q = 0; q < n / 4; q += quads, quad += 2 * R * quads) {
+          if (quads == 2) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(quad), both[q / 2]);
+          } else {
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(quad), q % 2 ? _mm_unpackhi_epi64(both[q / 2], both[q / 2]) : both[q / 2]);
+          }
+        }
+      });
       header[0] = uint32_t(-kMoved<C> * _mm512_reduce_add_epi32(sum));
       std::memcpy(header + 1, &fixed.scale, 4);
       to += 2 * R + 2 * quads * R * units;
