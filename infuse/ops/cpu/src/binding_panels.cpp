@@ -50,7 +50,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   if (a.rows == 0 || columns == 0) return y;
   if (many) {
     a.row_bytes = a.inputs * bits_of(a.code) / 8;
-    multiply_by_tiles(a, columns, kernel.tiles);
+    multiply_by_tiles(a, columns, kernel.tiles, torch::stable::get_num_threads());
     return y;
   }
   few_rows(a);
@@ -204,6 +204,13 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
 void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
   take_panels(a, data, scale, zero, code, outputs);
   if (a.rows && a.outputs) few_rows(a);
+}
+
+void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs,
+                 int64_t threads) {
+  take_panels(a, data, scale, zero, code, outputs);
+  a.row_bytes = a.inputs * bits_of(a.code) / 8;
+  multiply_by_tiles(a, a.gated ? outputs / 2 : outputs, kernels().panels.tiles, threads);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
