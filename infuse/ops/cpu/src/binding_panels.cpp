@@ -50,7 +50,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   if (a.rows == 0 || columns == 0) return y;
   if (many) {
     a.row_bytes = a.inputs * bits_of(a.code) / 8;
-    multiply_by_tiles(a, columns, kernel.tiles, torch::stable::get_num_threads());
+    multiply_by_tiles(a, columns, kernel.tiles);
     return y;
   }
   few_rows(a);
