@@ -59,7 +59,8 @@ void over_tokens(const Sequences& s, int64_t columns, const F& run) {
 }
 
 // y = norm(x), or of x + residual, which `sum` receives; it may be x.
-void normalise(const NormPart& part, const Sequences& s, int64_t columns, const uint16_t* x, const uint16_t* residual, uint16_t* sum, uint16_t* y) {
+void normalise(const NormPart& part, const Sequences& s, int64_t columns, const uint16_t* x, const uint16_t* residual, uint16_t* sum,
+               uint16_t* y) {
   NormArgs a{};
   a.x = x, a.residual = residual, a.sum = sum, a.y = y;
   a.weight = data_of(part.weight), a.bias = data_of(part.bias);
@@ -133,7 +134,8 @@ std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe
   const bool alone = threads == 1 || (chunks % threads == 0 && all >= threads * kLeastTokens) || chunks >= 4 * threads;
   const Widths widths(a);
   const bool codes = std::any_of(a.linears, a.linears + kLinears, [](const LinearPart& part) { return part.code >= 0; });
-  if ((codes && all <= kFewRows) || (!alone && all * std::max({widths.columns, widths.attended, widths.inner}) > kMostTiled)) return std::nullopt;
+  const int64_t widest = std::max({widths.columns, widths.attended, widths.inner});
+  if ((codes && all <= kFewRows) || (!alone && all * widest > kMostTiled)) return std::nullopt;
   Tensor y = empty_as(x), room = empty({alone ? std::min(threads, chunks) * sequences * tokens : all, width}, x);
   const auto* from = static_cast<const uint16_t*>(x.const_data_ptr());
   auto *to = static_cast<uint16_t*>(y.mutable_data_ptr()), *between = static_cast<uint16_t*>(room.mutable_data_ptr());
