@@ -26,6 +26,7 @@ from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import self_attention_cache
 from infuse.layers.combine import Sum
+from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
@@ -72,6 +73,7 @@ class Block(nn.Module):
         fuses = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         self._run = _fused if fuses and shape.residual in _FUSED else _RESIDUALS[shape.residual]
         self._one_call = make_one_call(shape, formats, index, bodies, attention.positions.interleaved)
+        self._encoder_call = make_encoder_call(shape, formats, bodies)
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +98,10 @@ class Block(nn.Module):
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+        if packed is None and self._encoder_call is not None:
+            out = self._encoder_call(self, attention, hidden_states, inputs)
+            if out is not None:
+                return (out, None) if self.shape.returns == TUPLE else out
         if packed is None:
             out, weights = self._run(self, attention, hidden_states, inputs)
         else:

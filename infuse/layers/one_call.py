@@ -119,11 +119,14 @@ def make_one_call(
     shape: LayerShape, formats: Mapping[str, str], index: int | None, bodies: Mapping[str, str], interleaved: bool
 ) -> OneCall | None:
     """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, or ranks share the block."""
+    if index is None or not shape.attn.causal or not one_call_takes(shape, bodies):
+        return None
+    return OneCall(shape, formats, index, interleaved)
+
+
+def one_call_takes(shape: LayerShape, bodies: Mapping[str, str]) -> bool:
+    """Whether all parts of such a block have a kernel, its own body, and no rank shares it."""
     attn = shape.attn
     norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm is not None]
     taken = all(norm.weight is None or len(norm.weight) == 1 for norm in norms) and not any(norm.whole for norm in norms)
-    if index is None or not taken or not attn.causal or attn.clip or attn.head_counts or shape.residual_scale != 1.0:
-        return None
-    if set(bodies.values()) != {"cpu"}:
-        return None
-    return OneCall(shape, formats, index, interleaved)
+    return taken and not attn.clip and not attn.head_counts and shape.residual_scale == 1.0 and set(bodies.values()) == {"cpu"}

@@ -1,4 +1,5 @@
-"""A layer over a few new tokens in one call of C++ (src/binding_layer.cpp), by the same kernels that its parts call one by one."""
+"""A layer in one call of C++, by the same kernels that its parts call one by one: over a few new tokens of a decoder
+(src/binding_layer.cpp), and over the many of an encoder (src/binding_encoder.cpp)."""
 
 from __future__ import annotations
 
@@ -91,3 +92,11 @@ def layer_step(
     """
     cos, sin = turns if turns is not None else (None, None)
     return kernels().layer_step.default(x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, *numbers)
+
+
+def encoder_layer(x_BTC: Tensor, tensors: list[Tensor], mask: Tensor | None, numbers: tuple[Tensor, Tensor]) -> Tensor | None:
+    """The layer's result [B, T, C], of tokens that all look at each other, less what `mask` hides, as ops.attention takes it.
+
+    None where a kernel does not take what is given: other dtypes than bfloat16, and few rows.
+    """
+    return kernels().encoder_layer.default(x_BTC, tensors, mask, *numbers)

@@ -139,7 +139,16 @@ constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidt
 // Keys and values read by one thread at least, in bytes.
 constexpr int64_t kGrainBytes = 1 << 17;
 
-// Whether `t`, up to four axes on the right of [B, H, T, L], can be broadcast to them.
+// Kept by the calling thread from call to call: a fresh allocation of this size would be paid in page faults.
+float* scratch_of(int64_t floats) {
+  static thread_local std::vector<float> held;
+  constexpr size_t line = 64;
+  if (int64_t(held.size()) < floats + int64_t(line / sizeof(float))) held.resize(size_t(floats) + line / sizeof(float));
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + line - 1) / line * line);
+}
+
+}  // namespace
+
 bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& a, bool may_be_bool) {
   if (!t) return true;
   const int64_t sizes[4] = {a.batch, a.heads, a.tokens, a.length}, missing = 4 - t->dim();
@@ -157,6 +166,32 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
   s.data = t->const_data_ptr();
   return true;
 }
+
+Scored from_row(Scored s, int64_t b) {
+  const int64_t element_bytes = s.is_bool ? 1 : s.type == Type::f32 ? 4 : 2;
+  if (s.data) s.data = static_cast<const char*>(s.data) + b * s.b * element_bytes;
+  return s;
+}
+
+void attend_tiles(AttentionArgs& a, int64_t threads) {
+  const auto& run = kernels().attention;
+  const int64_t tiles = run.tiles(a), floats = (run.tile_bytes(a) + 3) / 4;
+  threads = std::min(threads, tiles);
+  a.ahead = threads;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      void* scratch = scratch_of(floats);
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) run.tile(a, i, scratch);
+    }
+  });
+}
+
+bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads) {
+  return kernels().attention.tile && width <= kMaxTileWidth && heads <= kMaxTileGroup * kv_heads;
+}
+
+namespace {
 
 bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile; }
 
@@ -182,30 +217,8 @@ bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tens
   return true;
 }
 
-// Kept by the calling thread from call to call: a fresh allocation of this size would be paid in page faults.
-float* scratch_of(int64_t floats) {
-  static thread_local std::vector<float> held;
-  constexpr size_t line = 64;
-  if (int64_t(held.size()) < floats + int64_t(line / sizeof(float))) held.resize(size_t(floats) + line / sizeof(float));
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + line - 1) / line * line);
-}
-
-void run_tiles(AttentionArgs& a) {
-  const auto& run = kernels().attention;
-  const int64_t tiles = run.tiles(a), floats = (run.tile_bytes(a) + 3) / 4;
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tiles);
-  a.ahead = threads;
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      void* scratch = scratch_of(floats);
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) run.tile(a, i, scratch);
-    }
-  });
-}
-
 void run_attention(AttentionArgs& a) {
-  if (by_tiles(a)) return run_tiles(a);
+  if (by_tiles(a)) return attend_tiles(a, torch::stable::get_num_threads());
   const auto& run = kernels().attention;
   const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * (a.type == Type::f32 ? 4 : 2);
   a.parts = std::min({int64_t(torch::stable::get_num_threads()), bytes / kGrainBytes + 1, run.attention_blocks(a)});

@@ -15,6 +15,13 @@ void stream_linear(LinearArgs& a, const Tensor& weight) {
   over_outputs(a.outputs, row_bytes, 8, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
 }
 
+void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads) {
+  a.weight = weight.const_data_ptr();
+  a.outputs = weight.size(0), a.inputs = weight.size(1);
+  a.row_bytes = a.inputs * int64_t(weight.element_size());
+  multiply_by_tiles(a, a.gated ? a.outputs / 2 : a.outputs, kernels().linear.tiles, threads);
+}
+
 namespace {
 
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -30,15 +37,13 @@ std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor
   const TileKernels& kernel = kernels().linear.tiles;
   if (!kernel.multiply || left_to_pytorch()) return std::nullopt;
   LinearArgs a{};
-  a.weight = weight.const_data_ptr();
-  a.outputs = weight.size(0), a.inputs = weight.size(1);
+  a.inputs = weight.size(1);
   a.activates = act >= 0, a.gated = gated;
   if (a.activates) a.act = Act(act);
-  const int64_t columns = gated ? a.outputs / 2 : a.outputs;
+  const int64_t columns = gated ? weight.size(0) / 2 : weight.size(0);
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
-  a.row_bytes = a.inputs * int64_t(weight.element_size());
-  multiply_by_tiles(a, columns, kernel);
+  tile_linear(a, weight, torch::stable::get_num_threads());
   return y;
 }
 

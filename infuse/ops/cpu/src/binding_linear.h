@@ -104,9 +104,11 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
   });
 }
 
-// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own.
-inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel) {
-  const int64_t threads = torch::stable::get_num_threads(), columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
+// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own. On one thread that may be one of
+// many, which do the same for other rows.
+inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel,
+                              int64_t threads = torch::stable::get_num_threads()) {
+  const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
   if (a.rows >= 2 * threads * chunk) {
     a.ahead = columns;
     return multiply_chunks(a, outputs, ((a.rows + chunk - 1) / chunk + threads - 1) / threads * threads, kernel);

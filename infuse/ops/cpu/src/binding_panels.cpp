@@ -222,6 +222,13 @@ void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const
   if (a.rows && a.outputs) few_rows(a);
 }
 
+void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs,
+                 int64_t threads) {
+  take_panels(a, data, scale, zero, code, outputs);
+  a.row_bytes = a.inputs * bits_of(a.code) / 8;
+  multiply_by_tiles(a, a.gated ? outputs / 2 : outputs, kernels().panels.tiles, threads);
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def(
       "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs, int act, bool gated)"

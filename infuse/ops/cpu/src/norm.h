@@ -7,6 +7,20 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
+// run(c, n, chain) for columns c of a row, n at a time: as many chains of sums as keep additions from waiting for each other.
+constexpr int kChains = 4;
+template <class F>
+[[gnu::always_inline]] inline void over_columns(int64_t columns, const F& run) {
+  int64_t c = 0;
+  for (; c + kChains * Vec::width <= columns; c += kChains * Vec::width) {
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains; ++chain) run(c + chain * Vec::width, Vec::width, chain);
+  }
+  for (; c + Vec::width <= columns; c += Vec::width) run(c, Vec::width, 0);
+  if (c < columns) run(c, int(columns - c), 0);
+}
+inline float sum_of(const Vec (&chains)[kChains]) { return ((chains[0] + chains[1]) + (chains[2] + chains[3])).sum(); }
+
 template <class T>
 void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   const int64_t C = a.columns;
@@ -14,24 +28,19 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   const T* bias = static_cast<const T*>(a.bias);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * C;
+    Vec total[kChains], squares[kChains];
     if (a.residual) {
       const T* residual = static_cast<const T*>(a.residual) + row * C;
       T* sum = static_cast<T*>(a.sum) + row * C;
-      for (int64_t c = 0; c < C; c += Vec::width) {
-        const int n = int(C - c < Vec::width ? C - c : Vec::width);
-        store(sum + c, load(x + c, n) + load(residual + c, n), n);
-      }
+      over_columns(C, [&](int64_t c, int n, int chain) { store_coarse(sum + c, load(x + c, n) + load(residual + c, n), n); });
       x = sum;  // the sum is rounded to the type before it is normalised
     }
     float mean = 0;
     if (a.centred) {
-      Vec total;
-      for (int64_t c = 0; c < C; c += Vec::width) total = total + load(x + c, int(C - c < Vec::width ? C - c : Vec::width));
-      mean = total.sum() / float(C);
+      over_columns(C, [&](int64_t c, int n, int chain) { total[chain] = total[chain] + load(x + c, n); });
+      mean = sum_of(total) / float(C);
     }
-    Vec squares;
-    for (int64_t c = 0; c < C; c += Vec::width) {
-      const int n = int(C - c < Vec::width ? C - c : Vec::width);
+    over_columns(C, [&](int64_t c, int n, int chain) {
       Vec d = load(x + c, n);
       if (a.centred) {
         d = d - Vec(mean);
@@ -41,17 +50,16 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
           d = load(lanes, n);
         }
       }
-      squares = fma(d, d, squares);
-    }
-    const Vec scale(1.0f / std::sqrt(squares.sum() / float(C) + a.eps)), shift(a.centred ? mean : 0.0f), offset(a.offset);
+      squares[chain] = fma(d, d, squares[chain]);
+    });
+    const Vec scale(1.0f / std::sqrt(sum_of(squares) / float(C) + a.eps)), shift(a.centred ? mean : 0.0f), offset(a.offset);
     T* y = static_cast<T*>(a.y) + row * C;
-    for (int64_t c = 0; c < C; c += Vec::width) {
-      const int n = int(C - c < Vec::width ? C - c : Vec::width);
+    over_columns(C, [&](int64_t c, int n, int chain) {
       Vec out = (load(x + c, n) - shift) * scale;
       if (weight) out = out * (load(weight + c, n) + offset);
       if (bias) out = out + load(bias + c, n);
-      store(y + c, out, n);
-    }
+      store_coarse(y + c, out, n);
+    });
   }
 }
 

@@ -87,7 +87,9 @@ struct Vec {
 inline __mmask16 first(int n) { return n >= 16 ? __mmask16(0xffff) : __mmask16((1u << n) - 1); }
 inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline Vec load(const bf16* p, int n) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p)), 16));
+  const bool whole = __builtin_constant_p(n) && n >= 16;  // the compiler does not see that a mask hides nothing
+  const __m256i bits = whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi16(first(n), p);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 inline Vec load(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
@@ -182,6 +184,19 @@ inline void store(T* p, Vec x, int n) {
   for (int i = 0; i < (n < 4 ? n : 4); ++i) narrow(x.v[i], p[i]);
 }
 
+#endif
+
+// As store, but that subnormal numbers may become zero: in bf16 one instruction where there is one.
+template <class T>
+inline void store_coarse(T* p, Vec x, int n) {
+  store(p, x, n);
+}
+#if defined(__AVX512BF16__)
+inline void store_coarse(bf16* p, Vec x, int n) {
+  const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
+  if (__builtin_constant_p(n) && n >= 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
+  _mm256_mask_storeu_epi16(p, first(n), bits);
+}
 #endif
 
 }  // namespace INFUSE_ISA

@@ -1,0 +1,162 @@
+"""A block of an encoder in one call of C++ (layers/encoder_call.py) against the same block part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import BY_NAME
+from tolerance import assert_near
+from torch import Tensor, nn
+
+import infuse
+from infuse.layers.block import Block
+from infuse.layers.encoder_call import EncoderCall
+from infuse.ops.cpu import isa, kernels
+from infuse.ops.cpu.linear import _takes_tiles
+
+pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+WITH_TILES = isa() in ("avx512_bf16", "avx512_amx") and _takes_tiles()
+POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
+
+
+def model_of(name: str, quant: str | None = None) -> nn.Module:
+    wide = dict(hidden_size=128, intermediate_size=192) if quant else {}
+    engine = infuse.init_inference(BY_NAME[name].make(**wide), dtype=torch.bfloat16, **({"quant": quant} if quant else {}))
+    return engine.module
+
+
+def block_of(name: str, quant: str | None = None) -> Block:
+    return next(module for module in model_of(name, quant).modules() if isinstance(module, Block))
+
+
+def given(block: Block, batch: int, tokens: int) -> Tensor:
+    return torch.randn(batch, tokens, block.shape.attn.hidden, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+
+
+@contextmanager
+def part_by_part(block: Block) -> Iterator[None]:
+    held, block._encoder_call = block._encoder_call, None
+    yield
+    block._encoder_call = held
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each block that was asked for its layer, whether it did it in one call."""
+    found: list[bool] = []
+    call = EncoderCall.__call__
+
+    def noted(self: EncoderCall, *args: object) -> Tensor | None:
+        out = call(self, *args)  # type: ignore[arg-type]
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(EncoderCall, "__call__", noted)
+    return found
+
+
+def only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@torch.no_grad()
+def compare(block: Block, x: Tensor, mask: Tensor | None = None) -> None:
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        torch.full((1 << 20,), torch.nan, dtype=torch.bfloat16)  # what the call finds in memory that it does not fill
+        found = only(block(x, attention_mask=mask))
+        with part_by_part(block):
+            wanted = only(block(x, attention_mask=mask))
+        torch.set_num_threads(before)
+        assert_near(found, wanted, torch.bfloat16, f"{threads} threads")
+
+
+# Alone on few and on many tokens, sequences that threads share, that each takes alone, and that divide among them unevenly.
+SIZES = [(1, 9), (1, 128), (1, 77), (2, 128), (3, 50), (9, 33), (16, 128), (7, 300)]
+
+
+@pytest.mark.parametrize(("batch", "tokens"), SIZES)
+@pytest.mark.parametrize("name", [POST, PRE])
+def test_a_layer_in_one_call_is_the_parts_one_by_one(name: str, batch: int, tokens: int, taken: list[bool]) -> None:
+    block = block_of(name)
+    taken.clear()
+    compare(block, given(block, batch, tokens))
+    assert taken == [WITH_TILES] * 3
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4", "int4:32:asymmetric", "fp8", "fp6"])
+def test_every_format(quant: str, taken: list[bool]) -> None:
+    block = block_of(POST, quant)
+    for batch, tokens in ((1, 29), (1, 128), (8, 100)):
+        taken.clear()
+        compare(block, given(block, batch, tokens))
+        assert taken == [WITH_TILES] * 3
+    taken.clear()
+    compare(block, given(block, 2, 14))
+    assert taken == [False] * 3, "so few rows stream the codes"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["bool", "added", "of each head"])
+def test_masks_hide_of_each_sequence_what_they_say(kind: str, batch: int, taken: list[bool]) -> None:
+    block, tokens = block_of(POST), 130
+    allowed = torch.rand(batch, 1, tokens, tokens, generator=torch.Generator().manual_seed(batch)) > 0.3
+    mask = allowed
+    if kind == "added":
+        mask = torch.zeros(batch, 1, tokens, tokens).masked_fill(~allowed, torch.finfo(torch.bfloat16).min).bfloat16()
+    elif kind == "of each head":
+        mask = allowed.expand(-1, block.shape.attn.heads, -1, -1)
+    x = given(block, batch, tokens)
+    taken.clear()
+    compare(block, x, mask)
+    assert taken == [WITH_TILES] * 3
+    with torch.no_grad():
+        assert not torch.allclose(only(block(x, attention_mask=mask)), only(block(x)), atol=1e-2)
+
+
+def test_what_is_empty_or_of_other_dtypes_goes_part_by_part(taken: list[bool]) -> None:
+    block = block_of(POST)
+    taken.clear()
+    compare(block, given(block, 0, 16))
+    assert taken == [False] * 3
+    taken.clear()
+    block.float()
+    compare(block, given(block, 1, 16).float())
+    assert not any(taken)
+
+
+def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
+    block = block_of(POST)
+    x, heard = given(block, 1, 64), []
+    for name, part in block.named_modules():
+        if name in ("norm1", "norm2", block.shape.attn.name, f"{block.shape.attn.name}.qkv", "mlp", "mlp.up", "mlp.down"):
+            taken.clear(), heard.clear()
+            handle = part.register_forward_hook(lambda module, args, output: heard.append(module))
+            with torch.no_grad():
+                block(x)
+            handle.remove()
+            assert len(heard) == 1 and taken == [False]
+
+
+def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
+    block = block_of(POST)
+    x = given(block, 1, 64)
+    with torch.no_grad():
+        before = only(block(x))
+        block.mlp.down.weight.mul_(2)
+        assert not torch.allclose(only(block(x)), before, atol=1e-2)
+        weight = block.mlp.up.weight
+        weight.data = torch.stack((weight.data, weight.data), dim=-1)[..., 0]
+        taken.clear()
+        compare(block, x)
+    assert not any(taken), "a weight that no kernel takes"
+
+
+def test_decoders_and_positions_of_their_own_are_not_asked() -> None:
+    for name in ("llama", "modernbert"):
+        blocks = [module for module in model_of(name).modules() if isinstance(module, Block)]
+        assert blocks and all(block._encoder_call is None for block in blocks)
