@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infuse.ops.cpu import CODES, kernels
+from infuse.ops.cpu import kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
-from infuse.quant.format import quant_format
+from infuse.ops.cpu.quantized_linear import code_of
 
 # Up to so many rows (tokens of all batches) the products are those that stream the weights once: ops/cpu/linear.py, binding_panels.cpp.
 MOST_STEP_ROWS = 8
@@ -68,7 +68,7 @@ class LayerForm:
             integers += [0, 0, -1, -1] if norm is None else [1, int(norm.centred), norm.weight, norm.bias]
             reals += [0.0, 0.0] if norm is None else [norm.eps, norm.offset]
         for linear in self.linears:
-            code = -1 if linear.format is None else CODES.index(quant_format(linear.format).name)
+            code = -1 if linear.format is None else code_of(linear.format)
             integers += [code, linear.outputs, linear.weight, linear.scale, linear.zero, linear.bias]
         return torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
 

@@ -29,7 +29,7 @@ from infuse.ops.op import Layout
 from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
 
 PANEL_ROWS = 16
-SHORT_ACTIVATIONS = 8  # beside a code: kShortX in src/binding_panels.cpp
+SHORT_ACTIVATIONS = 8  # beside a code: kShortX in src/binding.h
 UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
 
 
@@ -95,7 +95,8 @@ def _interleave(of_rows: Tensor, to: Tensor) -> None:
 
 
 @cache
-def _code(format: str) -> int:
+def code_of(format: str) -> int:
+    """The number by which the kernels know a format."""
     chosen = quant_format(format)
     return CODES.index(chosen.name) + (SHORT_ACTIVATIONS if chosen.activation_bits == 8 else 0)
 
@@ -107,7 +108,7 @@ PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)
 def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
 ) -> Any:
-    code, dtype = _code(format), x.dtype
+    code, dtype = code_of(format), x.dtype
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
         return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
@@ -130,7 +131,7 @@ def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
     *weight, name, gated = given
     data, scale, zero, bias, outputs, _, format = weight
     if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
-        y = kernels().quantized_linear.default(x, data, scale, zero, bias, _code(format), outputs, ACTIVATION_NUMBERS[name], gated)
+        y = kernels().quantized_linear.default(x, data, scale, zero, bias, code_of(format), outputs, ACTIVATION_NUMBERS[name], gated)
         if y is not None:
             return y
     return (gated_activation if gated else activation).body("cpu")(_quantized_linear(x, *weight), name)
@@ -144,5 +145,5 @@ def _quantized_embedding(
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
     out = torch.empty(*index.shape, width, dtype=dtype)
     scale = scale.to(SCALE_DTYPE)
-    kernels().gather_rows.default(data, scale, zero, _code(format), index.to(torch.int64).contiguous(), out)
+    kernels().gather_rows.default(data, scale, zero, code_of(format), index.to(torch.int64).contiguous(), out)
     return out

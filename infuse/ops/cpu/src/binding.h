@@ -20,6 +20,10 @@ inline Type type_of(const Tensor& t) {
   return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
 }
 
+// The code of a quantized weight, as ops/cpu/quantized_linear.py gives it: beside it stands whether x may be rounded to 8 bits.
+constexpr int64_t kShortX = 8;
+inline Code code_of(int64_t code) { return Code(code & ~kShortX); }
+
 constexpr int64_t kMostAxes = 8;
 
 // An uninitialised tensor of the type of `like`. Directly, not through the dispatcher, which takes longer than the smaller kernels.

@@ -76,7 +76,7 @@ inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs) {
   if (linear.code < 0) {
     return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == linear.outputs && weight.size(1) == inputs;
   }
-  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(Code(linear.code)) && weight.size(0) * 16 >= linear.outputs;
+  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(code_of(linear.code)) && weight.size(0) * 16 >= linear.outputs;
   const Tensor& scale = *linear.scale;
   return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() && (!linear.zero || linear.zero->is_contiguous());
 }

@@ -12,12 +12,11 @@ constexpr int64_t kPanelRows = 16;
 // Up to so many rows of x, weights are decoded for each block of x anew; beyond, a tile of them is decoded once (where both take
 // as long, 8192 x 2048, bf16: 26 to 30 in every format) or the whole weight (1024 x 1024, float32).
 constexpr int64_t kFewRows = 28, kFewRowsFloat = 24;
-// The same where x may be rounded to 8 bits, which is what this flag of a code says.
-constexpr int64_t kFewRowsInteger = 8, kShortX = 8;
+constexpr int64_t kFewRowsInteger = 8;  // the same where x may be rounded to 8 bits
 
 void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
   a.weight = data.const_data_ptr();
-  a.code = Code(code & ~kShortX);
+  a.code = code_of(code);
   a.outputs = outputs, a.inputs = data.size(1) * 32 / bits_of(a.code);  // data [panels, words, 16] words
   a.scale = static_cast<const uint16_t*>(scale.const_data_ptr());
   a.zero = zero ? static_cast<const int8_t*>(zero->const_data_ptr()) : nullptr;
@@ -33,11 +32,16 @@ void few_rows(LinearArgs& a) {
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 
-// Whether x is to be rounded to 8 bits: not where AMX multiplies bf16 faster.
-bool by_integer_tiles(const LinearArgs& a, int64_t code) {
-  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
+// Whether y was made with x rounded to 8 bits: where the code allows that, and there is no AMX, which multiplies bf16 faster.
+bool multiply_integers(LinearArgs& a, int64_t columns, int64_t code, int64_t threads) {
+  const TileKernels& kernel = kernels().panels.integer_tiles;
   const bool amx = left_to_pytorch() || std::strcmp(kernels().isa, "avx512_amx") == 0;
-  return !(amx && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
+  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernel.multiply || (amx && a.type == Type::bf16)) return false;
+  if (a.inputs / a.groups > kMostIntegerInputs) return false;
+  std::atomic<bool> finite{true};
+  a.finite = &finite;
+  multiply_by_tiles(a, columns, kernel, threads);
+  return finite;
 }
 
 // With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at; with an activation
@@ -51,14 +55,12 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   const int64_t columns = gated ? outputs / 2 : outputs;
   const PanelKernels& kernel = kernels().panels;
   const bool whole = !gated || columns % kPanelRows == 0;
+  const int64_t threads = torch::stable::get_num_threads();
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   a.rows = x.numel() / a.inputs, a.type = type_of(x);
-  if (whole && columns && by_integer_tiles(a, code)) {
+  if ((code & kShortX) && whole && columns) {
     Tensor y = begin_product(a, x, bias, columns);
-    std::atomic<bool> finite{true};
-    a.finite = &finite;
-    multiply_by_tiles(a, columns, kernel.integer_tiles);
-    if (finite) return y;
+    if (multiply_integers(a, columns, code, threads)) return y;
   }
   const bool bf16 = a.type == Type::bf16, many = a.rows > (bf16 ? kFewRows : kFewRowsFloat);
   if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
@@ -66,7 +68,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
   if (many) {
-    multiply_by_tiles(a, columns, kernel.tiles);
+    multiply_by_tiles(a, columns, kernel.tiles, threads);
     return y;
   }
   few_rows(a);
@@ -226,7 +228,8 @@ void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
                  int64_t threads) {
   take_panels(a, data, scale, zero, code, outputs);
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
-  multiply_by_tiles(a, a.gated ? outputs / 2 : outputs, kernels().panels.tiles, threads);
+  const int64_t columns = a.gated ? outputs / 2 : outputs;
+  if (!multiply_integers(a, columns, code, threads)) multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
