@@ -6,11 +6,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as t
 from families import BY_NAME, DECODERS, Family, inputs
+from ranks import Ranks
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
@@ -141,6 +143,19 @@ def test_up_to_the_cap(ran: list[Course]) -> None:
     assert len(ran) == ALL
     with pytest.raises(infuse.ContextLimitError):
         generate(engine, max_new_tokens=NEW + 1)
+
+
+def on_rank() -> tuple[Tensor, int]:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", tensor_parallel={"tp_size": 2})
+    with mock.patch.object(Course, "run", autospec=True, side_effect=Course.run) as run:
+        return generate(engine), run.call_count
+
+
+def test_ranks_agree_on_each_step(ranks: Ranks) -> None:
+    """By a hook on the model, which is called at every one."""
+    exact = generate(BY_NAME["llama"].make())
+    for tokens, straight in ranks.run(2, on_rank):
+        assert torch.equal(tokens, exact) and not straight
 
 
 # ---- who listens
