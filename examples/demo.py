@@ -67,10 +67,11 @@ def main() -> None:
     models = {"transformers float32": original, "infuse float32": engine, f"transformers {dtype}": eager, f"infuse {dtype}": default}
     speeds = tokens_per_second(models, inputs)
     table = Table(title=f"decoding, batch 1, {NEW_TOKENS} new tokens, {torch.get_num_threads()} threads")
-    for column in ("", "tokens/s", "times transformers float32"):
+    for column in ("", "tokens/s", "times transformers float32", "times transformers of the same dtype"):
         table.add_column(column, justify="left" if not column else "right")
     for name, speed in speeds.items():
-        table.add_row(name, f"{speed:,.0f}", f"{speed / speeds['transformers float32']:.2f}")
+        same = speeds[f"transformers {name.rpartition(' ')[2]}"]
+        table.add_row(name, f"{speed:,.0f}", f"{speed / speeds['transformers float32']:.2f}", f"{speed / same:.2f}")
     console.print(table)
     if texts[0] != texts[1]:
         sys.exit(1)

@@ -25,7 +25,7 @@ LEVELS = {
     "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
     "runtime.choose": 8, "runtime.bucket": 8, "runtime.buckets": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8,
     "runtime.forward": 8,
-    "runtime.agreement": 8, "runtime.lent": 8, "runtime.together": 8,
+    "runtime.agreement": 8, "runtime.lent": 8, "runtime.together": 8, "runtime.straight": 8, "runtime.course": 1,
     "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
 }
@@ -37,7 +37,7 @@ NEIGHBOURS = {
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
     "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/choose.py", "runtime/decode.py",
-    "runtime/loop.py", "verify.py", "weights/names.py",
+    "runtime/loop.py", "runtime/straight.py", "verify.py", "weights/names.py",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 330, 60
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

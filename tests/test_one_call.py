@@ -112,7 +112,27 @@ def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: b
     assert taken.count(True) == (9 if together else 0)
 
 
-def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
+@contextmanager
+def listening(part: nn.Module, way: str, tell: Callable[[], None]) -> Iterator[None]:
+    """While the `with` runs, `tell` is called with each call of the part: by a hook after it, one before it, or its own forward."""
+    forward = part.forward
+    if way == "forward":
+
+        def told(*args: object) -> object:
+            tell()
+            return forward(*args)
+
+        part.forward = told  # type: ignore[method-assign]
+        yield
+        del part.forward
+        return
+    handle = getattr(part, way)(lambda *_: tell())
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("way", ["register_forward_hook", "register_forward_pre_hook", "forward"])
+def test_whoever_listens_to_a_part_hears_it(way: str, taken: list[bool]) -> None:
     family = BY_NAME["llama"]
     engine = infuse.init_inference(family.make(), dtype=torch.float32)
     block = blocks(engine.module)[1]
@@ -120,9 +140,8 @@ def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
     for name, part in block.named_modules():
         if name in ("norm1", "norm2", "self_attn", "self_attn.qkv", "self_attn.out", "mlp", "mlp.up", "mlp.down"):
             taken.clear(), heard.clear()
-            handle = part.register_forward_hook(lambda module, args, output, name=name: heard.append(name))
-            compare(engine, family, torch.float32)
-            handle.remove()
+            with listening(part, way, lambda name=name: heard.append(name)):
+                compare(engine, family, torch.float32)
             assert heard == [name] * 8, "the prompt and three steps, twice"
             assert taken.count(True) == 6, "the other two layers, three steps"
     taken.clear()

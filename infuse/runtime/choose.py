@@ -1,13 +1,18 @@
 """The next token of each row from its scores, on the device: processors, the largest or a sample, padding for rows that have ended.
 
+And on the host, step by step: processors as transformers calls them, for less (Processed), and which rows end (ends_of).
+
 Suffixes: B batch, I columns of ids, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +23,9 @@ from transformers.generation import (
     EpsilonLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessorList,
     MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -137,3 +144,59 @@ def fused_settings(processors: Iterable[Any]) -> tuple[float, int, float] | None
         last = place
         found[_FUSED[place][1]] = getattr(processor, _FUSED[place][1])
     return found["temperature"], found["top_k"], found["top_p"]
+
+
+# ---- on the host, step by step
+
+
+class Processed:
+    """The scores that transformers' list of processors gives, without its look at the signature of each one at every step."""
+
+    def __init__(self, processors: Any):
+        self._processors = processors
+        self._calls: dict[int, tuple[Any, Any]] = {}  # by the id of a processor: itself, and what is called
+
+    def __bool__(self) -> bool:
+        return bool(self._processors)
+
+    def __call__(self, ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
+        """May change `scores_BV`."""
+        if type(self._processors) is not LogitsProcessorList:
+            return self._processors(ids_BI, scores_BV)
+        for processor in self._processors:
+            found = self._calls.get(id(processor))
+            if found is None:
+                found = self._calls[id(processor)] = processor, _call_of(processor)
+            scores_BV = found[1](ids_BI, scores_BV)
+        return scores_BV
+
+
+def _call_of(processor: Any) -> Any:
+    """The processor itself where it takes ids and scores alone; else transformers' list of it, which says what is wrong."""
+    if type(processor) is MinNewTokensLengthLogitsProcessor:
+        return partial(_without_ends, processor, processor.eos_token_id.tolist())
+    try:
+        takes_two = len(inspect.signature(processor.__call__).parameters) <= 2
+    except (TypeError, ValueError):
+        takes_two = False
+    return processor if takes_two else LogitsProcessorList([processor])
+
+
+def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
+    """What MinNewTokensLengthLogitsProcessor does: it looks for the ends in the whole vocabulary at every step."""
+    if ids_BI.shape[-1] - processor.prompt_length_to_skip >= processor.min_new_tokens:
+        return scores_BV
+    inside = torch.tensor([end for end in ends if 0 <= end < scores_BV.shape[-1]], dtype=torch.long, device=scores_BV.device)
+    return scores_BV.index_fill(-1, inside, -math.inf)
+
+
+def ends_of(criteria: Iterable[Any]) -> tuple[set[int], list[Any]]:
+    """The tokens at which a row ends, as far as transformers' own criteria say, and the criteria that have to be asked at each step."""
+    ends: set[int] = set()
+    asked = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends.update(criterion.eos_token_id.tolist())
+        elif not isinstance(criterion, MaxLengthCriteria):
+            asked.append(criterion)
+    return ends, asked

@@ -139,7 +139,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
         kwargs["past_key_values"] = cache
         if asked.is_plain_search():
-            kwargs["custom_generate"] = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group)
+            watched = _is_watched if lent is None and installed.group.size == 1 else None
+            ours = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group, watched=watched)
+            kwargs["custom_generate"] = ours
     result = None
     try:
         result = type(self).generate(self, *args, **kwargs)

@@ -8,19 +8,22 @@ graphs, tokens are chosen there too, in graphs of whole steps (device_loop.py), 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from torch import Tensor, nn
+from transformers.generation import EosTokenCriteria
 
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.bucket import NEVER, State
-from infuse.runtime.choose import Choice, Choose, choice_of
+from infuse.runtime.choose import Choice, Choose, Processed, choice_of, ends_of
 from infuse.runtime.device_loop import Interrupted, Run, finish, ordinary
 from infuse.runtime.lent import LentCache
+from infuse.runtime.straight import Straight
 
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
@@ -36,35 +39,42 @@ def decode(
     streamer: Any = None,
     lent: LentCache | None = None,
     group: Group = LOCAL,
+    watched: Callable[[nn.Module], bool] | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
 
-    `lent` is the cache that the prompt goes to, on devices with graphs.
+    `lent` is the cache that the prompt goes to, on devices with graphs; without it steps on CPUs may go straight (straight.py): `watched`
+    tells whether a caller's hooks are on a module.
     """
     prompt_tokens, limit_tokens = input_ids.shape[1], stopping_criteria.max_length
-    others = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
-    stops_at_eos = any(isinstance(criterion, EosTokenCriteria) or hasattr(criterion, "eos_token_id") for criterion in others)
+    processed, (ends, asked) = Processed(logits_processor), ends_of(stopping_criteria)
+    pads = bool(ends) or any(isinstance(one, EosTokenCriteria) or hasattr(one, "eos_token_id") for one in asked)
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    steps = _Steps(model, input_ids, model_kwargs)
+    all_run = not asked  # no row has ended, as far as is known without a look at `unfinished`
+    steps = _Steps(model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, limit_tokens, watched))
     while True:
-        logits = steps.logits()
-        scores = logits_processor(input_ids, logits) if logits_processor else logits
+        scores = steps.scores(copy=bool(processed))
+        if processed:
+            scores = processed(input_ids, scores)
         if generation_config.do_sample:
             tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = scores.argmax(dim=-1)
         tokens = group.broadcast(tokens, "the tokens")  # rank 0's, whatever another one's rounding says
-        if stops_at_eos:
+        if pads and not all_run:
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         if streamer is not None:
             streamer.put(ordinary(tokens).cpu())
         done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
-        for criterion in others:
+        for criterion in asked:
             unfinished = unfinished & ~criterion(input_ids, None)
-        if done or (others and not bool(unfinished.any())):
+        if ends and not ends.isdisjoint(row := tokens.tolist()):
+            unfinished = unfinished & torch.tensor([token not in ends for token in row], device=unfinished.device)
+            all_run = False
+        if done or (not all_run and not bool(unfinished.any())):
             break
         steps.advance(tokens, input_ids)
         if lent is not None and lent.run is not None and steps.follows:
@@ -74,7 +84,7 @@ def decode(
                 result = _finished(steps, lent.run, choose, limit_tokens, streamer)
                 if isinstance(result, Tensor):
                     return result
-                input_ids, unfinished = result.ids_BI, result.unfinished_B
+                input_ids, unfinished, all_run = result.ids_BI, result.unfinished_B, False
             lent = None
     if streamer is not None:
         streamer.end()
@@ -94,18 +104,23 @@ def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None,
 class _Steps:
     """The model's inputs, step by step."""
 
-    def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any]):
-        self.model, self.kwargs = model, kwargs
+    def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], make_straight: Callable[[], Straight] | None):
+        self.model, self.kwargs, self._make_straight = model, kwargs, make_straight
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether a step's inputs follow from the last one's without asking the model
         self.mask: Tensor | None = None
+        self._straight: Straight | None = None
 
-    def logits(self) -> Tensor:
-        """Float32 scores of the next token, [B, vocabulary]; a copy, which processors may change."""
-        outputs = self.model(**self.inputs, return_dict=True)
-        if not self.follows:
-            self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        return outputs.logits[:, -1].to(dtype=torch.float32, copy=True)
+    def scores(self, copy: bool) -> Tensor:
+        """Float32 scores of the next token, [B, vocabulary]; `copy`: they may be changed."""
+        if self._straight is not None:
+            logits = self._straight.logits(self.inputs)
+        else:
+            outputs = self.model(**self.inputs, return_dict=True)
+            logits = outputs.logits
+            if not self.follows:
+                self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        return logits[:, -1].to(dtype=torch.float32, copy=copy)
 
     def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
         """Make the inputs of the next step."""
@@ -119,6 +134,8 @@ class _Steps:
             return
         self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.kwargs)
         self.follows = self._can_follow(tokens)
+        if self.follows and self._make_straight is not None and tokens.device.type == "cpu" and self.inputs.get("attention_mask") is None:
+            self._straight = self._make_straight()
 
     def _can_follow(self, tokens: Tensor) -> bool:
         """Whether what the model prepared for a decode step is understood well enough to continue it."""
