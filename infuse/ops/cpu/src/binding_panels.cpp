@@ -38,7 +38,7 @@ bool multiply_integers(LinearArgs& a, int64_t columns, int64_t code, int64_t thr
   const bool amx = left_to_pytorch() || std::strcmp(kernels().isa, "avx512_amx") == 0;
   if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernel.multiply || (amx && a.type == Type::bf16)) return false;
   if (a.inputs / a.groups > kMostIntegerInputs) return false;
-  std::atomic<bool> finite{true};
+  bool finite = true;
   a.finite = &finite;
   multiply_by_tiles(a, columns, kernel, threads);
   return finite;

@@ -29,7 +29,7 @@ void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, ui
   const int64_t length = a.inputs / a.groups;
   for (int64_t g = 0; g < a.groups; ++g, x += length) {
     const FixedPoint fixed = FixedPoint::of(x, length, kMostByte);
-    if (std::isnan(fixed.scale)) a.finite->store(false, std::memory_order_relaxed);
+    if (std::isnan(fixed.scale)) __atomic_store_n(a.finite, false, __ATOMIC_RELAXED);
     uint32_t* quads = to + kHeaders * count + r;
     __m512i sums = _mm512_setzero_si512();
     by_sixteen(length, [&](int64_t i, int n) {

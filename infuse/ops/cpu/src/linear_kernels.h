@@ -3,7 +3,6 @@
 // Suffixes: R rows of x, I inputs, O outputs, G groups of inputs that share a scale.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 
 #include "types.h"
@@ -32,7 +31,7 @@ struct LinearArgs {
   bool activates, gated;
   Act act;
 
-  std::atomic<bool>* finite;  // or null: what becomes false where x rounded to 8 bits is not
+  bool* finite;  // of x rounded to 8 bits: becomes false, by any thread, where x is not
   int64_t row_bytes, ahead;  // of tiles: a weight row; from a tile to the next that its thread is likely to take, in outputs or gates
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
