@@ -47,7 +47,7 @@ PROBE_BYTES = 1 << 28  # a quarter of what bench/probe.py reads: large beside an
 
 Folder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too.")]
 DtypeName = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")]
-QuantName = Annotated[str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, or "int4:128".')]
+QuantName = Annotated[str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, "int4:128", or "int8:a8".')]
 Verify = Annotated[
     Literal["sample", "all", "strict", "off"], typer.Option(help="Which layers are proven against the original before they are swapped.")
 ]

@@ -130,7 +130,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         steps=steps,
         left=tuple(decision.left),
         declined=decision.declines(),
-        notes=(*config.notes(device), *notes),
+        notes=(*config.notes(device), *notes, *decision.formats.idle(device, dtype)),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,

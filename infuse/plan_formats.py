@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+import torch
 from torch import nn
 
 from infuse import config_keys
 from infuse.config import InferenceConfig
+from infuse.device import Device
+from infuse.ops.cpu import keeps_activations
 from infuse.plan_text import grouped
 from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec.layer import LayerShape
@@ -39,7 +43,13 @@ class Formats:
         if self._everywhere is None:
             return None
         format = quant_format(self._everywhere)
-        return quant_format("int8") if path == self._head and format.bits < 8 else format
+        return replace(quant_format("int8"), activation_bits=format.activation_bits) if path == self._head and format.bits < 8 else format
+
+    def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
+        """What of the formats has no effect on the device."""
+        asked = [text for text in (self._everywhere, *self._by_name.values()) if text and quant_format(text).activation_bits == 8]
+        reason = keeps_activations(device, dtype) if asked else None
+        return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
 
     def left_alone(self, path: str) -> bool:
         """Whether a name keeps the linear at `path` from being quantized."""

@@ -130,8 +130,27 @@ class Capital(EosTokenCriteria):
 
 def test_criteria() -> None:
     own = Capital([7])
-    ends, asked = ends_of([EosTokenCriteria([2, 3]), MaxLengthCriteria(9), own, EosTokenCriteria(5)])
-    assert (ends, asked) == ({2, 3, 5}, [own])
+    ends = [EosTokenCriteria([2, 3]), EosTokenCriteria(5), EosTokenCriteria(torch.tensor(6))]
+    assert ends_of([MaxLengthCriteria(9), own, *ends]) == (9, {2, 3, 5, 6}, [own])
+    assert ends_of([]) == (None, set(), [])
+
+
+class Shorter(MaxLengthCriteria):
+    """Somebody's own, with a length of its own."""
+
+
+@pytest.mark.parametrize("criteria", [[Shorter(PROMPT + 4)], [MaxLengthCriteria(PROMPT + 6), MaxLengthCriteria(PROMPT + 4)]], ids=len)
+def test_the_shortest_length_counts(criteria: list) -> None:
+    original, engine = pair()
+    exact, found = (generate(model, do_sample=False, stopping_criteria=t.StoppingCriteriaList(criteria)) for model in (original, engine))
+    assert torch.equal(found, exact) and exact.shape[1] == PROMPT + 4
+
+
+def test_one_end_as_a_tensor_without_axes() -> None:
+    scores = torch.zeros(2, 9)
+    processors = LogitsProcessorList([MinNewTokensLengthLogitsProcessor(0, 5, torch.tensor(4))])
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert torch.equal(Processed(processors)(ids, scores.clone()), processors(ids, scores.clone()))
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -183,6 +183,16 @@ def test_integers_are_as_exact_as_the_weights_allow() -> None:
     assert float((found - wanted).square().mean().sqrt()) <= 1.05 * float((nearest - wanted).square().mean().sqrt())
 
 
+def test_an_outlier_coarsens_its_chunk_alone() -> None:
+    """One x of 1000 whose weights are zero, among 4096 that share a scale."""
+    x, weight = torch.randn(1, 4096).half(), torch.randn(200, 4096)
+    x[0, 77], weight[:, 77] = 1000, 0
+    held = quant_format("int8:row").quantize(weight)
+    found = quantized(x, held.data, held.scale, held.zero, None, 200, 4096, "int8:row").double()
+    wanted = exact(x, quant_format("int8:row").dequantize(held), None)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.004
+
+
 @pytest.mark.parametrize("text", FORMATS)
 def test_quantized_is_activated(text: str) -> None:
     for outputs in (2, 32, 34, 96):  # halves of whole panels, which one pass takes, and others

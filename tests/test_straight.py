@@ -92,13 +92,70 @@ def test_beyond_the_positions_of_the_config(name: str, ran: list[Course]) -> Non
     assert len(ran) == 140 - 1 - RECORDED
 
 
-@pytest.mark.parametrize(("window", "straight"), [(PROMPT + NEW, True), (PROMPT + NEW - 1, False), (PROMPT + 6, False)])
+@pytest.mark.parametrize(("window", "straight"), [(PROMPT + NEW, ALL), (PROMPT + NEW - 1, ALL - 1), (PROMPT + 6, 5 - RECORDED), (6, 0)])
 @pytest.mark.parametrize("name", ["mistral", "starcoder2"])
-def test_a_window_that_is_met_later(name: str, window: int, straight: bool, ran: list[Course]) -> None:
+def test_a_window_that_is_met_later(name: str, window: int, straight: int, ran: list[Course]) -> None:
     family = BY_NAME[name]
     engine = infuse.init_inference(family.make(sliding_window=window), dtype="fp32")
     assert torch.equal(generate(engine, name), generate(family.make(sliding_window=window), name))
-    assert len(ran) == (ALL if straight else 0)
+    assert len(ran) == straight
+
+
+@pytest.mark.parametrize("name", ["mistral", "starcoder2"])
+def test_a_window_that_is_met_after_embeddings(name: str, ran: list[Course]) -> None:
+    """Where a prompt of embeddings is given, the limit that transformers tells counts the new tokens alone."""
+    original = BY_NAME[name].make(sliding_window=PROMPT + 6)
+    engine = infuse.init_inference(BY_NAME[name].make(sliding_window=PROMPT + 6), dtype="fp32")
+    embeddings = original.get_input_embeddings()(inputs(BY_NAME[name], 2, PROMPT)["input_ids"]).detach()
+    asked: dict[str, Any] = dict(inputs_embeds=embeddings, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(engine.generate(**asked), original.generate(**asked))
+    assert len(ran) == 5 - RECORDED
+
+
+def test_a_preparation_that_begins_anew(ran: list[Course]) -> None:
+    """Phi3 drops its cache where the short frequencies end."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    changes = dict(original_max_position_embeddings=PROMPT + 5, rope_parameters={**rope, "original_max_position_embeddings": PROMPT + 5})
+    engine = infuse.init_inference(BY_NAME["phi3"].make(**changes), dtype="fp32")
+    assert torch.equal(generate(engine, "phi3"), generate(BY_NAME["phi3"].make(**changes), "phi3"))
+    assert not ran
+
+
+def test_a_preparation_of_the_models_own(llama: tuple, ran: list[Course]) -> None:
+    original, engine = llama
+    prepare, calls = engine.module.prepare_inputs_for_generation, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return prepare(*args, **kwargs)
+
+    engine.module.prepare_inputs_for_generation = counted
+    assert torch.equal(generate(engine), generate(original))
+    assert len(calls) == NEW and not ran
+
+
+def test_fewer_layers_from_a_step_on(llama: tuple, ran: list[Course]) -> None:
+    original, engine = llama
+
+    def fewer(model: Any) -> Callable[[], None]:
+        return lambda: setattr(model.config, "num_hidden_layers", 2)
+
+    exact = generate(original, batch=1, streamer=After(6, fewer(original)))
+    assert torch.equal(generate(engine, batch=1, streamer=After(6, fewer(engine.module))), exact)
+    assert len(ran) == 6 - 1 - RECORDED
+
+
+def test_whoever_puts_a_call_around_all_modules(llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch) -> None:
+    original, engine = llama
+    exact, heard, call = generate(original), [], nn.Module.__call__
+
+    def traced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        heard.append(type(self))
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", traced)
+    assert torch.equal(generate(engine), exact)
+    assert heard.count(t.LlamaModel) == NEW and not ran
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])
@@ -281,8 +338,11 @@ def test_a_forward_that_is_put_on_an_outer_module(which: str, at: int, llama: tu
     assert len(ran) == max(at - 1 - RECORDED, 0)
 
 
+@pytest.mark.parametrize("around", [lambda wrapped: wrapped, can_return_tuple], ids=["", "by one of transformers"])
 @pytest.mark.parametrize("at", [0, 3, 6])
-def test_a_class_whose_forward_is_wrapped(at: int, llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_whose_forward_is_wrapped(
+    at: int, around: Callable, llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also by one that gives itself the original's name and module."""
     original, engine = llama
     exact, calls, forward = generate(original, batch=1), [], t.LlamaModel.forward
@@ -293,7 +353,7 @@ def test_a_class_whose_forward_is_wrapped(at: int, llama: tuple, ran: list[Cours
         return forward(self, *args, **kwargs)
 
     def put() -> None:
-        monkeypatch.setattr(t.LlamaModel, "forward", wrapped)
+        monkeypatch.setattr(t.LlamaModel, "forward", around(wrapped))
 
     if not at:
         put()
@@ -468,6 +528,11 @@ class Dictionary(nn.Module):
         return {"hidden": hidden * 3}
 
 
+class Nested(nn.Module):
+    def forward(self, x: Tensor) -> tuple:
+        return (x, x), x * 2
+
+
 class Outer(t.PreTrainedModel):
     """`between` is what it does between its modules."""
 
@@ -476,6 +541,7 @@ class Outer(t.PreTrainedModel):
     def __init__(self, between: Callable[[Any, Tensor, Tensor], Tensor]):
         super().__init__(t.LlamaConfig())
         self.embedding, self.first, self.two, self.dictionary = nn.Embedding(9, 4), Note(2.0), Two(), Dictionary()
+        self.nested = Nested()
         self.head = Note(3.0)
         self.scale = nn.Parameter(torch.ones(1))
         self.between, self.step = between, 0
@@ -501,6 +567,10 @@ def a_tuple_put_together(self: Any, x: Tensor, positions: Tensor) -> Tensor:
 
 def a_tuple_passed_on(self: Any, x: Tensor, positions: Tensor) -> Tensor:
     return self.head(self.embedding(positions), other=self.two(x))
+
+
+def a_tuple_inside_an_output(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+    return self.head(x, self.nested(x)[0])
 
 
 def twice(self: Any, x: Tensor, positions: Tensor) -> Tensor:
@@ -565,7 +635,7 @@ def positions_turned(self: Any, x: Tensor, positions: Tensor) -> Tensor:
     return self.head(x, self.embedding(positions.t()))
 
 
-STRAIGHT_COURSES = (on_a_whole, of_an_element, a_tuple_put_together, a_tuple_passed_on, twice, another_view)
+STRAIGHT_COURSES = (on_a_whole, of_an_element, a_tuple_put_together, a_tuple_passed_on, a_tuple_inside_an_output, twice, another_view)
 OTHERS = (
     a_number_that_counts, one_for_true, a_tensor_of_its_own, a_parameter, scaled, changed_in_place, changed_inside_a_tuple,
     changed_inside_a_dictionary, logits_changed, not_the_last_output, out_of_a_dictionary, positions_turned,
@@ -584,7 +654,7 @@ def made(between: Callable, monkeypatch: pytest.MonkeyPatch) -> tuple[Outer, Str
         positions = torch.full((2, 2), step) if step < RECORDED else torch.tensor([[0, 1], [2, 3]]) + step % 2
         return dict(input_ids=torch.randint(0, 9, (2, 2)), position_ids=positions, past_key_values=cache)
 
-    return model, Straight(model, None, lambda module: False), given
+    return model, Straight(model, lambda module: False), given
 
 
 @torch.no_grad()

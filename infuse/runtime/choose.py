@@ -63,7 +63,7 @@ def choice_of(processors: Any, criteria: Any, config: Any) -> Choice:
     needs_host = False
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
-            ends += criterion.eos_token_id.tolist()
+            ends += criterion.eos_token_id.reshape(-1).tolist()
         elif type(criterion) is not MaxLengthCriteria:
             needs_host = True
     keys = [_values(processor) for processor in processors]
@@ -174,7 +174,7 @@ class Processed:
 def _call_of(processor: Any) -> Any:
     """The processor itself where it takes ids and scores alone; else transformers' list of it, which says what is wrong."""
     if type(processor) is MinNewTokensLengthLogitsProcessor:
-        return partial(_without_ends, processor, processor.eos_token_id.tolist())
+        return partial(_without_ends, processor, processor.eos_token_id.reshape(-1).tolist())
     try:
         takes_two = len(inspect.signature(processor.__call__).parameters) <= 2
     except (TypeError, ValueError):
@@ -190,13 +190,15 @@ def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Te
     return scores_BV.index_fill(-1, inside, -math.inf)
 
 
-def ends_of(criteria: Iterable[Any]) -> tuple[set[int], list[Any]]:
-    """The tokens at which a row ends, as far as transformers' own criteria say, and the criteria that have to be asked at each step."""
+def ends_of(criteria: Iterable[Any]) -> tuple[int | None, set[int], list[Any]]:
+    """How many tokens there may be and at which tokens a row ends, as transformers' own criteria say it; and those to ask at each step."""
     ends: set[int] = set()
-    asked = []
+    limits, asked = [], []
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
-            ends.update(criterion.eos_token_id.tolist())
-        elif not isinstance(criterion, MaxLengthCriteria):
+            ends.update(criterion.eos_token_id.reshape(-1).tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            limits.append(criterion.max_length)
+        else:
             asked.append(criterion)
-    return ends, asked
+    return min(limits, default=None), ends, asked

@@ -68,11 +68,16 @@ class Record:
         self._calls: list[tuple[nn.Module, tuple[_Source, ...], tuple[tuple[str, _Source], ...], int]] = []
         self._elements: dict[int, list[tuple[int, int]]] = {}  # of an output that is a tuple: each element's number and place
         self._used: set[int] = set()
-        self._is_known, self._depth, self._thread = True, 0, threading.get_ident()
+        self._is_known, self._depth = True, 0
+        self._thread: int | None = threading.get_ident()
         self._args: tuple[_Source, ...] = ()
         self._kwargs: tuple[tuple[str, _Source], ...] = ()
         for value in given:
             self._add(value)
+
+    def close(self) -> None:
+        """Note nothing from now on."""
+        self._thread = None
 
     # Calls on other threads are not of this step; one that runs while the hooks are taken off may call them without keywords.
 
@@ -133,7 +138,8 @@ class Record:
             number = number if alike and torch.equal(self._copies[number], given) else None
         elif type(given) is tuple:
             inside = tuple(map(self._source, given))  # also of a known one: its tensors may have been changed
-            return inside if number is None else number
+            if number is None:
+                return inside
         self._is_known = self._is_known and number is not None
         self._used.add(number)  # type: ignore[arg-type]
         return number

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.generation import EosTokenCriteria
+from transformers.generation import EosTokenCriteria, GenerationMixin
 
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
@@ -47,13 +47,13 @@ def decode(
     `lent` is the cache that the prompt goes to, on devices with graphs; without it steps on CPUs may go straight (straight.py): `watched`
     tells whether a caller's hooks are on a module.
     """
-    prompt_tokens, limit_tokens = input_ids.shape[1], stopping_criteria.max_length
-    processed, (ends, asked) = Processed(logits_processor), ends_of(stopping_criteria)
+    prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
+    limit_tokens, ends, asked = ends_of(stopping_criteria)
     pads = bool(ends) or any(isinstance(one, EosTokenCriteria) or hasattr(one, "eos_token_id") for one in asked)
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # no row has ended, as far as is known without a look at `unfinished`
-    steps = _Steps(model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, limit_tokens, watched))
+    steps = _Steps(model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, watched), limit_tokens)
     while True:
         scores = steps.scores(copy=bool(processed))
         if processed:
@@ -104,8 +104,15 @@ def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None,
 class _Steps:
     """The model's inputs, step by step."""
 
-    def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], make_straight: Callable[[], Straight] | None):
-        self.model, self.kwargs, self._make_straight = model, kwargs, make_straight
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        make_straight: Callable[[], Straight] | None,
+        limit_tokens: int | None,
+    ):
+        self.model, self.kwargs, self._make_straight, self._limit_tokens = model, kwargs, make_straight, limit_tokens
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether a step's inputs follow from the last one's without asking the model
         self.mask: Tensor | None = None
@@ -140,8 +147,13 @@ class _Steps:
     def _can_follow(self, tokens: Tensor) -> bool:
         """Whether what the model prepared for a decode step is understood well enough to continue it."""
         inputs = self.inputs
-        if not type(self.model).prepare_inputs_for_generation.__module__.startswith("transformers."):
+        prepare = type(self.model).prepare_inputs_for_generation
+        if not prepare.__module__.startswith("transformers.") or "prepare_inputs_for_generation" in vars(self.model):
             return False  # a user's own preparation is asked at every step
+        if prepare is not GenerationMixin.prepare_inputs_for_generation:  # Phi3 begins anew with other frequencies
+            short = getattr(self.model.config, "original_max_position_embeddings", None)
+            if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
+                return False
         unknown = [name for name, value in inputs.items() if name not in _FOLLOWED and isinstance(value, Tensor)]
         ids, mask, positions = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("position_ids")
         if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens[:, None]):

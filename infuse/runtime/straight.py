@@ -22,17 +22,17 @@ from infuse.layers.linear import all_are_heard
 from infuse.runtime.course import Course, Record
 
 _STEP = ("input_ids", "position_ids", "past_key_values")  # a course starts from these
-# Up to so many tokens transformers makes no mask for a step, and from there on one.
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WINDOWS = ("sliding_window", "attention_chunk_size")  # of keys: from so many on transformers makes a mask for a step
+_CALL = nn.Module.__call__
 
 
 class Straight:
     """The logits of decode steps of `model`, whose inputs differ from step to step in ids and positions alone; there is no mask.
 
-    `watched` tells whether a caller's hooks are on a module. Prompt and answer have no more than `limit_tokens` together.
+    `watched` tells whether a caller's hooks are on a module.
     """
 
-    def __init__(self, model: nn.Module, limit_tokens: int | None, watched: Callable[[nn.Module], bool]):
+    def __init__(self, model: nn.Module, watched: Callable[[nn.Module], bool]):
         self._model = model
         self._outer: list[nn.Module] = []
         self._inner: list[nn.Module] = []  # the outermost of those that are called in any case
@@ -41,7 +41,10 @@ class Straight:
         self._course: Course | None = None
         self._follows_course = False
         self._may = bool(self._outer) and not any(map(_is_compiled, self._inner))
-        self._may = self._may and all(_hands_on(module, limit_tokens) and not watched(module) for module in self._outer)
+        self._may = self._may and all(_hands_on(module) and not watched(module) for module in self._outer)
+        configs = [module.config for module in self._outer if isinstance(module, PreTrainedModel)]
+        windows = [getattr(config, name, None) for config in configs for name in _WINDOWS]
+        self._window: int = min((window for window in windows if window), default=1 << 62)
 
     def _divide(self, module: nn.Module) -> None:
         if not isinstance(module, (PreTrainedModel, nn.ModuleList)):
@@ -65,6 +68,8 @@ class Straight:
         cache = inputs.get("past_key_values")
         if type(cache) is not KVCache or not cache.layers or cache.layers[0].place is not None or inputs.get("position_ids") is None:
             return False
+        if cache.layers[0].length + inputs["input_ids"].shape[1] >= self._window:
+            return False
         return not all_are_heard() and [_face(module) for module in self._outer] == self._faces
 
     def _recorded(self, inputs: dict[str, Any]) -> Tensor:
@@ -76,6 +81,7 @@ class Straight:
                 handles.append(module.register_forward_hook(record.after))
             logits = self._model(**inputs, return_dict=True).logits
         finally:
+            record.close()  # first: nothing is left to note, should one of the hooks stay
             for handle in handles:
                 handle.remove()
         before, self._course = self._course, record.course(logits)
@@ -85,24 +91,25 @@ class Straight:
 
 
 def _face(module: nn.Module) -> tuple:
-    """What shows that a module is as it was: its parts, its hooks, what is called."""
+    """What shows that a module is as it was: its parts and how many of them it uses, its hooks, what is called."""
     own, kind = vars(module), type(module)
     called = kind.forward, kind.__call__, own.get("forward"), own.get("_compiled_call_impl")
-    return *own["_modules"].values(), tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"]), *called, own["training"]
+    layers = vars(own["config"]).get("num_hidden_layers") if "config" in own else None
+    return *own["_modules"].values(), tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"]), *called, own["training"], layers
 
 
-def _hands_on(module: nn.Module, limit_tokens: int | None) -> bool:
-    """Whether a module's forward is transformers' own, and does the same at each of the tokens up to the limit."""
+def _hands_on(module: nn.Module) -> bool:
+    """Whether a module's forward is transformers' own, with all that is wrapped around it."""
     if isinstance(module, nn.ModuleList):
         return True
     forward: Any = type(module).forward
-    # By its own word, which a wrapper of somebody else's repeats, and by where the outermost wrapper was made.
-    places = getattr(forward, "__module__", None), getattr(forward, "__globals__", {}).get("__name__")
-    if not all(str(place).startswith("transformers.") for place in places) or type(module).__call__ is not nn.Module.__call__:
+    if type(module).__call__ is not _CALL or "forward" in vars(module) or _is_compiled(module):
         return False
-    windows = [getattr(module.config, name, None) for name in _WINDOWS]
-    near = all(window is None or (limit_tokens is not None and limit_tokens <= window) for window in windows)
-    return near and "forward" not in vars(module) and not _is_compiled(module)
+    while forward is not None:  # by where it was made, since a wrapper repeats the name of what it wraps
+        if not str(getattr(forward, "__globals__", {}).get("__name__")).startswith("transformers."):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -49,6 +49,15 @@ def isa() -> str | None:
     return None if isinstance(found, str) else found.isa()
 
 
+def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
+    """Why formats with :a8 round no activations there; None where products of many tokens do."""
+    if reason := needs(device, dtype):
+        return reason
+    if isa() == "avx512_amx" and dtype is torch.bfloat16:
+        return "AMX multiplies bfloat16 as fast"
+    return None if str(isa()).startswith("avx512") else f"{isa()} has no products of bytes"
+
+
 def described() -> dict[str, str]:
     """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none."""
     found = kernels()

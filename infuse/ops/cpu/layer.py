@@ -57,7 +57,7 @@ class LayerForm:
     linears: tuple[LinearForm, ...]
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """The integers and the reals of it in the order in which `layer_of` (src/binding_layer.cpp) reads them.
+        """The integers and the reals of it in the order in which `layer_of` (src/binding_layer.h) reads them.
 
         As tensors: a list of so many costs 5 us in each call.
         """

@@ -14,7 +14,9 @@ namespace {
 // Tokens that a thread takes through the layer at once: with fewer the weights' tiles are filled too often, with more the results of a
 // part leave the cache before the next one reads them (2 to 8 sequences of 128 tokens over 384 columns take as long, 32 take 14 % more).
 constexpr int64_t kChunkTokens = 512;
-constexpr int64_t kFewRows = 28;       // as in binding_panels.cpp: up to so many, codes are multiplied as they stream
+// Up to so many tokens weights are multiplied as they stream, which goes part by part: codes as in binding_panels.cpp, plain ones as in
+// ops/cpu/linear.py.
+constexpr int64_t kFewRows = 28, kFewPlainRows = 8;
 constexpr int64_t kMostTiled = 1 << 21;  // values of an input that all threads share, as in ops/cpu/linear.py
 constexpr int64_t kLeastTokens = 128;  // for each thread; below, the threads share each part
 
@@ -135,7 +137,7 @@ std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe
   const Widths widths(a);
   const bool codes = std::any_of(a.linears, a.linears + kLinears, [](const LinearPart& part) { return part.code >= 0; });
   const int64_t widest = std::max({widths.columns, widths.attended, widths.inner});
-  if ((codes && all <= kFewRows) || (!alone && all * widest > kMostTiled)) return std::nullopt;
+  if (all <= (codes ? kFewRows : kFewPlainRows) || (!alone && all * widest > kMostTiled)) return std::nullopt;
   Tensor y = empty_as(x), room = empty({alone ? std::min(threads, chunks) * sequences * tokens : all, width}, x);
   const auto* from = static_cast<const uint16_t*>(x.const_data_ptr());
   auto *to = static_cast<uint16_t*>(y.mutable_data_ptr()), *between = static_cast<uint16_t*>(room.mutable_data_ptr());

@@ -32,15 +32,19 @@ void few_rows(LinearArgs& a) {
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 
-// Whether y was made with x rounded to 8 bits: where the code allows that, and there is no AMX, which multiplies bf16 faster.
-bool multiply_integers(LinearArgs& a, int64_t columns, int64_t code, int64_t threads) {
-  const TileKernels& kernel = kernels().panels.integer_tiles;
+// Whether x is to be rounded to 8 bits: where the code allows that, and there is no AMX, which multiplies bf16 faster.
+bool takes_integers(const LinearArgs& a, int64_t code) {
+  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
   const bool amx = left_to_pytorch() || std::strcmp(kernels().isa, "avx512_amx") == 0;
-  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernel.multiply || (amx && a.type == Type::bf16)) return false;
-  if (a.inputs / a.groups > kMostIntegerInputs) return false;
+  return !(amx && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
+}
+
+// False where x is not finite: y is to be made again, of x as it is.
+bool multiply_integers(LinearArgs& a, int64_t columns, int64_t threads) {
   bool finite = true;
   a.finite = &finite;
-  multiply_by_tiles(a, columns, kernel, threads);
+  multiply_by_tiles(a, columns, kernels().panels.integer_tiles, threads);
+  a.finite = nullptr;
   return finite;
 }
 
@@ -58,9 +62,9 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   const int64_t threads = torch::stable::get_num_threads();
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   a.rows = x.numel() / a.inputs, a.type = type_of(x);
-  if ((code & kShortX) && whole && columns) {
+  if (whole && columns && takes_integers(a, code)) {
     Tensor y = begin_product(a, x, bias, columns);
-    if (multiply_integers(a, columns, code, threads)) return y;
+    if (multiply_integers(a, columns, threads)) return y;
   }
   const bool bf16 = a.type == Type::bf16, many = a.rows > (bf16 ? kFewRows : kFewRowsFloat);
   if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
@@ -229,7 +233,7 @@ void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   take_panels(a, data, scale, zero, code, outputs);
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   const int64_t columns = a.gated ? outputs / 2 : outputs;
-  if (!multiply_integers(a, columns, code, threads)) multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
+  if (!takes_integers(a, code) || !multiply_integers(a, columns, threads)) multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {

@@ -1,7 +1,7 @@
 // Products of many rows of x with tiles of integer codes, x rounded to 8 bits: where the format of the weight allows it. Twice the
 // operations of bf16 in an instruction, and on processors without instructions for bf16 more than that.
 //
-//   x    → [block of up to 6 rows][group][{start of the sums, scale, scale * sum}][rows], then [group's inputs / 4][rows] of four bytes
+//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows], then [group's inputs / 4][rows] of four bytes
 //   tile → [inputs / 4][2 halves][16 outputs] of four codes, without sign
 //
 // A group's sums are exact, and scaled by the weight's scale and x's. Halves as tile.h has them.
@@ -43,10 +43,10 @@ void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, ui
       quads += 4 * count;
     });
     const int sum = _mm512_reduce_add_epi32(sums);
-    const float scaled = float(sum) * fixed.scale;
-    to[kStart * count + r] = uint32_t(-kMoved<C> * sum);
+    const float as_float = float(sum);
+    to[kStart * count + r] = -uint32_t(kMoved<C>) * uint32_t(sum);
     std::memcpy(to + kScale * count + r, &fixed.scale, 4);
-    std::memcpy(to + kSum * count + r, &scaled, 4);
+    std::memcpy(to + kSum * count + r, &as_float, 4);
     to += (kHeaders + length / 4) * count;
   }
 }
@@ -102,13 +102,13 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Vec scale(scales[r]);
-      Vec sum0 = fma(Vec(_mm512_cvtepi32_ps(low[r])) * scale0, scale, load(rows[r], Vec::width));
-      Vec sum1 = fma(Vec(_mm512_cvtepi32_ps(high[r])) * scale1, scale, load(rows[r] + kPanelRows, Vec::width));
-      if constexpr (zeros) {
-        const Vec unit(-kZeroUnit<C> * sums[r]);
-        sum0 = fma(scale0 * load_zeros(left_zero + g * kPanelRows), unit, sum0);
-        sum1 = fma(scale1 * load_zeros(right_zero + g * kPanelRows), unit, sum1);
+      Vec sum0 = _mm512_cvtepi32_ps(low[r]), sum1 = _mm512_cvtepi32_ps(high[r]);
+      if constexpr (zeros) {  // before scales are multiplied: the parts may be far larger than what is left of them
+        const Vec moved(-kZeroUnit<C> * sums[r]);
+        sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0), sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
       }
+      sum0 = fma(sum0 * scale0, scale, load(rows[r], Vec::width));
+      sum1 = fma(sum1 * scale1, scale, load(rows[r] + kPanelRows, Vec::width));
       store(rows[r], sum0, Vec::width), store(rows[r] + kPanelRows, sum1, Vec::width);
     }
   }

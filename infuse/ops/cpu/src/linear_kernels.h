@@ -9,10 +9,10 @@
 
 namespace infuse {
 
-// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
-// w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
 constexpr int64_t kMostIntegerInputs = 1 << 16;  // of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31
 
+// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
+// w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
