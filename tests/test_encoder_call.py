@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from families import BY_NAME
+from one_calls import blocks, calls_noted, part_by_part
 from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
+from infuse.layers import encoder_call
 from infuse.layers.block import Block
 from infuse.layers.encoder_call import EncoderCall
 from infuse.ops.cpu import isa, kernels
-from infuse.ops.cpu.linear import _takes_tiles
+from infuse.ops.cpu.linear import takes_tiles
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
-WITH_TILES = isa() in ("avx512_bf16", "avx512_amx") and _takes_tiles()
+# Where there are tiles, and PyTorch has no AMX to multiply with.
+WITH_TILES = takes_tiles() and (isa() == "avx512_amx" or (isa() == "avx512_bf16" and not kernels().has_amx()))
 POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
 
 
@@ -29,33 +29,17 @@ def model_of(name: str, quant: str | None = None) -> nn.Module:
 
 
 def block_of(name: str, quant: str | None = None) -> Block:
-    return next(module for module in model_of(name, quant).modules() if isinstance(module, Block))
+    return blocks(model_of(name, quant))[0]
 
 
 def given(block: Block, batch: int, tokens: int) -> Tensor:
     return torch.randn(batch, tokens, block.shape.attn.hidden, generator=torch.Generator().manual_seed(tokens)).bfloat16()
 
 
-@contextmanager
-def part_by_part(block: Block) -> Iterator[None]:
-    held, block._encoder_call = block._encoder_call, None
-    yield
-    block._encoder_call = held
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each block that was asked for its layer, whether it did it in one call."""
-    found: list[bool] = []
-    call = EncoderCall.__call__
-
-    def noted(self: EncoderCall, *args: object) -> Tensor | None:
-        out = call(self, *args)  # type: ignore[arg-type]
-        found.append(out is not None)
-        return out
-
-    monkeypatch.setattr(EncoderCall, "__call__", noted)
-    return found
+    return calls_noted(EncoderCall, monkeypatch)
 
 
 def only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -160,5 +144,11 @@ def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
 
 def test_decoders_and_positions_of_their_own_are_not_asked() -> None:
     for name in ("llama", "modernbert"):
-        blocks = [module for module in model_of(name).modules() if isinstance(module, Block)]
-        assert blocks and all(block._encoder_call is None for block in blocks)
+        found = blocks(model_of(name))
+        assert found and all(block._encoder_call is None for block in found)
+
+
+def test_where_pytorch_multiplies_better_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert block_of(POST)._encoder_call is not None or isa() == "avx512_amx"
+    monkeypatch.setattr(encoder_call, "takes_tiles", lambda: False)
+    assert block_of(POST)._encoder_call is None

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import DECODERS, Family, inputs
+from one_calls import blocks, calls_noted, part_by_part
 from tolerance import assert_near
 from torch import Tensor, nn
 
@@ -30,34 +31,10 @@ IN_PARTS = {"granite", "stablelm-parallel", "cohere-qk"}
 BY_NAME = {family.name: family for family in DECODERS}
 
 
-def blocks(model: nn.Module) -> list[Block]:
-    return [module for module in model.modules() if isinstance(module, Block)]
-
-
-@contextmanager
-def part_by_part(model: nn.Module) -> Iterator[None]:
-    """While the `with` runs, no block of the model makes its step in one call."""
-    held = [(block, block._one_call) for block in blocks(model)]
-    for block, _ in held:
-        block._one_call = None
-    yield
-    for block, step in held:
-        block._one_call = step
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each block that was asked to make a step, whether it did it in one call."""
-    found: list[bool] = []
-    call = OneCall.__call__
-
-    def noted(self: OneCall, *args: object) -> Tensor | None:
-        out = call(self, *args)  # type: ignore[arg-type]
-        found.append(out is not None)
-        return out
-
-    monkeypatch.setattr(OneCall, "__call__", noted)
-    return found
+    return calls_noted(OneCall, monkeypatch)
 
 
 @torch.no_grad()

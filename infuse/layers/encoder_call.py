@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infuse.layers.attention import Inputs
 from infuse.layers.one_call import OneCall, one_call_takes
 from infuse.ops.cpu.layer import encoder_layer
+from infuse.ops.cpu.linear import takes_tiles
 from infuse.spec.layer import POST, PRE, LayerShape, NoPosition
 
 
@@ -30,7 +31,8 @@ class EncoderCall(OneCall):
 
 
 def make_encoder_call(shape: LayerShape, formats: Mapping[str, str], bodies: Mapping[str, str]) -> EncoderCall | None:
-    """None for blocks that go part by part, as make_one_call; and where tokens have an order or see a part of the others."""
+    """None for blocks that go part by part, as make_one_call; where tokens have an order or see a part of the others; and where PyTorch's
+    products are the better choice."""
     attn = shape.attn
     plain = not attn.causal and not attn.window and isinstance(attn.position, NoPosition) and shape.residual in (PRE, POST)
-    return EncoderCall(shape, formats, 0, False) if plain and one_call_takes(shape, bodies) else None
+    return EncoderCall(shape, formats, 0, False) if plain and one_call_takes(shape, bodies) and takes_tiles() else None

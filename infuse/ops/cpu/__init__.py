@@ -53,7 +53,7 @@ def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
     """Why formats with :a8 round no activations there; None where products of many tokens do."""
     if reason := needs(device, dtype):
         return reason
-    if isa() == "avx512_amx" and dtype is torch.bfloat16:
+    if dtype is torch.bfloat16 and kernels().has_amx():
         return "AMX multiplies bfloat16 as fast"
     return None if str(isa()).startswith("avx512") else f"{isa()} has no products of bytes"
 

@@ -53,7 +53,7 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @cache
-def _takes_tiles() -> bool:
+def takes_tiles() -> bool:
     """Whether products by tiles are ours. With AMX, PyTorch's (oneDNN) uses it too, and which is faster has not been measured: compare
     `INFUSE_CPU_ISA=avx512_amx! python bench/ops.py --op linear --set llama`, which takes ours, with the same without the variable."""
     return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
@@ -61,7 +61,7 @@ def _takes_tiles() -> bool:
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
     """The product by tiles; None where it cannot be had or F.linear is the better choice."""
-    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2 or not _takes_tiles():
+    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2 or not takes_tiles():
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)
 

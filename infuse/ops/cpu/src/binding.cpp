@@ -28,6 +28,7 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
 }
 
 std::string isa() { return kernels().isa; }
+bool has_amx() { return amx_multiplies(); }
 
 }  // namespace
 
@@ -53,11 +54,15 @@ std::tuple<Tensor, Tensor> add_norm(
 
 STABLE_TORCH_LIBRARY(infuse_cpu, m) {
   m.def("isa() -> str");
+  m.def("has_amx() -> bool");
   m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor");
   m.def("add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&isa)); }
+STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&isa));
+  m.impl("has_amx", TORCH_BOX(&has_amx));
+}
 
 // For tensors of CPUs alone: those of other devices, and the fake ones of tracing, have nothing behind their pointers.
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {

@@ -35,8 +35,7 @@ void few_rows(LinearArgs& a) {
 // Whether x is to be rounded to 8 bits: where the code allows that, and there is no AMX, which multiplies bf16 faster.
 bool takes_integers(const LinearArgs& a, int64_t code) {
   if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
-  const bool amx = left_to_pytorch() || std::strcmp(kernels().isa, "avx512_amx") == 0;
-  return !(amx && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
+  return !(amx_multiplies() && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
 }
 
 // False where x is not finite: y is to be made again, of x as it is.

@@ -112,6 +112,8 @@ bool left_to_pytorch() {
 #endif
 }
 
+bool amx_multiplies() { return left_to_pytorch() || kernels().isa == std::string("avx512_amx"); }
+
 const char* level_names() {
   static const std::string names = [] {
     std::string text;

@@ -54,6 +54,8 @@ const Kernels& kernels_avx512_amx();
 const Kernels& kernels();
 // Whether products of many rows of bf16 are left to PyTorch: it may use AMX here, the level that runs does not.
 bool left_to_pytorch();
+// Whether AMX multiplies bf16 here, in our products of many rows or in PyTorch's.
+bool amx_multiplies();
 // Every level from the highest, one a line, with " missing" behind those that this machine lacks, " refused" behind those that the system
 // does not let this process use and " unbuilt" behind those that this binary lacks.
 const char* level_names();

@@ -103,9 +103,9 @@ struct UnitDot<bf16, C> {
 
 #if defined(__AVX512VNNI__)
 
-// Integer codes and 16 bits: x as integers of 16 bits times a scale for each chunk, steps of 1/32639 of its largest: a hundredth of what
-// rounding the weights of the chunk to 8 bits costs, each as two digits, 256 * high + low. Four codes of a row are multiplied with four digits and added in one
-// instruction, exactly.
+// Integer codes and 16 bits: x as integers of 16 bits times a scale for each chunk, in steps of 1/32639 of its largest, which costs a
+// hundredth of what rounding the chunk's weights to 8 bits does. Each integer is two digits, 256 * high + low; four codes of a row are
+// multiplied with four digits and added in one instruction, exactly.
 //
 //   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low digits}
 template <class T, Code C>
