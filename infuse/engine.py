@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -27,10 +27,12 @@ from infuse.parallel.mesh import Mesh
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan
 from infuse.plan_bytes import parameter_bytes
 from infuse.runtime.capture import backend_for
-from infuse.runtime.decode import GraphUse, install, uninstall
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.saved import check_folder, save
 from infuse.verify import decodes
+
+if TYPE_CHECKING:
+    from infuse.runtime.decode import GraphUse
 
 _KEPT_CACHES = 16  # this part of a GPU's memory may be caches that wait for the next call: 9 GB of an H200, where an 8B model's take 1 to 2
 
@@ -62,6 +64,8 @@ class InferenceEngine(nn.Module):
     plan: Plan
 
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
+        from infuse.runtime.decode import install  # here: it needs transformers' modelling, which takes seconds to import
+
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
         if missing := settings.not_available():
@@ -170,6 +174,8 @@ class InferenceEngine(nn.Module):
         if self._times is not None:
             self._times.stop()
             self._times = None
+        from infuse.runtime.decode import uninstall
+
         uninstall(self.module, self._handles)
         self._handles = []
         self.module.to("meta")
@@ -184,6 +190,8 @@ class InferenceEngine(nn.Module):
         if (steps or forward) and (why := self.group.why_not_captured(device.torch_device)):
             self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
+        from infuse.runtime.decode import GraphUse
+
         return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 
     def _tell(self, decided: Plan) -> None:

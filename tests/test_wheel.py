@@ -73,7 +73,8 @@ def test_a_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, source, cwd=tmp_path)
+    quickly = dict(cwd=tmp_path, CXXFLAGS="-O0")  # compiles in a quarter of the time
+    run(*pip, "wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, source, **quickly)
     (wheel,) = tmp_path.glob("infuse-*.whl")
     assert wheel.name.split("-")[2:4] == ["py3", "none"] and "any" not in wheel.name
 

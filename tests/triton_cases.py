@@ -76,9 +76,9 @@ def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("name", sorted({*OPS} - {"sample"}))  # scores that are NaN are no distribution
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: int) -> None:
-    """Each case with one of the three, another one in each place: a third of the cases, since the interpreter is slow."""
+    """Each case with one of the three, another one in each place: a third of the cases, a seventh under the slow interpreter."""
     value = (float("nan"), float("inf"), -float("inf"))[part]
-    for _, case in list(planted(name, value))[part::3]:
+    for _, case in list(planted(name, value))[part :: 7 if DEVICE.type == "cpu" else 3]:
         args = tuple(there(arg) for arg in case.args)
         if name.endswith("activation") and "gelu" in case.label:  # as in test_ops.py: PyTorch's in float64 is right
             wanted = registered()[name].reference(*widened(args)).float()

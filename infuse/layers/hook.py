@@ -11,9 +11,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from infuse import ops
 
@@ -25,6 +22,9 @@ ran: Counter[str] = Counter()  # how often each body ran: a model that never com
 
 def hook_name(body: str) -> str:
     """The name, in transformers' registries, of attention through `body` of our op; registered by this call."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # here, not above: they take seconds
+    from transformers.modeling_utils import AttentionInterface
+
     name = f"infuse_{body}"
     AttentionInterface.register(name, partial(attend, body))
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -46,6 +46,8 @@ def attend(
     """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
     unknown = any(value is not None and name not in _KNOWN and not name.startswith("output_") for name, value in kwargs.items())
     if unknown or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
