@@ -6,6 +6,7 @@ from collections.abc import Iterator
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of processes that share the cores, none is to wait for its threads by computing
 
 import pytest
 import torch

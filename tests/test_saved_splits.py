@@ -83,8 +83,9 @@ def saved(name: str, folder: Path, size: int, ranks: Ranks, keys: dict[str, Any]
     return found[0]
 
 
-@pytest.mark.parametrize("keys", [INT8, INT4], ids=str)
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (1, 2), (2, 4), (4, 2), (3, 4)])
+@pytest.mark.parametrize(("writers", "readers", "keys"), [
+    (2, 2, INT8), (2, 1, INT8), (4, 2, INT8), (2, 2, INT4), (1, 2, INT4), (2, 4, INT4), (3, 4, INT4),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", SPLITTING)
 def test_quantized_layers_that_ranks_share(
     name: str, writers: int, readers: int, keys: dict[str, Any], tmp_path: Path, ranks: Ranks

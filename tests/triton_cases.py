@@ -69,7 +69,9 @@ def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
 @by_dtype
 @pytest.mark.parametrize("name", OPS)
 def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
-    for case in cases(name, dtype):
+    """Under the slow interpreter each type of 16 bits has a third of the cases."""
+    every, first = (3, DTYPES.index(dtype) - 1) if DEVICE.type == "cpu" and dtype != torch.float32 else (1, 0)
+    for case in cases(name, dtype)[first::every]:
         compare(name, case.args, dtype, case.label)
 
 
