@@ -128,15 +128,15 @@ class Capital(EosTokenCriteria):
         return ends & (input_ids.shape[1] > PROMPT + 3)
 
 
-def test_criteria() -> None:
-    own = Capital([7])
-    ends = [EosTokenCriteria([2, 3]), EosTokenCriteria(5), EosTokenCriteria(torch.tensor(6))]
-    assert ends_of([MaxLengthCriteria(9), own, *ends]) == (9, {2, 3, 5, 6}, [own])
-    assert ends_of([]) == (None, set(), [])
-
-
 class Shorter(MaxLengthCriteria):
     """Somebody's own, with a length of its own."""
+
+
+def test_criteria() -> None:
+    own, shorter = Capital([7]), Shorter(4)
+    ends = [EosTokenCriteria([2, 3]), EosTokenCriteria(5), EosTokenCriteria(torch.tensor(6))]
+    assert ends_of([MaxLengthCriteria(9), own, shorter, *ends]) == (9, {2, 3, 5, 6}, [own, shorter])
+    assert ends_of([]) == (None, set(), [])
 
 
 @pytest.mark.parametrize("criteria", [[Shorter(PROMPT + 4)], [MaxLengthCriteria(PROMPT + 6), MaxLengthCriteria(PROMPT + 4)]], ids=len)

@@ -116,6 +116,7 @@ def test_names_choose_and_leave_alone() -> None:
 
 def test_the_head_keeps_8_bits_unless_it_is_named() -> None:
     assert formats_of(engine_of("llama", "int4"))["lm_head"] == "int8"
+    assert formats_of(engine_of("llama", "int4:32:a8"))["lm_head"] == "int8:a8"
     named = engine_of("llama", {"format": "int4", "weight": {"post_init_quant": {"lm_head": "int4:32"}}})
     assert formats_of(named)["lm_head"] == "int4:32"
 

@@ -295,7 +295,16 @@ def poisoned(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return registered()["rms_norm"].reference(x, weight, *rest).index_fill(-1, torch.tensor([0]), float("nan"))
 
 
-BODIES = [(nearly, "differs"), (raises, "no such instruction"), (overwrites, "written to"), (poisoned, "differs from the original by inf")]
+def wrong_for_many(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Wrong where kernels for many rows begin."""
+    out = registered()["rms_norm"].reference(x, weight, *rest)
+    return out * 1.01 if x.numel() // x.shape[-1] > 28 else out
+
+
+BODIES = [
+    (nearly, "differs"), (wrong_for_many, "differs"), (raises, "no such instruction"), (overwrites, "written to"),
+    (poisoned, "differs from the original by inf"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "why"), BODIES)
@@ -310,11 +319,13 @@ def test_a_broken_body_is_refused(body: Callable, why: str, monkeypatch: pytest.
     assert torch.equal(outputs("llama", model), wanted)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_body_for_linears_is_proven_on_linears(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("right_up_to", [None, 0, 28], ids=["right", "wrong", "wrong for many rows"])
+def test_a_body_for_linears_is_proven_on_linears(right_up_to: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = right_up_to is not None
+
     def body(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = registered()["linear"].reference(x, weight, bias)
-        return out.roll(1, -1) if wrong else out
+        return out.roll(1, -1) if right_up_to is not None and x.numel() // x.shape[-1] > right_up_to else out
 
     model = BY_NAME["llama"].make()
     wanted = outputs("llama", model)

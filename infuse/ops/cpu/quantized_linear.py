@@ -130,7 +130,7 @@ def _quantized_linear(
 def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
     *weight, name, gated = given
     data, scale, zero, bias, outputs, _, format = weight
-    if x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
+    if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
         y = kernels().quantized_linear.default(x, data, scale, zero, bias, code_of(format), outputs, ACTIVATION_NUMBERS[name], gated)
         if y is not None:
             return y
