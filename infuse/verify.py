@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
     config = getattr(owner, "config", None)
     makers: dict[str, Callable[[], Cache] | None] = {"alone": None, "padded": None}
     if decodes:
-        makers = {"alone, dynamic cache": lambda: DynamicCache(config=config), "padded, our cache": KVCache}
+        ours = partial(KVCache, limit_tokens=TOKENS + 1)
+        makers = {"alone": ours, "padded": ours, "alone, dynamic cache": lambda: DynamicCache(config=config)}
     for label, make_cache in makers.items():
         cache = make_cache() if make_cache else None
-        padded = label.startswith("padded")
+        # Alone so many rows that kernels for many take them (more than 28), else those for few.
+        batch, padded = (3 if label == "alone" else 2), label == "padded"
         seen: dict[str, list[Call]] = {path: [] for path in layers}
-        for inputs, real in _model_inputs(owner, cache, padded):
+        for inputs, real in _model_inputs(owner, cache, batch, padded):
             run_and_record(owner, layers, inputs, real, seen)
         for path, calls in seen.items():
             if calls:
@@ -77,13 +80,11 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
     return cases
 
 
-def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+def _model_inputs(owner: nn.Module, cache: Cache | None, batch: int, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
     sample = like(owner)
     config: Any = getattr(owner, "config", None)
-    # Unpadded so many rows that kernels for many take them (more than 28), padded those for few.
-    batch = 2 if padded else 3
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
@@ -265,7 +266,7 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
     """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their dtype."""
     outputs = []
     for padded in (False, True):
-        for inputs, real in _model_inputs(model, None, padded):
+        for inputs, real in _model_inputs(model, None, 2 if padded else 3, padded):
             if getattr(model.config, "is_encoder_decoder", False):  # type: ignore[union-attr]
                 inputs["decoder_input_ids"] = inputs["input_ids"]
             out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)

@@ -17,6 +17,7 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
+from infuse.layers import one_call
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
@@ -230,6 +231,18 @@ def test_a_weight_that_no_kernel_takes_goes_part_by_part(name: str, taken: list[
     taken.clear()
     compare(engine, family, torch.float32)
     assert taken.count(True) == 6, "the other two layers, three steps"
+
+
+def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask and without."""
+    masked: list[bool] = []
+    step = one_call.layer_step
+    monkeypatch.setattr(one_call, "layer_step", lambda x, tensors, turns, mask, *rest: (
+        masked.append(mask is not None) or step(x, tensors, turns, mask, *rest)
+    ))  # fmt: skip
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")
+    layers = len(blocks(engine.module))
+    assert masked.count(True) == masked.count(False) == layers and taken.count(True) == 2 * layers
 
 
 def test_rows_of_their_own_lengths_go_part_by_part(taken: list[bool]) -> None:
