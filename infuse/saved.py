@@ -24,6 +24,7 @@ from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.shard import Cut
 from infuse.plan import BLOCK, LINEAR, SPLIT, Plan, Step
+from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec.packing import Fill
 from infuse.spec.split import SplitShape
 from infuse.spec.unknown import LinearShape
@@ -136,19 +137,30 @@ def open_shards(folder: Path, index: dict[str, Any], plan: Plan) -> SavedShards:
 
 
 def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceConfig:
-    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format."""
+    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format.
+
+    Of formats that store the same, the one that is asked for.
+    """
     asked = config.weight_format
     stored = index["format_of_weights"]
     quant = type(config.quant)(**index["quant"])
     by_name = config.module_formats and config.module_formats != quant.by_name
-    if (asked is not None and asked != stored) or by_name or (config.quant.enabled is False and index["quant"]):
+    other = asked is not None and (stored is None or as_stored(asked) != as_stored(stored))
+    if other or by_name or (config.quant.enabled is False and index["quant"]):
         found = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
         what = stored or quant.by_name or index["dtype"]
         raise ConfigError(f"quant: found {found}, and the shards hold {what}; leave it out, or shard again")
+    if asked is not None:
+        quant = quant.model_copy(update={"format": asked})
     update = {"quant": quant}
     if config.dtype is None or config.dtype == torch.int8:
         update["dtype"] = getattr(torch, index["dtype"])
     return config.model_copy(update=update)
+
+
+def as_stored(format: str) -> QuantFormat:
+    """The format without what is not in shards: how activations are rounded."""
+    return replace(quant_format(format), activation_bits=16)
 
 
 def with_formats(step: Step, formats: Mapping[str, str]) -> Step:

@@ -110,6 +110,7 @@ def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device:
                 theirs = [(target, text, fills[one.path, number, target]) for target, text in formats.items()]
                 cutting: list[str] = []
                 found = {target: _format_of_part(one, part, text, index["cuts"], cutting) for target, text, part in theirs}
+                found = {target: _as_planned(text, one.formats.get(target)) for target, text in found.items()}
                 if not cutting:
                     readings.append(_with_bodies(with_formats(one, found), device, plan.dtype))
                 wrong = wrong or cutting
@@ -141,6 +142,11 @@ def _taken(step: Step, saved: dict[str, dict[str, Any]]) -> dict[str, str] | Non
             del saved[path]
             formats[fill.target] = format
     return formats
+
+
+def _as_planned(saved: str, planned: str | None) -> str:
+    """The saved format, and activations as they were asked for this time."""
+    return str(replace(quant_format(saved), activation_bits=quant_format(planned).activation_bits)) if planned else saved
 
 
 def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:

@@ -126,6 +126,18 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     assert stored.keys() == left.keys() and all(torch.equal(stored[name], left[name]) for name in left)
 
 
+@pytest.mark.parametrize(("written", "asked"), [("int4:16", "int4:16:a8"), ("int4:16:a8", "int4:16"), ("int4:16:a8", None)])
+def test_activations_are_as_they_are_asked_for(written: str, asked: str | None, tmp_path: Path) -> None:
+    """The shards are the same with activations of 8 bits and without; who does not say has them as they were written."""
+    saved("llama", tmp_path, dtype="bf16", quant=written)
+    found = read_back("llama", tmp_path, **({"quant": asked} if asked else {}))
+    live = infuse.init_inference(BY_NAME["llama"].make(), dtype="bf16", quant=asked or written, progress=False, verify="off")
+    formats = [(step.path, step.formats) for step in found.plan.steps]
+    assert formats == [(step.path, step.formats) for step in live.plan.steps]
+    assert {format for _, targets in formats for format in targets.values()} == {asked or written}
+    assert torch.equal(outputs(found, "llama"), outputs(live, "llama"))
+
+
 # ---- what is refused ----
 
 

@@ -84,7 +84,7 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, rank
         assert all(torch.equal(result.tokens, wanted) for result in results)
 
 
-FORMATS = ("int8:8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
+FORMATS = ("int8:8", "int8:8:a8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
 QUANTIZED = ("llama", "gpt2", "bloom", "falcon-40b", "bert")
 
 
