@@ -222,7 +222,7 @@ def _run_alone(layer: nn.Module, step: Step, cases: Sequence[verify.Case], reade
     part = filled_part(step, reader, torch.float32, lambda path: _alone)
     with standing_in(layer, step, part, LOCAL), in_dtype(layer, torch.float32):
         for case in cases:
-            verify.outputs(layer, case, torch.float32)
+            verify.outputs(layer, case, torch.float32, case.caches[0])
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +41,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Calls in order on one cache: a prefill, then a decode step where there is a cache. `cache` makes a fresh one."""
+    """Calls in order on one cache: a prefill, then a decode step where there is a cache. Each of `caches` makes a fresh one: the original
+    runs on the first, what is to replace it on all of them."""
 
     label: str
     calls: tuple[Call, ...]
-    cache: Callable[[], Cache] | None
+    caches: tuple[Callable[[], Cache] | None, ...]
 
 
 _CACHE = object()  # stands in a call for the model's cache: each run has one of its own, and that one may go
@@ -65,26 +65,36 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
     config = getattr(owner, "config", None)
     makers: dict[str, Callable[[], Cache] | None] = {"alone": None, "padded": None}
     if decodes:
-        ours = partial(KVCache, limit_tokens=TOKENS + 1)
-        makers = {"alone": ours, "padded": ours, "alone, dynamic cache": lambda: DynamicCache(config=config)}
+        makers = {"alone": lambda: DynamicCache(config=config), "padded": _our_cache}
     for label, make_cache in makers.items():
         cache = make_cache() if make_cache else None
-        # Alone so many rows that kernels for many take them (more than 28), else those for few.
-        batch, padded = (3 if label == "alone" else 2), label == "padded"
         seen: dict[str, list[Call]] = {path: [] for path in layers}
-        for inputs, real in _model_inputs(owner, cache, batch, padded):
+        for inputs, real in _model_inputs(owner, cache, label == "padded"):
             run_and_record(owner, layers, inputs, real, seen)
         for path, calls in seen.items():
             if calls:
-                cases[path].append(Case(label, tuple(calls), make_cache))
+                # Without a mask the same calls say the same on our cache, where a block may go another way than with one.
+                caches = (make_cache, _our_cache) if decodes and not any(map(_has_mask, calls)) else (make_cache,)
+                cases[path].append(Case(label, tuple(calls), caches))
     return cases
 
 
-def _model_inputs(owner: nn.Module, cache: Cache | None, batch: int, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+def _our_cache() -> Cache:
+    return KVCache(limit_tokens=TOKENS + 1)  # no larger than it need be
+
+
+def _has_mask(call: Call) -> bool:
+    """Whether the call has a mask, or a bias, for each pair of a query and a key: [B, H, T, L]."""
+    return any(isinstance(value, Tensor) and value.dim() == 4 for value in (*call.args, *call.kwargs.values()))
+
+
+def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
     sample = like(owner)
     config: Any = getattr(owner, "config", None)
+    # Unpadded so many rows that kernels for many take them (more than 28), padded those for few.
+    batch = 2 if padded else 3
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
@@ -184,9 +194,9 @@ def _cast(value: Any, dtype: torch.dtype, cache: Cache | None) -> Any:
     return type(value)(_cast(v, dtype, cache) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-def outputs(layer: nn.Module, case: Case, dtype: torch.dtype) -> list[Tensor]:
+def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Cache] | None) -> list[Tensor]:
     """What the layer makes of the case's calls, in order; hidden states only, real positions only [N, C]."""
-    cache = case.cache() if case.cache else None
+    cache = make_cache() if make_cache else None
     results = []
     for call in case.calls:
         args = [_cast(arg, dtype, cache) for arg in call.args]
@@ -211,11 +221,11 @@ class Expected:
 
 def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expected:
     with in_dtype(layer, torch.float32):
-        exact = [outputs(layer, case, torch.float32) for case in cases]
+        exact = [outputs(layer, case, torch.float32, case.caches[0]) for case in cases]
     if dtype == torch.float32:
         return Expected(exact, [[0.0] * len(row) for row in exact])
     with in_dtype(layer, dtype):
-        rounded = [outputs(layer, case, dtype) for case in cases]
+        rounded = [outputs(layer, case, dtype, case.caches[0]) for case in cases]
     errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
     return Expected(exact, errors)
 
@@ -237,10 +247,9 @@ def structure_fault(old: nn.Module, new: nn.Module, cases: list[Case], wanted: E
     """Why `new` (reference bodies, weights not quantized) is not the same function as the original; None if it is."""
     with in_dtype(new, torch.float32):
         for case, exact in zip(cases, wanted.exact, strict=True):
-            found = outputs(new, case, torch.float32)
-            for i, (a, b) in enumerate(zip(found, exact, strict=True)):
-                if (error := distance(a, b)) > STRUCTURE_TOLERANCE:
-                    return _too_far(error, torch.float32, case, i, STRUCTURE_TOLERANCE)
+            for cache, i, error in _distances(new, case, torch.float32, exact):
+                if error > STRUCTURE_TOLERANCE:
+                    return _too_far(error, torch.float32, case, cache, i, STRUCTURE_TOLERANCE)
     return None
 
 
@@ -249,16 +258,23 @@ def result_fault(new: nn.Module, step: Step, cases: list[Case], wanted: Expected
     # Matrices are rounded independently of each other: their errors add up in squares.
     quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
     for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
-        found = outputs(new, case, dtype)
-        for i, (a, b, baseline) in enumerate(zip(found, exact, own, strict=True)):
-            allowed = max(2 * baseline, _FLOOR[dtype]) + quantized
-            if (error := distance(a, b)) > allowed:
-                return _too_far(error, dtype, case, i, allowed)
+        for cache, i, error in _distances(new, case, dtype, exact):
+            allowed = max(2 * own[i], _FLOOR[dtype]) + quantized
+            if error > allowed:
+                return _too_far(error, dtype, case, cache, i, allowed)
     return None
 
 
-def _too_far(error: float, dtype: torch.dtype, case: Case, call: int, allowed: float) -> str:
-    place = f"{str(dtype).removeprefix('torch.')} ({case.label}, {'decode' if call else 'prefill'}; {allowed:.1e} is allowed)"
+def _distances(new: nn.Module, case: Case, dtype: torch.dtype, exact: list[Tensor]) -> Iterator[tuple[str, int, float]]:
+    """Of each call on each cache: the cache, which call it is, and how far `new` is from `exact` in it."""
+    for make_cache in case.caches:
+        errors = [distance(a, b) for a, b in zip(outputs(new, case, dtype, make_cache), exact, strict=True)]
+        cache = "" if make_cache is None else ", our cache" if make_cache is _our_cache else ", dynamic cache"
+        yield from ((cache, i, error) for i, error in enumerate(errors))
+
+
+def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int, allowed: float) -> str:
+    place = f"{str(dtype).removeprefix('torch.')} ({case.label}{cache}, {'decode' if call else 'prefill'}; {allowed:.1e} is allowed)"
     return f"differs from the original by {error:.1e} of its size in {place}"
 
 
@@ -266,7 +282,7 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
     """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their dtype."""
     outputs = []
     for padded in (False, True):
-        for inputs, real in _model_inputs(model, None, 2 if padded else 3, padded):
+        for inputs, real in _model_inputs(model, None, padded):
             if getattr(model.config, "is_encoder_decoder", False):  # type: ignore[union-attr]
                 inputs["decoder_input_ids"] = inputs["input_ids"]
             out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
@@ -296,7 +312,7 @@ def embedding_cases(rows: int, device: torch.device) -> list[Case]:
 
 
 def _one_call(x: Tensor, device: torch.device) -> Case:
-    return Case(f"{x.shape[1]} rows", (Call(x.to(device), (), {}, None),), None)
+    return Case(f"{x.shape[1]} rows", (Call(x.to(device), (), {}, None),), (None,))
 
 
 def decodes(step: Step) -> bool:

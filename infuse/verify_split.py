@@ -25,7 +25,7 @@ def split_cases(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
             run_and_record(model, layers, _one_more(model, inputs) | cache, None, seen)
         for path, calls in seen.items():
             if calls:
-                cases[path].append(Case(label, tuple(_fitting(call) for call in calls), make_cache))
+                cases[path].append(Case(label, tuple(_fitting(call) for call in calls), (make_cache,)))
     return cases
 
 

@@ -29,7 +29,7 @@ from infuse.quant.format import CPU_BLOCK_VALUES
 
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
 # Layers that are large beside the activations of the proof, which run over 2 x 12 tokens.
-LARGE = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=4, vocab_size=300)
+LARGE = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=4, vocab_size=300)
 # What the reference of quantizing takes besides: a block of float32 and its temporaries, however small the model is.
 BLOCK_BYTES = 4 * CPU_BLOCK_VALUES * 4
 
