@@ -16,11 +16,12 @@ from infuse.errors import (
     ProofError,
     RankError,
     SpecMismatch,
+    UnsupportedCall,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError", "NotAvailable",
-    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "init_inference", "plan",
+    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "init_inference", "plan",
 ]  # fmt: skip
