@@ -232,8 +232,8 @@ def test_another_batch_in_the_middle_raises(cache: type) -> None:
 
 def test_self_attention_cache_of_a_pair_is_its_first() -> None:
     ours, theirs = KVCache(), DynamicCache()
-    assert self_attention_cache(EncoderDecoderCache(ours, theirs)) is ours
-    assert self_attention_cache(ours) is ours and self_attention_cache(None) is None
+    assert self_attention_cache(EncoderDecoderCache(ours, theirs), "layer", 0) is ours
+    assert self_attention_cache(ours, "layer", 0) is ours
 
 
 # ---- rows of different lengths ----

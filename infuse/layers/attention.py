@@ -106,8 +106,9 @@ class Attention(nn.Module):
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
-        if inputs.mask is None and 1 < tokens < k.shape[2] and not isinstance(inputs.cache, KVCache):
-            k, v = k[:, :, :tokens], v[:, :, :tokens]  # a prompt in a static cache: without a mask the rest of its room is meant as hidden
+        causal = shape.causal if inputs.causal is None else inputs.causal
+        if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
+            k, v = in_order(tokens, k, v)
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
             mask = self.allowed(mask, k.shape[2])
@@ -123,7 +124,7 @@ class Attention(nn.Module):
             elif slot.place is not None and (mask is None or window):  # the last key is not the last query's: a mask says it all
                 mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
-        causal = (mask is None and (shape.causal if inputs.causal is None else inputs.causal)) or window > 0
+        causal = (mask is None and causal) or window > 0
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, *count)
         weights = None
         if inputs.want_weights:
@@ -192,6 +193,14 @@ class Attention(nn.Module):
         if mask.shape[-1] > length:
             mask = mask[..., :length]
         return ~mask if self.shape.inverted_mask and mask.dtype == torch.bool else mask
+
+
+def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys that `tokens` queries see in causal order where the model passes no mask, as transformers' sdpa function has it.
+
+    More keys than queries are then the empty room of a static cache that a first prompt goes to.
+    """
+    return (k_BKLD[:, :, :tokens], v_BKLD[:, :, :tokens]) if 1 < tokens < k_BKLD.shape[2] else (k_BKLD, v_BKLD)
 
 
 def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:

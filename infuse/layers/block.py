@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
-from infuse.layers.cache import self_attention_cache
+from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
+from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
@@ -56,6 +57,7 @@ class Block(nn.Module):
         bodies: Mapping[str, str],
         group: Group = LOCAL,
         path: str = "",
+        layer: str = "the layer",
     ):
         super().__init__()
         self.shape = shape
@@ -76,20 +78,29 @@ class Block(nn.Module):
         self._encoder_call = make_encoder_call(shape, formats, bodies)
         self._heads = shape.attn.all_heads
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
+        self._index, self._layer = index, layer
+        self._served = SERVED | NEUTRAL | set(shape.repeated) | ({self._bias_argument} if self._bias_argument else set())
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own signature and result; `hidden_states` [B, T, C]."""
+        """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
         if args:
-            kwargs.update(zip(self.shape.arguments, args, strict=False))
+            kwargs = named(self.shape.arguments, args, kwargs, self._layer)
+        if not kwargs.keys() <= self._served and (more := unserved(kwargs, self._served)):
+            refuse_arguments(self._layer, more, self._served)
         attention = self._modules[self._attention_name]
         assert attention is not None
-        cache = kwargs.get("past_key_values")
-        if cache is None:
-            cache = kwargs.get("layer_past")
         given = kwargs.get
+        cache = given("past_key_values")
+        if cache is None:
+            cache = given("layer_past")
+        if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
+            cache = self_attention_cache(cache, self._layer, self._index)
+        mask = given("attention_mask")
+        if mask is not None:
+            check_mask(mask, self._layer)
         inputs = Inputs(  # by position, which is the quicker way
-            given("attention_mask"),
-            self_attention_cache(cache),
+            mask,
+            cache,
             given("position_embeddings"),
             given("position_ids"),
             given(self._bias_argument) if self._bias_argument else None,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-from infuse.errors import ContextLimitError, InfuseError
+from infuse.errors import ContextLimitError, InfuseError, UnsupportedCall
 
 _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 
@@ -294,6 +294,14 @@ class KVCache(Cache):
         return sum(t.nbytes for t in self.storages())
 
 
-def self_attention_cache(cache: Any) -> Any:
-    """The cache for self-attention: of an encoder-decoder pair its first half."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:
+    """The cache for self-attention: the first half of an encoder-decoder pair."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if index is None:
+        raise UnsupportedCall(f"{layer} was given a cache, but it has no layer index to store keys and values under; call it without")
+    if not isinstance(cache, Cache) and not callable(getattr(cache, "get_mask_sizes", None)):
+        raise UnsupportedCall(
+            f"{layer} was given {type(cache).__name__} as its cache; give a transformers Cache (DynamicCache, StaticCache, ...)"
+        )
+    return cache

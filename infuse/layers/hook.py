@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.layers.attention import in_order
+from infuse.layers.contract import NEUTRAL, unserved
 
-# Arguments with which the function does what PyTorch's own does, as far as we know them, besides what the model is to return
-# (output_attentions, output_router_logits, ...); any other goes to transformers'.
-_KNOWN = {"position_ids", "use_cache", "cache_position", "return_dict", "sliding_window"}
+# Arguments that change nothing in transformers' sdpa function. A call with any other goes to that function.
+_KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
 ran: Counter[str] = Counter()  # how often each body ran: a model that never comes this way has gained nothing
 
 
@@ -44,8 +45,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
-    unknown = any(value is not None and name not in _KNOWN and not name.startswith("output_") for name, value in kwargs.items())
-    if unknown or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
+    if unserved(kwargs, _KNOWN) or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
@@ -53,5 +53,7 @@ def attend(
         )
     ran[body] += 1
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal:
+        key, value = in_order(query.shape[2], key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return ops.attention.body(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

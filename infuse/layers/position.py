@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from infuse.errors import UnsupportedCall
 from infuse.spec.layer import Alibi, Position, Rotary, RotaryTable
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class PassedTurns(Positions):
         super().__init__()
         self.interleaved = interleaved
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if inputs.position_embeddings is None:
+            raise missing("position_embeddings")
         return inputs.position_embeddings
 
 
@@ -52,8 +55,9 @@ class TableTurns(Positions):
         super().__init__()
         self.register_buffer("table", torch.empty(0), persistent=False)
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
-        assert inputs.position_ids is not None, "this layer looks its positions up, and none were passed"
+    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if inputs.position_ids is None:
+            raise missing("position_ids")
         sin_BTE, cos_BTE = self.table[inputs.position_ids].chunk(2, dim=-1)
         return cos_BTE.repeat_interleave(2, dim=-1), sin_BTE.repeat_interleave(2, dim=-1)
 
@@ -61,10 +65,14 @@ class TableTurns(Positions):
 class PassedBias(Positions):
     """The model passes an ALiBi bias: [B H, 1, L] for each row, or [H, 1, S] of which the last L columns count."""
 
+    def __init__(self, argument: str):
+        super().__init__()
+        self._argument = argument
+
     def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
         passed = inputs.bias
         if passed is None:
-            return None
+            raise missing(self._argument)
         if passed.shape[-1] > length:
             passed = passed[..., -length:]
         return passed.view(-1, inputs.heads, *passed.shape[1:])
@@ -76,4 +84,9 @@ def make_positions(position: Position) -> Positions:
         return PassedTurns(position.interleaved)
     if isinstance(position, RotaryTable):
         return TableTurns()
-    return PassedBias() if isinstance(position, Alibi) else Positions()
+    return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()
+
+
+def missing(argument: str) -> UnsupportedCall:
+    """The error of a call that says nothing of positions to a layer that needs them."""
+    return UnsupportedCall(f"the layer was called without {argument}, which it computes positions from; pass what the model passes")

@@ -309,6 +309,7 @@ class _Reading:
         forward = inspect.signature(type(self.layer).forward)
         arguments = tuple(p.name for p in list(forward.parameters.values())[2:] if p.kind is p.POSITIONAL_OR_KEYWORD)
         shape = LayerShape(
-            attn=attn, mlp=mlp, residual=spec.residual, residual_scale=scale, returns=spec.returns, arguments=arguments, **norms
-        )
+            attn=attn, mlp=mlp, residual=spec.residual, residual_scale=scale, returns=spec.returns, arguments=arguments,
+            repeated=spec.repeated, **norms,
+        )  # fmt: skip
         return Bound(shape, tuple(self.fills), self.index(), spec.attn.module)

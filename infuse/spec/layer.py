@@ -151,7 +151,8 @@ class LayerSpec:
     """A transformer layer. `when` chooses among specs of one class by config values; `expect` are values that must hold.
 
     `norm1` and `norm2` stand before (PRE, PARALLEL) or after (POST) attention and MLP; SANDWICH has `post1` and `post2`
-    on the outputs as well. PARALLEL without `norm2` feeds both from `norm1`.
+    on the outputs as well. PARALLEL without `norm2` feeds both from `norm1`. `repeated` are arguments that say again what the
+    mask says.
     """
 
     layer: str
@@ -167,6 +168,7 @@ class LayerSpec:
     returns: str = TENSOR
     when: tuple[tuple[str, Any], ...] = ()
     expect: tuple[tuple[str, Any], ...] = ()
+    repeated: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> LayerSpec:
         """A variant; a dict for `attn` or `mlp` changes those fields of the part."""
@@ -242,7 +244,9 @@ class MLPShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states."""
+    """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states, `repeated` those
+    that say nothing new.
+    """
 
     attn: AttentionShape
     mlp: MLPShape
@@ -254,3 +258,4 @@ class LayerShape:
     residual_scale: float
     returns: str
     arguments: tuple[str, ...]
+    repeated: tuple[str, ...] = ()

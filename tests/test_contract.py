@@ -1,0 +1,130 @@
+"""The contract of a call: what a replaced layer serves equals the original's; anything else is an error that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from families import BY_NAME, GQA, enlarge
+from tolerance import assert_near
+from torch import Tensor, nn
+from transformers.cache_utils import StaticCache
+
+import infuse
+from infuse.layers.block import Block
+
+MOE = dict(
+    GQA, num_experts=4, num_local_experts=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
+    moe_intermediate_size=32, first_k_dense_replace=1, head_dim=12,
+)  # fmt: skip
+# Families without a spec whose attention goes through transformers' interface, where ours takes its place.
+HOOKED: dict[str, dict[str, Any]] = {
+    "Mixtral": MOE, "Qwen2Moe": dict(MOE, shared_expert_intermediate_size=32), "Qwen3Moe": MOE, "Olmoe": MOE,
+    "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA, "Phimoe": MOE,
+    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12), "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA,
+    "SeedOss": dict(GQA, head_dim=12), "Dots1": MOE, "GraniteMoe": MOE,
+    "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
+}  # fmt: skip
+
+
+def original(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = getattr(t, f"{name}ForCausalLM")(getattr(t, f"{name}Config")(**HOOKED[name])).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, infuse.InferenceEngine]:
+    return BY_NAME["llama"].make(), infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+
+
+def one_block(model: nn.Module) -> Block:
+    return next(module for module in model.modules() if isinstance(module, Block))
+
+
+# ---- arguments ----
+
+
+def call(block: Block, *args: Any, **kwargs: Any) -> Any:
+    hidden, turns = torch.randn(1, 4, 48), (torch.ones(1, 4, 12), torch.zeros(1, 4, 12))
+    with torch.no_grad():
+        return block(hidden, *args, **{"position_embeddings": turns, **kwargs})
+
+
+@pytest.mark.parametrize("argument", ["encoder_hidden_states", "per_layer_input", "layer_head_mask"])
+def test_an_argument_that_is_not_served_is_refused_by_name(argument: str) -> None:
+    model = infuse.init_inference(BY_NAME["gpt2"].make(), dtype="fp32").module
+    with pytest.raises(infuse.UnsupportedCall, match=argument):
+        one_block(model)(torch.randn(1, 4, 48), **{argument: torch.ones(1, 4, 48)})
+
+
+def test_an_argument_of_none_says_nothing(pair: Any) -> None:
+    assert call(one_block(pair[1].module), encoder_hidden_states=None).shape == (1, 4, 48)
+
+
+def test_too_many_and_repeated_arguments_are_type_errors(pair: Any) -> None:
+    block = one_block(pair[1].module)
+    with pytest.raises(TypeError, match="positional arguments"):
+        call(block, *[None] * 12)
+    with pytest.raises(TypeError, match="multiple values for argument 'attention_mask'"):
+        call(block, None, attention_mask=None)
+
+
+@pytest.mark.parametrize(("name", "argument"), [("llama", "position_embeddings"), ("gptj", "position_ids"), ("bloom", "alibi")])
+def test_missing_positions_are_refused(name: str, argument: str) -> None:
+    """Without them a layer would compute as if it had no positions at all."""
+    model = infuse.init_inference(BY_NAME[name].make(), dtype="fp32").module
+    with pytest.raises(infuse.UnsupportedCall, match=argument):
+        one_block(model)(torch.randn(1, 4, 48))
+
+
+# ---- caches and masks ----
+
+
+@pytest.mark.parametrize("cache", [((torch.zeros(1, 2, 3, 12),) * 2,), {"keys": 1}, object()], ids=lambda cache: type(cache).__name__)
+def test_a_cache_of_another_kind_is_refused(pair: Any, cache: Any) -> None:
+    with pytest.raises(infuse.UnsupportedCall, match=f"{type(cache).__name__} as its cache"):
+        call(one_block(pair[1].module), past_key_values=cache)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 4), torch.ones(1, 1, 4, 4, dtype=torch.long), "causal"], ids=["2-d", "integers", "text"])
+def test_a_mask_of_another_kind_is_refused(pair: Any, mask: Any) -> None:
+    with pytest.raises(infuse.UnsupportedCall, match="attention_mask"):
+        call(one_block(pair[1].module), attention_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, None])
+def test_queries_that_see_all_keys_see_those_of_a_static_cache_too(pair: Any, causal: bool | None) -> None:
+    """Without a mask, only a causal layer takes the first keys alone."""
+    results = []
+    for model in (pair[0], pair[1].module):
+        layer, cache = model.model.layers[0], StaticCache(config=model.config, max_cache_len=9)
+        torch.manual_seed(3)
+        kwargs = {} if causal is None else {"is_causal": causal}
+        results.append(call(layer, past_key_values=cache, **kwargs))
+    assert_near(results[1], results[0], torch.float32)
+
+
+# ---- layers that stay: the attention hook ----
+
+
+def generated(model: Any, cache: str, **more: Any) -> Tensor:
+    prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(5))
+    return model.generate(prompt, max_new_tokens=6, do_sample=False, cache_implementation=cache, **more)
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_layers_that_stay_fill_a_static_cache_as_before(name: str) -> None:
+    model = original(name)
+    wanted = generated(model, "static")
+    engine = infuse.init_inference(model, dtype="fp32")
+    assert "attention" in {step.depth for step in engine.plan.steps}, str(engine.plan)
+    assert torch.equal(generated(engine.module, "static"), wanted)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    padded = generated(original(name), "static", attention_mask=mask)
+    assert torch.equal(generated(engine.module, "static", attention_mask=mask), padded)
