@@ -1,29 +1,34 @@
 """The proof: a new module against the one that it would replace, on inputs that the model itself makes.
 
-The model runs up to the layer on random tokens (alone, padded, then one decode step on a cache) and what it passes to
-the layer is recorded. Two comparisons follow. Structure: old and new in float32, same weights, which must agree closely.
-Result: the new module as it will run, in the target dtype and format, whose distance from the original in float32 may
-be at most twice that of the original itself run in that dtype.
+The model runs up to the layer on random tokens, in each of the ways that users call it (alone, padded, with the caches and
+masks that they bring; then further tokens on the cache), and what it passes to the layer is recorded. Two comparisons follow.
+Structure: old and new in float32, same weights, which must agree closely. Result: the new module as it will run, in the target
+dtype and format, whose distance from the original in float32 may be at most twice that of the original itself run in that dtype.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from infuse.errors import CheckpointError, RankError, UnsupportedCall
 from infuse.in_dtype import in_dtype
 from infuse.layers.cache import KVCache
 from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
 TOKENS, PADDING, SEED = 12, 3, 2026  # 12 divides into the chunks of chunked feed-forward layers
+LATER = (1, 4)  # new tokens of the calls after the first one: a step of decoding, then several tokens at once
+WINDOW = 5  # a sliding window that TOKENS more than fill
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -41,12 +46,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Calls in order on one cache: a prefill, then a decode step where there is a cache. Each of `caches` makes a fresh one: the original
-    runs on the first, what is to replace it on all of them."""
+    """Calls in order on one cache: a prompt, then further tokens where there is a cache. Each of `caches` makes a fresh one: the original
+    runs on the first, what is to replace it on all of them. Where `refusable`, the new module may refuse the calls by name instead of
+    computing them (UnsupportedCall)."""
 
     label: str
     calls: tuple[Call, ...]
     caches: tuple[Callable[[], Cache] | None, ...]
+    refusable: bool = False
 
 
 _CACHE = object()  # stands in a call for the model's cache: each run has one of its own, and that one may go
@@ -59,58 +66,146 @@ class _Reached(Exception):
 # --- recording ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Session:
+    """A few calls of the model in a row, as some user makes them; what its layers are passed becomes a case.
+
+    `tokens` are the new tokens of each call. The model runs on a cache of `make_cache`, and new modules on those of `also` as well,
+    where the same arguments mean the same. `texts`: two texts in each row, by a 4-d mask. `window`: sliding windows are that short.
+    An `optional` session that the model itself refuses makes no case.
+    """
+
+    label: str
+    tokens: tuple[int, ...]
+    make_cache: Callable[[], Cache] | None = None
+    also: tuple[Callable[[], Cache], ...] = ()
+    padded: bool = False
+    texts: bool = False
+    window: int | None = None
+    optional: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Unpadded so many rows that kernels for many take the first call (more than 28), padded those for few."""
+        return 2 if self.padded or self.texts else 3
+
+
+def _sessions(config: Any, decodes: bool) -> list[_Session]:
+    """The calls by which a layer is judged; those without a cache alone where it takes none."""
+    first, most = _first_tokens(config), _most_tokens(config)
+    texts = _Session("two texts in a row", (first,), texts=True)
+    if not decodes:
+        return [
+            _Session("alone", (first,), optional=False), _Session("padded", (first,), padded=True, optional=False), texts,
+        ]  # fmt: skip
+    later = tuple(count for i, count in enumerate(LATER) if first + sum(LATER[: i + 1]) <= most)
+    sessions = [
+        _Session("alone", (first, *later), lambda: DynamicCache(config=config), (_our_cache,), optional=False),
+        _Session("padded", (first, *later), _our_cache, padded=True, optional=False),
+        _Session("a static cache", (WINDOW, *later), lambda: StaticCache(config=config, max_cache_len=TOKENS), padded=True),
+        texts,
+    ]
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and window > WINDOW:  # a shorter one is full in the sessions above
+        short = copy.copy(config)
+        short.sliding_window = WINDOW
+        sessions.append(_Session("a full window", (first, *later), lambda: DynamicCache(config=short), window=WINDOW))
+        sessions.append(_Session("a full window", (first, *later), _our_cache, padded=True, window=WINDOW))
+    return sessions
+
+
+def _most_tokens(config: Any) -> int:
+    return (getattr(config, "max_position_embeddings", None) or TOKENS + sum(LATER) + 1) - 1
+
+
+def _first_tokens(config: Any) -> int:
+    return min(TOKENS, _most_tokens(config))
+
+
 def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: bool) -> dict[str, list[Case]]:
     """For each path in `layers` (layers of the model `owner`): the cases that `owner` makes of random inputs."""
     cases: dict[str, list[Case]] = {path: [] for path in layers}
-    config = getattr(owner, "config", None)
-    makers: dict[str, Callable[[], Cache] | None] = {"alone": None, "padded": None}
-    if decodes:
-        makers = {"alone": lambda: DynamicCache(config=config), "padded": _our_cache}
-    for label, make_cache in makers.items():
-        cache = make_cache() if make_cache else None
+    for session in _sessions(getattr(owner, "config", None), decodes):
+        cache = session.make_cache() if session.make_cache else None
         seen: dict[str, list[Call]] = {path: [] for path in layers}
-        for inputs, real in _model_inputs(owner, cache, label == "padded"):
-            run_and_record(owner, layers, inputs, real, seen)
+        try:
+            with _short_window(owner, session.window):
+                for inputs, real in _model_inputs(owner, cache, session):
+                    run_and_record(owner, layers, inputs, real, seen)
+        except (CheckpointError, RankError):
+            raise
+        except Exception:
+            if session.optional:  # the model does not take such a cache or mask, so that nobody can make these calls
+                continue
+            raise
         for path, calls in seen.items():
             if calls:
-                # Without a mask the same calls say the same on our cache, where a block may go another way than with one.
-                caches = (make_cache, _our_cache) if decodes and not any(map(_has_mask, calls)) else (make_cache,)
-                cases[path].append(Case(label, tuple(calls), caches))
+                also = session.also if _sees_all(calls) else ()
+                cases[path].append(Case(session.label, tuple(calls), (session.make_cache, *also), session.optional))
     return cases
 
 
 def _our_cache() -> Cache:
-    return KVCache(limit_tokens=TOKENS + 1)  # no larger than it need be
+    return KVCache(limit_tokens=TOKENS + sum(LATER))  # no larger than it need be
 
 
-def _has_mask(call: Call) -> bool:
-    """Whether the call has a mask, or a bias, for each pair of a query and a key: [B, H, T, L]."""
-    return any(isinstance(value, Tensor) and value.dim() == 4 for value in (*call.args, *call.kwargs.values()))
+def _sees_all(calls: list[Call]) -> bool:
+    """Whether each call's mask, if it has one, has a column for every token so far, as on our cache."""
+    seen_tokens = 0
+    for call in calls:
+        seen_tokens += call.hidden.shape[1]
+        masks = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim() == 4]
+        if any(mask.shape[-1] != seen_tokens for mask in masks):
+            return False
+    return True
 
 
-def _model_inputs(owner: nn.Module, cache: Cache | None, padded: bool) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+@contextmanager
+def _short_window(owner: Any, window: int | None) -> Iterator[None]:
+    """The model masks by a sliding window of `window` tokens for a while."""
+    if window is None:
+        yield
+        return
+    kept = owner.config.sliding_window
+    try:
+        owner.config.sliding_window = window
+        yield
+    finally:
+        owner.config.sliding_window = kept
+
+
+def _model_inputs(owner: nn.Module, cache: Cache | None, session: _Session) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
-    sample = like(owner)
+    sample, batch = like(owner), session.batch
     config: Any = getattr(owner, "config", None)
-    # Unpadded so many rows that kernels for many take them (more than 28), padded those for few.
-    batch = 2 if padded else 3
     if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
         yield {"pixel_values": pixels.to(sample)}, None
         return
-    tokens = min(TOKENS, (getattr(config, "max_position_embeddings", None) or TOKENS + 1) - 1)
-    mask = torch.ones(batch, tokens, dtype=torch.long)
-    if padded and cache is not None:
+    mask = torch.ones(batch, session.tokens[0], dtype=torch.long)
+    if session.padded and cache is not None:
         mask[0, :PADDING] = 0  # on the left, as generation pads
-    elif padded:
+    elif session.padded:
         mask[0, -PADDING:] = 0
-    caching: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
-    yield _text(owner, mask.shape, generator) | {"attention_mask": mask.to(sample.device)} | caching, mask.bool()
+    caching: dict[str, Any] = {"use_cache": False} if session.texts else {}
     if cache is not None:
-        longer = torch.cat((mask, torch.ones(batch, 1, dtype=torch.long)), dim=1)
-        yield _text(owner, (batch, 1), generator) | {"attention_mask": longer.to(sample.device)} | caching, None
+        caching = {"past_key_values": cache, "use_cache": True}
+    for i, tokens in enumerate(session.tokens):
+        if i:
+            mask = torch.cat((mask, torch.ones(batch, tokens, dtype=torch.long)), dim=1)
+        given = _two_texts(mask, sample.dtype) if session.texts else mask
+        text = _text(owner, (batch, tokens), generator)
+        yield text | {"attention_mask": given.to(sample.device)} | caching, None if i else mask.bool()
+
+
+def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, T, T] to be added to scores: the first third of each row is a text, the rest another; each in causal order."""
+    text = torch.arange(mask_BT.shape[1]) >= mask_BT.shape[1] // 3
+    allowed = (text[:, None] == text[None, :]).tril()
+    hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    return hidden.expand(mask_BT.shape[0], 1, -1, -1)
 
 
 def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
@@ -268,13 +363,20 @@ def result_fault(new: nn.Module, step: Step, cases: list[Case], wanted: Expected
 def _distances(new: nn.Module, case: Case, dtype: torch.dtype, exact: list[Tensor]) -> Iterator[tuple[str, int, float]]:
     """Of each call on each cache: the cache, which call it is, and how far `new` is from `exact` in it."""
     for make_cache in case.caches:
-        errors = [distance(a, b) for a, b in zip(outputs(new, case, dtype, make_cache), exact, strict=True)]
-        cache = "" if make_cache is None else ", our cache" if make_cache is _our_cache else ", dynamic cache"
+        try:
+            found = outputs(new, case, dtype, make_cache)
+        except UnsupportedCall:
+            if case.refusable:  # its user will be told the same, by name
+                continue
+            raise
+        errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+        cache = ", our cache" if make_cache is _our_cache else ""
         yield from ((cache, i, error) for i, error in enumerate(errors))
 
 
 def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int, allowed: float) -> str:
-    place = f"{str(dtype).removeprefix('torch.')} ({case.label}{cache}, {'decode' if call else 'prefill'}; {allowed:.1e} is allowed)"
+    which = ("prefill", "decode", "several tokens")[call]
+    place = f"{str(dtype).removeprefix('torch.')} ({case.label}{cache}, {which}; {allowed:.1e} is allowed)"
     return f"differs from the original by {error:.1e} of its size in {place}"
 
 
@@ -282,7 +384,8 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
     """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their dtype."""
     outputs = []
     for padded in (False, True):
-        for inputs, real in _model_inputs(model, None, padded):
+        session = _Session("", (_first_tokens(model.config),), padded=padded)
+        for inputs, real in _model_inputs(model, None, session):
             if getattr(model.config, "is_encoder_decoder", False):  # type: ignore[union-attr]
                 inputs["decoder_input_ids"] = inputs["input_ids"]
             out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)

@@ -246,6 +246,14 @@ def test_a_layer_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> N
     assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(done)
 
 
+def test_a_call_that_the_model_itself_refuses_is_no_part_of_the_proof() -> None:
+    """Bloom unpacks its mask as [B, T], so that nobody can give it another one."""
+    model = BY_NAME["bloom"].make()
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        model(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 1, 4, 4))
+    assert len(applied(model, verify="strict").steps) == 3
+
+
 # ---- no traces ----
 
 
@@ -317,6 +325,36 @@ def test_a_broken_body_is_refused(body: Callable, why: str, monkeypatch: pytest.
     done = apply(plan, model, config)
     assert done.steps == () and blocks(model) == [] and why in str(done)
     assert torch.equal(outputs("llama", model), wanted)
+
+
+# Calls that users make and a first prompt with one step of decoding is not: the family, and how such a call is told apart.
+CALLS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]]] = {
+    "several tokens": ("llama", lambda q, k, mask: q.shape[2] == 4),
+    "a static cache, prefill": ("llama", lambda q, k, mask: q.shape[2] == 5 and k.shape[2] == 12),
+    "a static cache, decode": ("llama", lambda q, k, mask: q.shape[2] == 1 and k.shape[2] == 12),
+    "two texts in a row": ("llama", lambda q, k, mask: mask is not None and mask.is_floating_point()),
+    "two texts in a row, prefill": ("bert", lambda q, k, mask: mask is not None and mask.is_floating_point()),
+    "a full window, decode": ("starcoder2", lambda q, k, mask: q.shape[2] == 1 and k.shape[2] == 5),
+    "a full window, our cache": ("starcoder2", lambda q, k, mask: q.shape[0] == 2 and not bool(mask[1, 0, -1, 0]) and k.shape[2] == 17),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_body_that_is_wrong_in_one_kind_of_call_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, is_meant = CALLS[what]
+    reference = registered()["attention"].reference
+
+    def body(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        out = reference(q, k, v, mask, *rest)
+        return out * 1.5 if (mask is not None or q.shape[2] == 4) and is_meant(q, k, mask) else out
+
+    model = BY_NAME[name].make()
+    if name == "starcoder2":
+        model.config.sliding_window = 64  # longer than what the proof reads, as those of real models are
+    monkeypatch.setitem(registered()["attention"].bodies, "cpu", Body("cpu", body, lambda device, dtype: None))
+    done = applied(model)
+    assert blocks(model) == [] and what.partition(",")[0] in str(done), str(done)
+    assert name != "starcoder2" or model.config.sliding_window == 64
 
 
 @pytest.mark.parametrize("right_up_to", [None, 0, 28], ids=["right", "wrong", "wrong for many rows"])

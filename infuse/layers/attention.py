@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.combine import Combine
 from infuse.layers.linear import direct, make_linear, product
@@ -96,6 +97,8 @@ class Attention(nn.Module):
         shape, packed = self.shape, inputs.packed
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
+        if shape.window and inputs.cache is not None:
+            self._check_window(inputs.cache, x_BTC.shape[1])
         qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
         if packed is not None:
             qkv = packed.spread(qkv)
@@ -181,6 +184,15 @@ class Attention(nn.Module):
         return [
             _scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads) for x, norm, heads in given
         ]
+
+    def _check_window(self, cache: Any, tokens: int) -> None:
+        """A window counts back from the last key, which has to be the last query's: UnsupportedCall where a cache has room behind it."""
+        if isinstance(cache, KVCache) or cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens:
+            return
+        raise UnsupportedCall(
+            f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens (a static cache); "
+            "give a DynamicCache, or leave cache_implementation out"
+        )
 
     def _of_own_heads(self, of_all: Tensor | None) -> Tensor | None:
         """This rank's heads of a mask or bias [B, H or 1, T, L]."""
