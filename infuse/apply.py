@@ -37,6 +37,7 @@ from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader, Reader
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
+_RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some hundred rows of hidden states each
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
 
 
@@ -106,9 +107,11 @@ class _Run:
         for step in candidates:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
-        cases = self.cases(steps)
+        cases: dict[str, list[verify.Case] | str] = {}
         for done, step in enumerate(steps):
-            found = cases.get(step.path, [])
+            if done % _RECORDED_AT_ONCE == 0:
+                cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
+            found = cases.pop(step.path, [])
             if step.depth == SPLIT and not isinstance(found, str):
                 fault = self.split_fault(step, found)  # on which the ranks have agreed
             else:

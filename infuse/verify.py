@@ -27,7 +27,7 @@ from infuse.plan import BLOCK, Step
 from infuse.quant.format import quant_format
 
 TOKENS, PADDING, SEED = 12, 3, 2026  # 12 divides into the chunks of chunked feed-forward layers
-LATER = (1, 4)  # new tokens of the calls after the first one: a step of decoding, then several tokens at once
+LATER = (1, 2)  # new tokens of the calls after the first one: a step of decoding, then several tokens at once
 WINDOW = 5  # a sliding window that TOKENS more than fill
 # Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
@@ -93,7 +93,7 @@ class _Session:
 def _sessions(config: Any, decodes: bool) -> list[_Session]:
     """The calls by which a layer is judged; those without a cache alone where it takes none."""
     first, most = _first_tokens(config), _most_tokens(config)
-    texts = _Session("two texts in a row", (first,), texts=True)
+    texts = _Session("two texts in a row", (min(first, 6),), texts=True)
     if not decodes:
         return [
             _Session("alone", (first,), optional=False), _Session("padded", (first,), padded=True, optional=False), texts,

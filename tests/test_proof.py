@@ -329,13 +329,13 @@ def test_a_broken_body_is_refused(body: Callable, why: str, monkeypatch: pytest.
 
 # Calls that users make and a first prompt with one step of decoding is not: the family, and how such a call is told apart.
 CALLS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]]] = {
-    "several tokens": ("llama", lambda q, k, mask: q.shape[2] == 4),
+    "several tokens": ("llama", lambda q, k, mask: q.shape[2] == 2),
     "a static cache, prefill": ("llama", lambda q, k, mask: q.shape[2] == 5 and k.shape[2] == 12),
     "a static cache, decode": ("llama", lambda q, k, mask: q.shape[2] == 1 and k.shape[2] == 12),
     "two texts in a row": ("llama", lambda q, k, mask: mask is not None and mask.is_floating_point()),
     "two texts in a row, prefill": ("bert", lambda q, k, mask: mask is not None and mask.is_floating_point()),
     "a full window, decode": ("starcoder2", lambda q, k, mask: q.shape[2] == 1 and k.shape[2] == 5),
-    "a full window, our cache": ("starcoder2", lambda q, k, mask: q.shape[0] == 2 and not bool(mask[1, 0, -1, 0]) and k.shape[2] == 17),
+    "a full window, our cache": ("starcoder2", lambda q, k, mask: q.shape[0] == 2 and not bool(mask[1, 0, -1, 0]) and k.shape[2] == 15),
 }
 
 
@@ -346,7 +346,7 @@ def test_a_body_that_is_wrong_in_one_kind_of_call_is_refused(what: str, monkeypa
 
     def body(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         out = reference(q, k, v, mask, *rest)
-        return out * 1.5 if (mask is not None or q.shape[2] == 4) and is_meant(q, k, mask) else out
+        return out * 1.5 if (mask is not None or q.shape[2] == 2) and is_meant(q, k, mask) else out
 
     model = BY_NAME[name].make()
     if name == "starcoder2":
