@@ -93,8 +93,8 @@ def check_folder(folder: str) -> None:
     """Make `folder`; CheckpointError where shards cannot be written there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte or half a character
+        raise CheckpointError(f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(folder, os.W_OK):
         raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import copy
 import json
 import random
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import BY_NAME
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_checkpoint_faults import refused, state_of
 from test_checkpoints import bin_shards, on_meta, safetensors_shards
 from test_saved_shards import saved
 from torch import nn
 
 import infuse
+from infuse.config import Checkpoint as CheckpointKeys
+from infuse.config import InferenceConfig, Moe, TensorParallel
+from infuse.config_quant import ModuleQuant, Quant, WeightQuant
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.names import model_reader
 from infuse.weights.sources import find_files
@@ -307,3 +314,83 @@ def test_parameters_are_read_as_values(tmp_path: Path) -> None:
     torch.save(dict(model.named_parameters()), tmp_path / "pytorch_model.bin")
     engine = loads(on_meta("llama"), tmp_path, dtype="fp32")
     assert engine is not None and all(parameter.is_leaf for parameter in engine.parameters())
+
+
+# ---- configurations ----
+
+SECTIONS = (InferenceConfig, TensorParallel, Moe, CheckpointKeys, Quant, WeightQuant, ModuleQuant)
+NAMES = sorted({name for section in SECTIONS for name in (*section.model_fields, *section.aliases, *section.moved)} | {"unknown", ""})
+OBJECTS = [torch.float16, torch.int64, torch.zeros(3), np.zeros(3), nn.Linear(2, 2), {1, 2}, b"x", object(), int, {1: 2}, {None: 1}]
+LEAVES = [*JUNK, "fp16", "cpu:3", "cuda:99999999999", "meta", "9" * 5000, "int8:groups=9999999999999999999999", 10**12, float("inf")]
+WRITTEN = st.recursive(
+    st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3), max_leaves=8,
+)  # fmt: skip
+QUICK = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def judged(given: Any) -> InferenceConfig | None:
+    """The configuration, which can be told; None where it is refused."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            config = InferenceConfig(given)
+    except infuse.ConfigError as error:
+        assert str(error)
+        return None
+    assert str(config) and config.notes() is not None and config.not_available() is not None
+    return config
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(NAMES), WRITTEN, min_size=1, max_size=3))
+def test_configurations(written: dict[str, Any]) -> None:
+    judged(written)
+
+
+@pytest.mark.parametrize("key", sorted({*InferenceConfig.model_fields, *InferenceConfig.aliases, *InferenceConfig.moved}))
+def test_each_key_with_each_value(key: str) -> None:
+    for value in (*LEAVES, *OBJECTS, in_itself()):
+        judged({key: value})
+        for section in ("tensor_parallel", "moe", "checkpoint_config", "quant"):
+            if key == section:
+                for name in NAMES:
+                    judged({key: {name: value}})
+
+
+def test_configurations_in_files(tmp_path: Path) -> None:
+    quant = {"weight": {"num_bits": 8, "q_groups": 2}}
+    tree = {"dtype": "fp32", "quant": quant, "tp": {"tp_size": 1}, "moe": True, "checkpoint": ["a.bin"]}
+    path = tmp_path / "config.json"
+    for seed in range(TRIES):
+        chance = random.Random(seed)
+        text = json.dumps(tree).encode()
+        path.write_bytes(json.dumps(tampered(tree, chance)).encode() if seed % 2 else garbled(text, chance))
+        judged(str(path))
+    path.write_text("[" * DEEP + "]" * DEEP)
+    assert judged(str(path)) is None and judged(in_itself()) is None and judged({"zero": in_itself()}) is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tensor_parallel": {"tp_group": "all"}}, {"quant": {"weight": {"q_groups": 10**12}}}, {"checkpoint": torch.zeros(3)},
+        {"injection_policy": {"LlamaDecoderLayer": torch.zeros(3)}}, {"zero": in_itself()},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)  # fmt: skip
+def test_a_configuration_that_is_refused_leaves_the_model_alone(keys: dict[str, Any]) -> None:
+    model = source()
+    before = state_of(model)
+    with pytest.raises(infuse.ConfigError):
+        infuse.init_inference(model, dtype="fp32", progress=False, **keys)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "\ud800", "a" * 5000], ids=["zero byte", "half a character", "long"])
+def test_a_folder_that_no_system_takes_is_refused(folder: str) -> None:
+    model = source()
+    before = state_of(model)
+    with pytest.raises(infuse.CheckpointError, match="the shards cannot be written"):
+        infuse.init_inference(model, dtype="fp32", progress=False, save_mp_checkpoint_path=folder)
+    assert state_of(model) == before
