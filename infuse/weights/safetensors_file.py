@@ -132,8 +132,13 @@ class SafetensorsFile:
         ]
         self._check(name, places[0], places[-1] + length)
         for run, place in enumerate(places):
-            into = memory[run * length : (run + 1) * length]
-            _by_blocks(lambda at, stop, into=into, place=place: self._read(into[at:stop], name, place + at), 0, length)  # type: ignore[misc]
+            self._read_run(memory[run * length : (run + 1) * length], name, place)
+
+    def _read_run(self, memory: memoryview, name: str, at: int) -> None:
+        if len(memory) <= BLOCK_BYTES:
+            self._fill(memory, name, at)
+        else:
+            _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), 0, len(memory))
 
     def _check(self, name: str, start: int, stop: int) -> None:
         """Check the blocks that hold these bytes of a tensor, those that were not checked before."""
@@ -158,13 +163,16 @@ class SafetensorsFile:
 
     def _read(self, memory: memoryview, name: str, at: int) -> int:
         """Fill `memory` with the tensor's bytes from `at` on; their CRC-32, or 0 where none is expected."""
+        self._fill(memory, name, at)
+        return zlib.crc32(memory) if name in self._checksums else 0
+
+    def _fill(self, memory: memoryview, name: str, at: int) -> None:
         done, place = 0, self._starts[name] + at
         while done < len(memory):  # one read gives at most 2 GiB
             got = os.preadv(self._file.fileno(), [memory[done:]], place + done)
             if not got:
                 raise CheckpointError(f"{self.path}: ended while {name} was read")
             done += got
-        return zlib.crc32(memory) if name in self._checksums else 0
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
