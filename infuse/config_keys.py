@@ -129,7 +129,7 @@ def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"config: cannot read {os.fspath(config)!r} as a JSON file: {reason}; possible: a dict, or a path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config: {os.fspath(config)!r} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"config: {os.fspath(config)!r} holds {shown(loaded)}; possible: a JSON object of keys and values")

@@ -257,16 +257,6 @@ def test_the_index_says_how_tensors_were_cut(tmp_path: Path, ranks: Ranks) -> No
     assert cuts["lm_head.weight"]["ranks"] == cuts["model.embed_tokens.weight"]["ranks"] == ["0:64", "64:96"]
 
 
-def test_an_index_of_one_rank_from_before_cuts_were_told(tmp_path: Path, ranks: Ranks) -> None:
-    first = saved("llama", tmp_path, 1, ranks, quant="int8:4")
-    path = tmp_path / "infuse.json"
-    index = json.loads(path.read_text())
-    assert index.pop("cuts") == []
-    path.write_text(json.dumps(index))
-    for size in (1, 2):
-        assert all(distance(found, first) < TOLERANCE for found, _ in read("llama", tmp_path, size, ranks, quant="int8:4"))
-
-
 # ---- what a rank reads ----
 
 

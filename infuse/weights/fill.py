@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,9 +152,18 @@ def fill_saved(
             place._parameters[leaf] = nn.Parameter(value.to(dtype), requires_grad=False)
 
 
-def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, tuple[tuple[int, ...], Cut | None]]:
-    """Name → shape of what `fill_saved` reads for `module`, on meta, and how it is cut."""
-    shapes: dict[str, tuple[tuple[int, ...], Cut | None]] = {}
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that `fill_saved` reads: `dtype` None takes any floating one, which is cast."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    cut: Cut | None
+
+
+def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, Wanted]:
+    """What `fill_saved` reads for `module`, on meta, by name."""
+    wanted: dict[str, Wanted] = {}
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
@@ -162,7 +172,8 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
             weight = quant_format(fill.format).quantize(like)
             at = ".".join(part for part in (path, owner) if part)
             parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
-            shapes |= {f"{at}.{name}": (tuple(tensor.shape), fill.cut) for name, tensor in parts.items() if tensor is not None}
+            stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
+            wanted |= {f"{at}.{name}": Wanted(tuple(tensor.shape), tensor.dtype, fill.cut) for name, tensor in stored.items()}
         elif leaf in place._parameters:
-            shapes[f"{path}.{fill.target}"] = (tuple(place.get_parameter(leaf).shape), fill.cut)
-    return shapes
+            wanted[f"{path}.{fill.target}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
+    return wanted
