@@ -28,7 +28,7 @@ from infuse.quant.format import QuantFormat, quant_format
 from infuse.spec.packing import Fill
 from infuse.spec.split import SplitShape
 from infuse.spec.unknown import LinearShape
-from infuse.weights.names import held
+from infuse.weights.names import placed
 from infuse.weights.shards import SavedShards, Shared, shared_tensors
 from infuse.weights.sources import SAVED, Files, read_json
 from infuse.weights.writer import FORMAT, Bundle, write_shards
@@ -73,7 +73,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
-    for name, tensor in sorted(held(model).items(), key=lambda item: item[0].startswith(inside)):
+    for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
-from infuse.quant.format import QuantizedWeight
+from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.unknown import EmbeddingShape
 
 
@@ -50,6 +50,16 @@ class QuantizedEmbedding(nn.Module):
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
         self.data, self.scale, self.zero = source.data, source.scale, source.zero
         self._body = self._chosen.function if prepared else ops.quantized_embedding.reference
+
+    @property
+    def prepared(self) -> bool:
+        """As QuantizedLinear.prepared."""
+        return self._body is self._chosen.function
+
+    def held(self) -> QuantizedWeight:
+        """As QuantizedLinear.held."""
+        weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), quant_format(self.format))
+        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
     @property
     def weight(self) -> Tensor:
