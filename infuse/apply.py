@@ -22,7 +22,7 @@ from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.block import Block
 from infuse.layers.combine import SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
-from infuse.layers.hook import hook_name, ran
+from infuse.layers.hook import hook_name, install_hook, ran
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
@@ -270,7 +270,7 @@ class _Run:
         """Put the new module wherever the old one is: some models apply one layer in several places."""
         self.swapped.append(replace(step, others=()))
         if step.depth == ATTENTION:
-            self.model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))  # type: ignore[operator]
+            install_hook(self.model, dict(step.bodies)["attention"], self.put)
             return
         old = self.model.get_submodule(step.path)
         if step.depth == SPLIT:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
+from infuse.layers.pickling import Pickled
 from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.unknown import EmbeddingShape
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(Pickled):
     """index [...] → rows [..., width] of a quantized table, in the dtype that the model computes in."""
 
     data: Tensor

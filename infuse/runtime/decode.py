@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ def install(
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
-        module.generate = MethodType(generate, module)  # type: ignore[assignment]
+        module.generate = partial(generate, module)  # type: ignore[assignment]  # a pickled method would be the class's own
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
         handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))

@@ -18,6 +18,7 @@ from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.spec.packing import Fill
 from infuse.weights.fill import filled, quantized, source_tensors
+from infuse.weights.names import placed
 from infuse.weights.reader import Part
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
@@ -158,7 +159,7 @@ def keep_names(
 
     `put(mapping, key, value)` sets each hook, so that it can be taken back.
     """
-    held = {name: tuple(tensor.shape) for name, tensor in old.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    held = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
     saved = tuple(fill for fill in fills if all(name in held for name in fill.sources))
     sources = {name for fill in saved for name in fill.sources}
     original = Original(path, saved, {name: shape for name, shape in held.items() if name in sources}, dtype, bodies)
