@@ -19,10 +19,10 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     """
     _take_over(new, old)
     if isinstance(new, Block):
-        new.__class__ = mixed(type(new), type(old))
+        _mix_in(new, old)
         new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
         _take_over(new_attn, old_attn)
-        new_attn.__class__ = mixed(type(new_attn), type(old_attn))
+        _mix_in(new_attn, old_attn)
 
 
 def _take_over(new: nn.Module, old: nn.Module) -> None:
@@ -31,6 +31,12 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
             object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
         elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
             object.__setattr__(new, name, value)
+
+
+def _mix_in(new: nn.Module, old: nn.Module) -> None:
+    ours: Any = type(new)
+    theirs: Any = type(old)
+    new.__class__ = mixed(ours, theirs)
 
 
 @cache
@@ -46,6 +52,5 @@ def _reduced(self: nn.Module, protocol: Any) -> tuple:
     return _empty, type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
 
 
-def _empty(ours: type, theirs: type) -> Any:
-    made = mixed(ours, theirs)
-    return made.__new__(made)
+def _empty(ours: Any, theirs: Any) -> Any:
+    return object.__new__(mixed(ours, theirs))

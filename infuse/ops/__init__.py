@@ -28,7 +28,8 @@ from infuse.ops.sampling import argmax, sample
 
 __all__ = [
     "ACTIVATIONS", "FEW_ROWS", "FUSED", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op", "activation",
-    "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "fused_linear", "fused_quantized_linear",
-    "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
-    "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append", "sample",
+    "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "fused_linear",
+    "fused_quantized_linear", "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize",
+    "quantized_embedding", "quantized_linear", "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append",
+    "sample",
 ]  # fmt: skip

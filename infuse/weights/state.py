@@ -166,7 +166,7 @@ def keep_names(
     handle = new.register_load_state_dict_pre_hook(original.load)
     put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
     put(new._state_dict_hooks, _KEY, original.save)
-    new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[arg-type]  # the user's hooks expect the original's names
+    new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # the user's hooks expect the original's names
 
 
 @contextmanager
@@ -175,8 +175,8 @@ def dequantized(model: nn.Module) -> Iterator[None]:
 
     The values are those that the quantized weights stand for. The whole state dict is in memory at once.
     """
-    hooks = [module._state_dict_hooks.get(_KEY) for module in model.modules()]  # type: ignore[call-overload]
-    originals: list[Original] = [hook.__self__ for hook in hooks if hook is not None]
+    hooks = [hook for module in model.modules() for key, hook in module._state_dict_hooks.items() if key == _KEY]
+    originals: list[Original] = [hook.__self__ for hook in hooks]  # type: ignore[attr-defined]
     made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
     try:
         for original in originals:

@@ -141,44 +141,6 @@ def test_hooks_and_their_handles_come_along() -> None:
     assert calls == ["LlamaAttention"] * 2
 
 
-def read(path: str, pipe: Any) -> None:
-    """In another process: the answers of each pickled engine of a file."""
-    with open(path, "rb") as file:
-        pipe.send_bytes(pickle.dumps([(name, quant, answers(engine.module, BY_NAME[name])) for name, quant, engine in pickle.load(file)]))
-
-
-def of_process(engine: infuse.InferenceEngine, name: str, pipe: Any) -> None:
-    pipe.send_bytes(pickle.dumps(answers(engine.module, BY_NAME[name])))
-
-
-def spawned(function: Any, *args: Any) -> Any:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=function, args=(*args, theirs))
-    process.start()
-    theirs.close()
-    try:
-        return pickle.loads(ours.recv_bytes())
-    finally:
-        process.join()
-
-
-def test_a_new_process_reads_every_family(tmp_path: Path) -> None:
-    engines = [(name, quant, replaced(name, quant)) for name, quant in CASES]
-    (tmp_path / "engines").write_bytes(pickle.dumps(engines))
-    for (name, quant, found), (_, _, engine) in zip(spawned(read, str(tmp_path / "engines")), engines, strict=True):
-        wanted = answers(engine.module, BY_NAME[name])
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), (name, quant)
-
-
-@pytest.mark.parametrize("quant", [None, "int8:16"])
-def test_an_engine_is_an_argument_of_a_spawned_process(quant: str | None) -> None:
-    engine = replaced("llama-bias", quant)
-    wanted = answers(engine.module, BY_NAME["llama-bias"])
-    assert_equal(spawned(of_process, engine, "llama-bias"), wanted)
-    assert_equal(answers(engine.module, BY_NAME["llama-bias"]), wanted)
-
-
 def mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
@@ -188,33 +150,38 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config).eval()
 
 
-LOAD = """
-import pickle, sys, torch
-model = pickle.load(open(sys.argv[1], "rb"))
-print(model(torch.tensor([[5, 7, 9, 11]])).logits.sum().item())
-"""
+def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> None:
+    """The answers of an engine that is an argument, those of the engines in a file, and the hooked attention of a layer that stays."""
+    with open(path, "rb") as file:
+        engines, hooked = pickle.load(file)
+    found = [answers(engine.module, BY_NAME[name]) for (name, _), engine in zip(CASES, engines, strict=True)]
+    pipe.send_bytes(pickle.dumps((answers(given.module, BY_NAME["llama-bias"]), found, hooked(PROMPT).logits)))
 
 
-def in_a_new_process(path: Path, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", LOAD, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
-
-
-@pytest.mark.skipif(isinstance(cpu.kernels(), str), reason="there are no kernels")
-def test_a_new_process_has_the_attention_hook(tmp_path: Path) -> None:
-    """Of layers that stay, whose attention is looked up in transformers' registry by its name."""
-    engine = infuse.init_inference(mixtral(), dtype=torch.float32, progress=False, quant="int8:16")
-    assert engine.config._attn_implementation == "infuse_cpu"
-    (tmp_path / "model").write_bytes(pickle.dumps(engine.module))
-    done = in_a_new_process(tmp_path / "model")
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(engine(PROMPT).logits.sum().item(), abs=1e-4)
+def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
+    given, engines = replaced("llama-bias", "int8:16"), [replaced(name, quant) for name, quant in CASES]
+    hooked = infuse.init_inference(mixtral(), dtype=torch.float32, progress=False, quant="int8:16").module
+    assert isinstance(cpu.kernels(), str) or hooked.config._attn_implementation == "infuse_cpu"
+    (tmp_path / "engines").write_bytes(pickle.dumps((engines, hooked)))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=in_another_process, args=(str(tmp_path / "engines"), given, theirs))
+    process.start()
+    theirs.close()
+    of_given, found, logits = pickle.loads(ours.recv_bytes())
+    process.join()
+    assert_equal(of_given, answers(given.module, BY_NAME["llama-bias"]))
+    assert torch.equal(logits, hooked(PROMPT).logits)
+    for case, engine, theirs_found in zip(CASES, engines, found, strict=True):
+        wanted = answers(engine.module, BY_NAME[case[0]])
+        assert all(torch.equal(one, other) for one, other in zip(theirs_found, wanted, strict=True)), case
 
 
 @pytest.mark.skipif(isinstance(cpu.kernels(), str), reason="there are no kernels")
 def test_a_process_without_the_kernels_refuses(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(pickle.dumps(replaced("llama", "int8:16").module))
-    done = in_a_new_process(tmp_path / "model", INFUSE_CPU_ISA="off")
+    command = [sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "INFUSE_CPU_ISA": "off"}, check=False)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith("infuse.errors.UnsupportedCall: this model was pickled with the 'cpu' kernels of ")

@@ -1,4 +1,4 @@
-"""Saving and loading by PyTorch and transformers: a replaced model has the original's state dict, and what is saved loads without infuse."""
+"""Saving and loading by PyTorch and transformers: a replaced model has the original's state dict, and its files load without infuse."""
 
 from __future__ import annotations
 
@@ -200,9 +200,10 @@ def test_a_copy_has_a_state_dict_of_its_own(quant: str | None) -> None:
 
 def by_rank(name: str, quant: str | None) -> list[str]:
     """What each use of a state dict says on this rank."""
-    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32", verify="off", progress=False, tensor_parallel={"tp_size": 2}, quant=quant)
+    engine = replaced(name, quant=quant, tensor_parallel={"tp_size": 2})
     said = []
-    for use in (engine.module.state_dict, lambda: engine.module.load_state_dict(BY_NAME[name].make().state_dict())):
+    original = BY_NAME[name].make().state_dict()
+    for use in (engine.module.state_dict, lambda: engine.module.load_state_dict(original)):
         with pytest.raises(infuse.UnsupportedCall) as raised, infuse.dequantized(engine):
             use()
         said.append(str(raised.value))
