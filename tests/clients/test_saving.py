@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from families import BY_NAME, FAMILIES, Family, inputs
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
@@ -215,3 +216,36 @@ def test_a_rank_refuses_to_save_its_part(name: str, quant: str | None, ranks: Ra
     for saved, loaded in ranks.run(2, by_rank, name, quant):
         assert "this rank holds a part of" in saved and "save_mp_checkpoint_path=FOLDER" in saved and "`infuse shard`" in saved
         assert loaded.startswith("load_state_dict") and "checkpoint=FOLDER" in loaded
+
+
+SMALL = dict(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+UNKNOWN = {
+    "t5": (t.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4), t.T5ForConditionalGeneration),
+    "bart": (t.BartConfig(vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48,
+                          decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64), t.BartForConditionalGeneration),
+    "mixtral": (t.MixtralConfig(**SMALL, num_local_experts=2), t.MixtralForCausalLM),
+    "glm": (t.GlmConfig(**SMALL, head_dim=8, pad_token_id=0), t.GlmForCausalLM),
+}
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_models_whose_layers_stay_are_saved(name: str, quant: str | None, tmp_path: Path) -> None:
+    """Those without a spec, of which linears are replaced."""
+    config, make = UNKNOWN[name]
+    model = make(config).eval()
+    wanted = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    engine = infuse.init_inference(model, dtype=torch.float32, progress=False, quant=quant)
+    assert engine.plan.steps
+    with infuse.dequantized(engine):
+        found = engine.module.state_dict()
+        engine.module.save_pretrained(tmp_path)
+    assert list(found) == list(wanted)
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=3e-2 if quant else 0)
+    again, info = make.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    ids = torch.tensor([[5, 7, 9, 11]])
+    given = {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else {"input_ids": ids}
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**given).logits, engine(**given).logits, rtol=1e-4, atol=1e-4)
