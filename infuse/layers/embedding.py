@@ -82,16 +82,17 @@ class QuantizedEmbedding(Pickled):
 
 def fix_vocabulary(module: nn.Module) -> None:
     """Let each model in `module` whose head or table is quantized refuse to resize it, before anything is changed."""
+    model: Any
     for model in module.modules():
         if not hasattr(model, "resize_token_embeddings"):
             continue
         try:
-            ends: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
         except (AttributeError, NotImplementedError):  # a model without tokens
             continue
         formats = [end.format for end in ends if isinstance(end, (QuantizedEmbedding, QuantizedLinear))]
         if formats:
-            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], formats[0])  # type: ignore[assignment]
+            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], formats[0])
 
 
 def _refuse_resizing(table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
