@@ -29,7 +29,7 @@ from infuse.saved_index import SavedIndex
 from infuse.spec.packing import Fill
 from infuse.spec.split import SplitShape
 from infuse.spec.unknown import LinearShape
-from infuse.weights.names import held
+from infuse.weights.names import placed
 from infuse.weights.shards import SavedShards
 from infuse.weights.sources import SAVED, Files
 from infuse.weights.writer import Bundle, write_shards
@@ -74,7 +74,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
-    for name, tensor in sorted(held(model).items(), key=lambda item: item[0].startswith(inside)):
+    for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it

@@ -21,6 +21,7 @@ from infuse.plan import Step
 from infuse.plan_bytes import parameter_bytes
 from infuse.saved_plan import _format_of_part
 from infuse.spec.packing import Fill
+from infuse.weights.names import placed
 from infuse.weights.shards import Shared
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
@@ -93,7 +94,7 @@ def saved(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> Tens
 def read_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str]]:
     """Outputs, and the names of tensors that differ by a bit from those that are cut, then quantized, from the live model."""
     engine, fresh = engine_of(name, folder), engine_of(name, None, **{"verify": "off", **keys})
-    state, wanted = engine.module.state_dict(), fresh.module.state_dict()
+    state, wanted = placed(engine.module), placed(fresh.module)
     assert state.keys() == wanted.keys()
     return outputs(engine, name), [key for key in state if not torch.equal(state[key], wanted[key])]
 

@@ -23,6 +23,7 @@ from infuse.layers.linear import QuantizedLinear
 from infuse.plan_bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
 from infuse.weights import safetensors_file
+from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
 from infuse.weights.writer import FORMAT, SEAL, Bundle, seal, write_safetensors
 
@@ -61,7 +62,7 @@ def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, mon
     assert second.plan.dtype == first.plan.dtype and parameter_bytes(second.module) == parameter_bytes(first.module)
     assert [(step.path, step.formats) for step in second.plan.steps] == [(step.path, step.formats) for step in first.plan.steps]
     assert [dict(step.bodies) for step in second.plan.steps] == [dict(step.bodies) for step in first.plan.steps]
-    assert second.module.state_dict().keys() == first.module.state_dict().keys()
+    assert placed(second.module).keys() == placed(first.module).keys()
     assert not [n for n, x in (*second.module.named_parameters(), *second.module.named_buffers()) if x.is_meta]
     head, table = second.module.get_output_embeddings(), second.module.get_input_embeddings()
     assert (head.weight.data_ptr() == table.weight.data_ptr()) == second.module.config.tie_word_embeddings
@@ -125,7 +126,7 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
         held = module.held()
         for part in ("data", "scale", "zero"):
             assert torch.equal(stored.pop(f"{path}.{part}"), getattr(held, part))
-    left = {name: tensor for name, tensor in engine.module.state_dict().items() if name.rpartition(".")[0] not in matrices}
+    left = {name: tensor for name, tensor in placed(engine.module).items() if name.rpartition(".")[0] not in matrices}
     left |= {name: p for name, p in engine.module.named_parameters() if name.endswith(".bias")}
     left.pop("lm_head.weight")
     assert stored.keys() == left.keys() and all(torch.equal(stored[name], left[name]) for name in left)

@@ -22,6 +22,7 @@ from unknown_models import make
 import infuse
 from infuse.plan import SPLIT
 from infuse.saved_index import read_index
+from infuse.weights.names import placed
 from infuse.weights.shards import SavedShards
 from infuse.weights.sources import Files
 
@@ -68,7 +69,7 @@ def read_by_rank(name: str, folder: str, wanted: dict[str, Any]) -> tuple[Tensor
     """Answers, what differs by a bit from what is made of the live model, the plan, and how many layers ranks share."""
     engine, fresh = engine_of(name, folder, {}), engine_of(name, None, wanted)
     assert not [n for n, x in (*engine.module.named_parameters(), *engine.module.named_buffers()) if x.is_meta]
-    state, made = engine.module.state_dict(), fresh.module.state_dict()
+    state, made = placed(engine.module), placed(fresh.module)
     differing = [key for key in {**state, **made} if key not in state or key not in made or not torch.equal(state[key], made[key])]
     return *answers(engine, name), differing, str(engine.plan), sum(step.depth == SPLIT for step in engine.plan.steps)
 

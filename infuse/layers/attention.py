@@ -17,6 +17,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.combine import Combine
 from infuse.layers.linear import direct, make_linear, product
 from infuse.layers.norm import Norm
+from infuse.layers.pickling import Pickled
 from infuse.layers.position import Positions, make_positions
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import AttentionShape, NormShape
@@ -61,7 +62,7 @@ class Inputs(NamedTuple):
     packed: Packed | None = None
 
 
-class Attention(nn.Module):
+class Attention(Pickled):
     """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of which each may be None,
     the output is residual + what it is of norm(x), in the products where they fuse.
     """

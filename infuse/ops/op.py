@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from infuse.device import Device
+from infuse.errors import UnsupportedCall
 from infuse.quant.format import QuantizedWeight, quant_format
 
 REFERENCE = "reference"
@@ -151,6 +154,43 @@ def op(schema: str) -> Callable[[Callable], Op]:
         return made
 
     return declare
+
+
+@dataclass(frozen=True)
+class BodyName:
+    """What a pickle has of a body (`whole`) or of its function."""
+
+    op: str
+    body: str
+    whole: bool
+
+    def found(self) -> Any:
+        """The body, or its function; UnsupportedCall where it cannot run in this process."""
+        body = _runnable(self.op, self.body)
+        return body if self.whole else body.function
+
+
+@cache
+def _runnable(op: str, name: str) -> Body:
+    body = _OPS[op].bodies.get(name) if op in _OPS else None
+    device = Device.of("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+    reason = "this version of infuse has no such kernel" if body is None else body.needs(device, torch.float32)
+    if body is None or reason is not None:
+        raise UnsupportedCall(
+            f"this model was pickled with the {name!r} kernels of {op}, which do not run here: {reason}. Load it where they run; or pickle "
+            "the original model, or save our shards (save_mp_checkpoint_path=FOLDER), and call init_inference here"
+        )
+    return body
+
+
+def by_name(value: Any) -> Any:
+    """A body or its function by name; any other value as it is."""
+    if isinstance(value, (Body, FunctionType)):
+        for op in _OPS.values():
+            for body in op.bodies.values():
+                if value is body or value is body.function:
+                    return BodyName(op.name, body.name, value is body)
+    return value
 
 
 def registered() -> dict[str, Op]:

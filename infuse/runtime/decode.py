@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.generation import GenerationMixin
 
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
+from infuse.layers.embedding import fix_vocabulary
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agreed
 from infuse.runtime.buckets import Buckets
@@ -85,7 +85,8 @@ def install(
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
-        module.generate = MethodType(generate, module)  # type: ignore[assignment]
+        module.generate = partial(generate, module)  # type: ignore[assignment]  # a pickled method would be the class's own
+    fix_vocabulary(module)
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
         handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))

@@ -29,6 +29,16 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
+def placed(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers of a replaced model by their places in it; its state dict has the original's names."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        persistent = {leaf: held for leaf, held in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
+        tensors = {**module._parameters, **persistent}
+        found |= {f"{path}.{leaf}" if path else leaf: held for leaf, held in tensors.items() if held is not None}
+    return found
+
+
 @dataclass
 class ModelReader:
     """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
