@@ -30,6 +30,7 @@ from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_ar
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
+from infuse.layers.named_attention import names_ours
 from infuse.layers.norm import Norm, norm_ops
 from infuse.layers.one_call import make_one_call
 from infuse.parallel.collectives import LOCAL, Group
@@ -37,6 +38,13 @@ from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, Layer
 
 # Taking the tokens out and putting them back costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
+
+# Keyword arguments that a block consumes itself, and those that say nothing to our own attention: what else comes is for the attention
+# function that the model's config names.
+_CONSUMED = frozenset({"attention_mask", "past_key_values", "layer_past", "position_embeddings", "alibi", "position_bias"})
+_SERVED = _CONSUMED | {
+    "position_ids", "is_causal", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
+}  # fmt: skip
 
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
@@ -107,7 +115,12 @@ class Block(nn.Module):
             given("is_causal"),
             bool(given("output_attentions")) or _weights_are_recorded(attention),
             self._heads,
+            None,
+            None if _SERVED.issuperset(kwargs) and names_ours(attention) else _for_others(attention, kwargs),
         )
+        if inputs.more is not None:
+            out, weights = self._run(self, attention, hidden_states, inputs)
+            return (out, weights) if self.shape.returns == TUPLE else out
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
@@ -121,6 +134,13 @@ class Block(nn.Module):
             out, weights = self._run(self, attention, packed.taken(hidden_states), inputs._replace(packed=packed))
             out = packed.spread(out)
         return (out, weights) if self.shape.returns == TUPLE else out
+
+
+def _for_others(attention: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What the attention function that the config names is given; None where our own serves the call after all."""
+    if names_ours(attention) and all(value is None for name, value in kwargs.items() if name not in _SERVED):
+        return None
+    return {name: value for name, value in kwargs.items() if name not in _CONSUMED}
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:

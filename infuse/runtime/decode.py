@@ -23,6 +23,7 @@ from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agreed
 from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
+from infuse.runtime.continuous import NAMES, install_continuous
 from infuse.runtime.device_loop import Run
 from infuse.runtime.forward import Forward, explained
 from infuse.runtime.graph import Places
@@ -86,6 +87,7 @@ def install(
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         module.generate = MethodType(generate, module)  # type: ignore[assignment]
+    install_continuous(module)
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
         handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))
@@ -100,7 +102,7 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Take everything off again."""
     for handle in handles:
         handle.remove()
-    for name in ("_infuse", "generate"):
+    for name in ("_infuse", "generate", *NAMES):
         vars(module).pop(name, None)
     forward = vars(module).get("forward")
     if isinstance(forward, Forward):
@@ -219,7 +221,7 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     """Forward pre-hook: the cap, before any kernel runs."""
     given = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
-    if not isinstance(given, Tensor) or given.dim() < 2:
+    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:  # requests of a continuous batch
         return
     held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
     if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
