@@ -152,7 +152,7 @@ class Attention(nn.Module):
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original module calls it."""
         shape, cache = self.shape, inputs.cache
-        attend = named_attention(self, more)
+        attend = named_attention(self)
         if isinstance(cache, KVCache) and self._index is not None:
             slot = cache.slot(self._index)
             if slot.row_lengths is not None or slot.place is not None:

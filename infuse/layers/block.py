@@ -26,11 +26,11 @@ from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
-from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
+from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
-from infuse.layers.named_attention import names_ours
+from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm, norm_ops
 from infuse.layers.one_call import make_one_call
 from infuse.parallel.collectives import LOCAL, Group
@@ -38,13 +38,6 @@ from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, Layer
 
 # Taking the tokens out and putting them back costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
-
-# Keyword arguments that a block consumes itself, and those that say nothing to our own attention: what else comes is for the attention
-# function that the model's config names.
-_CONSUMED = frozenset({"attention_mask", "past_key_values", "layer_past", "position_embeddings", "alibi", "position_bias"})
-_SERVED = _CONSUMED | {
-    "position_ids", "is_causal", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
-}  # fmt: skip
 
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
@@ -93,10 +86,11 @@ class Block(nn.Module):
         """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
         if args:
             kwargs = named(self.shape.arguments, args, kwargs, self._layer)
-        if not kwargs.keys() <= self._served and (more := unserved(kwargs, self._served)):
-            refuse_arguments(self._layer, more, self._served)
         attention = self._modules[self._attention_name]
         assert attention is not None
+        more = None
+        if not (kwargs.keys() <= self._served and names_ours(attention)):
+            more = arguments_of_named(attention, kwargs, self._served, self.shape.arguments, self._layer)
         given = kwargs.get
         cache = given("past_key_values")
         if cache is None:
@@ -104,7 +98,7 @@ class Block(nn.Module):
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
             cache = self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
-        if mask is not None:
+        if mask is not None and more is None:
             check_mask(mask, self._layer)
         inputs = Inputs(  # by position, which is the quicker way
             mask,
@@ -116,9 +110,9 @@ class Block(nn.Module):
             bool(given("output_attentions")) or _weights_are_recorded(attention),
             self._heads,
             None,
-            None if _SERVED.issuperset(kwargs) and names_ours(attention) else _for_others(attention, kwargs),
+            more,
         )
-        if inputs.more is not None:
+        if more is not None:
             out, weights = self._run(self, attention, hidden_states, inputs)
             return (out, weights) if self.shape.returns == TUPLE else out
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
@@ -134,13 +128,6 @@ class Block(nn.Module):
             out, weights = self._run(self, attention, packed.taken(hidden_states), inputs._replace(packed=packed))
             out = packed.spread(out)
         return (out, weights) if self.shape.returns == TUPLE else out
-
-
-def _for_others(attention: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What the attention function that the config names is given; None where our own serves the call after all."""
-    if names_ours(attention) and all(value is None for name, value in kwargs.items() if name not in _SERVED):
-        return None
-    return {name: value for name, value in kwargs.items() if name not in _CONSUMED}
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:

@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin
 
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
+from infuse.layers.named_attention import names_ours
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agreed
 from infuse.runtime.buckets import Buckets
@@ -134,7 +135,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     lent = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if installed.buckets is not None and not _is_watched(self):
+        if installed.buckets is not None and not _is_watched(self) and names_ours(self):
             forward = vars(self).get("forward")
             call = forward.run if isinstance(forward, Forward) else self.forward
             lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
