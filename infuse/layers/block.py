@@ -112,13 +112,11 @@ class Block(nn.Module):
             None,
             more,
         )
-        if more is not None:
-            out, weights = self._run(self, attention, hidden_states, inputs)
-            return (out, weights) if self.shape.returns == TUPLE else out
-        if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
+        ours = more is None
+        if ours and self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
-        packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
-        if packed is None and self._encoder_call is not None:
+        packed = None if self.shape.attn.causal or not ours else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+        if packed is None and ours and self._encoder_call is not None:
             out = self._encoder_call(self, attention, hidden_states, inputs)
             if out is not None:
                 return (out, None) if self.shape.returns == TUPLE else out

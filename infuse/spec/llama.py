@@ -40,7 +40,9 @@ MISTRAL = LLAMA.but(layer=_M + "mistral.modeling_mistral.MistralDecoderLayer", a
 QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer", attn=dict(passes=_WINDOW))
 QWEN3 = QWEN2.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
 GRANITE = LLAMA.but(layer=_M + "granite.modeling_granite.GraniteDecoderLayer", residual_scale="residual_multiplier")
-SMOLLM3 = LLAMA.but(layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer", attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW))
+SMOLLM3 = LLAMA.but(
+    layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer", attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW)
+)
 
 PHI3 = LLAMA.but(
     layer=_M + "phi3.modeling_phi3.Phi3DecoderLayer",
