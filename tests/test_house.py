@@ -24,7 +24,7 @@ LEVELS = {
     "plan": 6,
     "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
     "runtime.choose": 8, "runtime.bucket": 8, "runtime.buckets": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8,
-    "runtime.forward": 8,
+    "runtime.forward": 8, "runtime.continuous": 8,
     "runtime.agreement": 8, "runtime.lent": 8, "runtime.together": 8, "runtime.straight": 8, "runtime.course": 1,
     "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
