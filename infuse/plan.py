@@ -23,6 +23,7 @@ from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan_bytes import bytes_after, parameter_bytes
 from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
 from infuse.plan_found import config_around, path_of, shared_weights
+from infuse.plan_html import plan_html
 from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
 from infuse.plan_split import Splits
 from infuse.plan_text import plan_lines
@@ -108,6 +109,9 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:

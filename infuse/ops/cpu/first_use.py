@@ -6,7 +6,6 @@ start together one builds and the others wait. INFUSE_BUILD=0 builds nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import stat
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +20,11 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from infuse import logs
 from infuse.ops.cpu import build
 
 LIBRARY, FAILURE = "_kernels.so", "failure.txt"
 LONGEST_BUILD_S = 1800.0  # another process may be building for so long; measured 90 s on two shared cores
-log = logging.getLogger("infuse")
 
 
 def kept() -> Path | None:
@@ -113,8 +111,7 @@ def _failed(folder: Path, output: str) -> str:
     last_lines = "\n".join(output.splitlines()[-12:])
     text = f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe whole output is in "\
            f"{folder / FAILURE}; it is tried again with another compiler or PyTorch, or by `infuse build`."
-    warnings.warn(text, stacklevel=2)
-    log.warning(text)
+    logs.warn(text, stacklevel=2)
     return _reason(folder)
 
 
@@ -168,7 +165,7 @@ def _is_trusted(root: Path) -> bool:
 
 def _say(text: str) -> None:
     """A line of progress on standard error; of several ranks, rank 0's."""
-    log.info(text)
+    logs.log.info(text)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"infuse: {text}\n")
         sys.stderr.flush()
