@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from infuse.ops.op import DEQUANTIZED
+
 if TYPE_CHECKING:
     from infuse.plan import Plan, Step
 
@@ -24,6 +26,7 @@ _KERNELS = {
     "triton": "infuse's for NVIDIA GPUs",
     "cpu": "infuse's in C++",
     "torch": "PyTorch's fused ones",
+    **dict.fromkeys(DEQUANTIZED, "PyTorch's own product with weights that were dequantized once"),
     "reference": "PyTorch's plain operations",
 }
 
