@@ -202,6 +202,8 @@ def build(
         if isinstance(found, str):
             fail(found, FAILED)
         print(found)
+        if BINARY.exists():
+            remarks().print(f"the kernels that came with the installation are taken first: {BINARY}", soft_wrap=True)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from torch import nn
 
 from infuse import ops
 from infuse.device import Device
+from infuse.ops import cpu
 from infuse.plan_formats import AnyShape, format_bytes, matrix_shape
 from infuse.quant.format import quant_format
 from infuse.spec.packing import Fill
@@ -46,7 +47,9 @@ def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], de
     if choice is None or not formats or device.kind != "cpu":
         return []
     declined, what = dict(choice.declined), ", ".join(dict.fromkeys(formats))
-    why = f"No kernels: {declined.get('cpu')}. `infuse env` says what there is, `infuse build` builds the kernels"
+    why = f"No kernels: {declined.get('cpu')}"
+    if cpu.needs(device, torch.float32) is not None:  # else it is the dtype that has none
+        why += ". `infuse env` says what there is, `infuse build` builds them"
     if choice.body in ops.HELD:
         held = choice.body.removeprefix("dequantized_")
         return [f"{what}: the weights are rounded to the format and held in {held}: as fast as the original, but not smaller. {why}"]

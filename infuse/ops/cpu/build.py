@@ -83,7 +83,8 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
         flags, source, into = job
         _run([*command, *FLAGS, *QUIET, *flags, *given, "-c", str(source), "-o", str(into)])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores) as pool:
         list(pool.map(compile_one, jobs))
     _run([*command, *given, "-shared", "-o", str(target), *(str(job[2]) for job in jobs), f"-L{torch / 'lib'}", "-ltorch_cpu"])
     return [level for level in LEVELS if level not in levels]
