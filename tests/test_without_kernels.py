@@ -53,7 +53,7 @@ def test_codes_come_back_from_their_values(text: str, body: str) -> None:
     held = layout.prepare(quantized)
     assert held.data.dtype == HELD[body] and torch.equal(held.data, quantized.format.dequantize(quantized, HELD[body]))
     back = layout.restore(held)
-    assert torch.equal(back.data, quantized.data) and back.scale is quantized.scale
+    assert torch.equal(back.data, quantized.data) and torch.equal(back.scale, quantized.scale)
 
 
 def test_a_weight_whose_codes_would_be_lost_is_left_to_the_reference() -> None:

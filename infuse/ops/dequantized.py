@@ -6,7 +6,7 @@ There is a body for each dtype, since a layout does not know for which activatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse import pages
 from infuse.device import Device
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
@@ -33,8 +34,26 @@ def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
 
 def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
     """The weight with its values in place of the codes; None where the codes could not be had back, as of scales that are not finite."""
-    held = replace(weight, data=weight.format.dequantize(weight, dtype))
+    held = _gathered(dtype, [weight], weight.shape)
     return held if torch.equal(_codes(held).data, weight.data) else None
+
+
+def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
+    """The same from parts of the rows, one after the other. Unchecked: in float32 and bfloat16 the codes come back."""
+    whole: QuantizedWeight | None = None
+    first = 0
+    for part in parts:
+        if whole is None:
+            scale, zero = (None if given is None else given.new_empty(shape[0], given.shape[1]) for given in (part.scale, part.zero))
+            assert scale is not None
+            whole = QuantizedWeight(pages.empty(shape, dtype), scale, zero, shape, part.format)
+        here = slice(first, first + part.shape[0])
+        first = here.stop
+        whole.data[here], whole.scale[here] = part.format.dequantize(part, dtype), part.scale
+        if whole.zero is not None and part.zero is not None:
+            whole.zero[here] = part.zero
+    assert whole is not None and first == shape[0], (first, shape)
+    return whole
 
 
 def _codes(held: QuantizedWeight) -> QuantizedWeight:
@@ -59,7 +78,10 @@ def _embedding(
 
 
 for _name, _dtype in HELD.items():
+    # float16 loses the codes of tiny scales: it takes a weight whole, and looks.
     _layout = Layout(partial(_values, _dtype), _codes)
+    if _dtype is not torch.float16:
+        _layout = replace(_layout, part_rows=1, gather=partial(_gathered, _dtype))
     for _op, _function in (
         (quantized_linear, _linear), (quantized_linear_activation, _linear_activation), (quantized_embedding, _embedding),
     ):  # fmt: skip
