@@ -12,7 +12,6 @@ import json
 import os
 import reprlib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from infuse import logs
 from infuse.errors import ConfigError
 
 _SHORT = reprlib.Repr()
@@ -74,7 +74,7 @@ def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[
     deprecated = [f"{leaf.spelling} → {leaf.key}" for leaf in leaves.values() if leaf.deprecated]
     if deprecated:
         text = "deprecated configuration keys, and what to write instead: " + ", ".join(deprecated)
-        warnings.warn(text, DeprecationWarning, stacklevel=_frames_inside())
+        logs.warn(text, DeprecationWarning, stacklevel=_frames_inside())
     return leaves, problems
 
 

@@ -13,8 +13,8 @@ from infuse import ops
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
-from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, fallback, linear_ops
-from infuse.plan_formats import is_matrix
+from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, fallback
+from infuse.plan_formats import is_matrix, linear_ops
 from infuse.quant.format import quant_format
 from infuse.saved import digest, digest_alone, is_packed, with_formats
 from infuse.saved_index import SavedIndex, SavedStep

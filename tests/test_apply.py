@@ -133,7 +133,8 @@ def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any], v
 def test_peak_memory_while_quantizing_by_the_references(held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
     ratio = peak_ratio(held, 2, BLOCK_BYTES, **keys)
-    assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model and a block"
+    # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized in one part.
+    assert 1 < ratio <= 1.5, f"{ratio:.2f} of the largest layer beyond the model and a block"
 
 
 def test_the_counter_counts() -> None:

@@ -6,10 +6,10 @@ Bodies are chosen when a plan is made and called directly; the registered `torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from infuse.quant.format import QuantizedWeight, quant_format
 
 REFERENCE = "reference"
 # The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.
-PREFERENCE = ("triton", "cpu", "torch", REFERENCE)
+DEQUANTIZED = ("dequantized_float32", "dequantized_bfloat16", "dequantized_float16")
+PREFERENCE = ("triton", "cpu", "torch", *DEQUANTIZED, REFERENCE)
 
 _LIBRARY = torch.library.Library("infuse", "DEF")
 _OPS: dict[str, Op] = {}
@@ -45,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Body:
-    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines."""
+    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not worth a word)."""
 
     name: str
     function: Callable
@@ -129,16 +130,18 @@ class Op:
 
         return declare
 
-    def choose(self, device: Device, dtype: torch.dtype) -> Choice:
-        """The body to run on `device` for activations of `dtype`, and who declined, with reasons."""
+    def choose(self, device: Device, dtype: torch.dtype, refused: Mapping[str, str] = MappingProxyType({})) -> Choice:
+        """The body to run on `device` for activations of `dtype`, and who declined, with reasons. `refused`: body → why not here."""
         declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
             if name not in self.bodies:
                 continue
             reason = self.bodies[name].needs(device, dtype)
+            reason = refused.get(name) if reason is None else reason
             if reason is None:
                 return Choice(self.name, name, tuple(declined))
-            declined.append((name, reason))
+            if reason:
+                declined.append((name, reason))
         raise AssertionError("the reference never declines")
 
 
