@@ -58,9 +58,11 @@ class Block(nn.Module):
         group: Group = LOCAL,
         path: str = "",
         layer: str = "the layer",
+        *,
+        skips_padding: bool = False,
     ):
         super().__init__()
-        self.shape = shape
+        self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
         self._sum = Sum(group, f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
@@ -110,7 +112,7 @@ class Block(nn.Module):
         )
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
-        packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+        packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states) if self._skips_padding else None
         if packed is None and self._encoder_call is not None:
             out = self._encoder_call(self, attention, hidden_states, inputs)
             if out is not None:
