@@ -28,6 +28,7 @@ from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
 from infuse.layers.encoder_call import make_encoder_call
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.norm import Norm, norm_ops
@@ -46,7 +47,7 @@ def block_ops(shape: LayerShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*norms, *attention_ops(shape.attn), *mlp_ops(shape.mlp))))
 
 
-class Block(nn.Module):
+class Block(InferenceModule):
     """Built on meta from a LayerShape; weights are filled in by `weights.fill`."""
 
     def __init__(
@@ -85,6 +86,8 @@ class Block(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
+        if torch.is_grad_enabled() and is_recorded(self, hidden_states):
+            return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:
             kwargs = named(self.shape.arguments, args, kwargs, self._layer)
         if not kwargs.keys() <= self._served and (more := unserved(kwargs, self._served)):

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
 from infuse.quant.format import QuantizedWeight
 from infuse.spec.unknown import EmbeddingShape
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(InferenceModule):
     """index [...] → rows [..., width] of a quantized table, in the dtype that the model computes in."""
 
     data: Tensor
@@ -66,7 +67,7 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
 
 
-class RankEmbedding(nn.Module):
+class RankEmbedding(InferenceModule):
     """index [...] → rows [..., width] of a table of which each rank has some rows."""
 
     weight: nn.Parameter
@@ -82,6 +83,8 @@ class RankEmbedding(nn.Module):
         self._parameters["weight"] = head._parameters["weight"]
 
     def forward(self, index: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, index):
+            return unrecorded(RankEmbedding.forward, self, index)
         return looked_up(index, self.shape, lambda own: F.embedding(own, self.weight), self._combine)
 
     def extra_repr(self) -> str:
