@@ -28,7 +28,7 @@ def test_a_cache_of_another_dtype_is_refused(first: str, then: str, rows: torch.
     model = infuse.init_inference(BY_NAME["llama"].make(), dtype=then).module
     before = [held.clone() for slot in cache.layers for held in slot.held()]
     for tokens in (1, 3):
-        with pytest.raises(UnsupportedCall, match=r"past_key_values: .*torch\.(float32|bfloat16).*torch\.(float32|bfloat16)"), torch.no_grad():
+        with pytest.raises(UnsupportedCall, match=r"past_key_values: .*float.*float"), torch.no_grad():
             model(torch.ones(2, tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
     after = [held for slot in cache.layers for held in slot.held()]
     assert cache.get_seq_length() == 11 and all(map(torch.equal, before, after)), "and stays as it was"

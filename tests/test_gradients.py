@@ -164,3 +164,16 @@ def test_train_warns_once_and_eval_never(name: str, inject: bool) -> None:
         assert model.eval() is model and not model.training
     untouched = infuse.init_inference(nn.Sequential(nn.LayerNorm(4)), dtype="fp32", verify="off")
     assert not training_warnings(untouched.train)
+
+
+def test_compiled_calls_with_gradients_on_compute_the_same_and_raise_in_backward() -> None:
+    replaced = Linear(8, 8, True, {}, combine=lambda part: part).to_empty(device="cpu")  # of ranks, which refuses gradients
+    nn.init.normal_(replaced.weight), nn.init.zeros_(replaced.bias)
+    model = nn.Sequential(nn.Embedding(5, 8), replaced)
+    index = torch.tensor([[0, 3, 4]])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(index)
+    assert found.requires_grad and torch.equal(found, model(index))
+    with pytest.raises(UnsupportedCall, match=REFUSED):
+        found.sum().backward()
+    assert torch.equal(torch.export.export(model, (index,)).module()(index), model(index))

@@ -45,17 +45,31 @@ def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args:
 
 
 def _refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
-    own = result.clone() if result._is_view() or result is x else result  # autograd lets no one change views of it in place
-    return _Refusal.apply(own, x, torch.empty(0, requires_grad=True), name)  # of which the third makes the result require a gradient
+    if torch.compiler.is_compiling():  # a traced graph can neither look at views nor make leaves
+        return _Refusal.apply(result.clone(), x, None, name)
+    own = result.clone() if result._is_view() or result is x else result  # views that a Function returns cannot be changed in place
+    return _Refusal.apply(own, x, torch.empty(0, requires_grad=True), name)  # the third argument makes the result require a gradient
 
 
 class _Refusal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, result: Tensor, x: Tensor, recorded: Tensor, name: str) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, result: Tensor, x: Tensor, recorded: Tensor | None, name: str) -> Tensor:  # type: ignore[override]
         ctx.name = name
         ctx.mark_dirty(result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedCall(f"backward(): {ctx.name} was replaced by infuse, which computes no gradients; {_INSTEAD}")
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        refused = torch.ops.infuse.refuse_backward(grad, ctx.name)
+        return None, refused, None, None
+
+
+def _refuse(grad: Tensor, name: str) -> Tensor:
+    raise UnsupportedCall(f"backward(): {name} was replaced by infuse, which computes no gradients; {_INSTEAD}")
+
+
+# An op, so that torch.compile traces the backward pass without running it: it raises where it runs.
+_LIBRARY = torch.library.Library("infuse", "FRAGMENT")
+_LIBRARY.define("refuse_backward(Tensor grad, str name) -> Tensor")
+_LIBRARY.impl("refuse_backward", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("infuse::refuse_backward", lambda grad, name: torch.empty_like(grad), lib=_LIBRARY)
