@@ -101,9 +101,11 @@ class Plan:
 
     def digest(self) -> str:
         """A fingerprint of the decision: equal on every rank that decided alike."""
-        kinds = [(one.path, one.depth, one.layer, one.whole or one.shape, one.formats, one.bodies) for one in self.steps]
-        whys = [(one.why, one.skips_padding) for one in self.steps]
-        return hashlib.sha256(repr((kinds, whys, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
+        steps = [
+            (step.path, step.depth, step.layer, step.whole or step.shape, step.formats, step.bodies, step.why, step.skips_padding)
+            for step in self.steps
+        ]
+        return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
     def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int) -> Plan:
         return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes)
@@ -131,9 +133,13 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         device=f"{device.kind} {device.name}".strip(),
         dtype=dtype,
         dtype_why=why,
-        steps=steps, left=tuple(decision.left), declined=decision.declines(),
+        steps=steps,
+        left=tuple(decision.left),
+        declined=decision.declines(),
         notes=(*config.notes(device), *notes, *decision.formats.idle(device, dtype)),
-        before_bytes=parameter_bytes(model), after_bytes=bytes_after(model, steps, dtype), mesh=mesh,
+        before_bytes=parameter_bytes(model),
+        after_bytes=bytes_after(model, steps, dtype),
+        mesh=mesh,
     )
 
 
