@@ -63,7 +63,7 @@ def test_the_example_runs_and_gives_what_the_original_gives(heading: str, monkey
         original = AutoModelForCausalLM.from_pretrained("examples/tiny_llama", dtype=torch.float32)
         wanted = original.generate(max_new_tokens=8, do_sample=False)
     else:
-        monkeypatch.setattr(infuse, "init_inference", lambda model, *args, **keys: Same(model))
+        monkeypatch.setattr(infuse, "init_inference", lambda model, *args, **keys: Same(model.float()))
         wanted = result_of(code)
     if isinstance(found, (np.ndarray, torch.Tensor)):
         assert np.abs(np.asarray(found) - np.asarray(wanted)).max() < 1e-4
