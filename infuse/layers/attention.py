@@ -33,7 +33,7 @@ def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
 
 
 class Packed(NamedTuple):
-    """The real tokens of a padded batch, by their rows in [B T]: what a layer computes of each token alone, it computes of these."""
+    """The real tokens of a padded batch, by their rows in [B T]: norms and linears then run on these alone."""
 
     rows: Tensor
     batch: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from infuse import ops
@@ -69,7 +70,9 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
-    if unserved(kwargs, _KNOWN) or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
+    recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    uneven = query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]
+    if recorded or dropout or uneven or unserved(kwargs, _KNOWN):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(

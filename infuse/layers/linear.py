@@ -7,10 +7,12 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.ops.op import Body
@@ -103,7 +105,7 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
     return prepared or first, prepared is not None
 
 
-class Linear(Pickled, nn.Linear):
+class Linear(InferenceModule, Pickled, nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
@@ -119,6 +121,8 @@ class Linear(Pickled, nn.Linear):
         return held["weight"], held["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
+            return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
         held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
         y = self._body(x, held["weight"], held["bias"])
         return y if self._combine is None else self._combine(y)
@@ -129,7 +133,7 @@ class Linear(Pickled, nn.Linear):
         return self.fused_body(x, self.weight, self.bias, *around)
 
 
-class QuantizedLinear(Pickled):
+class QuantizedLinear(InferenceModule, Pickled):
     """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
 
     data: Tensor
@@ -185,6 +189,8 @@ class QuantizedLinear(Pickled):
         return (held["data"], held["scale"], held["zero"], self._parameters["bias"], self.out_features, self.in_features, self.format)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, x):
+            return unrecorded(QuantizedLinear.forward, self, x)
         y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
