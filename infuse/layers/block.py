@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
@@ -108,6 +109,9 @@ class Block(nn.Module):
             bool(given("output_attentions")) or _weights_are_recorded(attention),
             self._heads,
         )
+        if is_compiling():  # graphs have the parts as ops, and nothing that depends on the values in a mask
+            out, weights = self._run(self, attention, hidden_states, inputs)
+            return (out, weights) if self.shape.returns == TUPLE else out
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)

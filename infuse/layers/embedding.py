@@ -31,7 +31,7 @@ class QuantizedEmbedding(nn.Module):
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
-        self._body = self._chosen.function
+        self._body = ops.quantized_embedding.bound(self._chosen.name)
 
     @property
     def part_rows(self) -> int | None:
@@ -49,7 +49,7 @@ class QuantizedEmbedding(nn.Module):
 
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
         self.data, self.scale, self.zero = source.data, source.scale, source.zero
-        self._body = self._chosen.function if prepared else ops.quantized_embedding.reference
+        self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
 
     @property
     def weight(self) -> Tensor:

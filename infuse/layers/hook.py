@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.layers.attention import in_order
@@ -51,9 +52,10 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    ran[body] += 1
+    if not is_compiling():  # a graph counts nothing
+        ran[body] += 1
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal:
         key, value = in_order(query.shape[2], key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ops.attention.body(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None
+    return ops.attention.bound(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None
