@@ -7,6 +7,7 @@ name of its own changes nothing for models that do not ask for it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,10 +53,13 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    if not is_compiling():  # a graph counts nothing
+    if is_compiling():  # a graph has the op, and counts nothing
+        run: Callable = ops.attention.bound(body)
+    else:
         ran[body] += 1
+        run = ops.attention.body(body)
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal:
         key, value = in_order(query.shape[2], key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ops.attention.bound(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None
+    return run(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

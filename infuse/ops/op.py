@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from infuse.device import Device
+from infuse.errors import UnsupportedCall
 from infuse.quant.format import QuantizedWeight, quant_format
 
 REFERENCE = "reference"
@@ -83,7 +84,14 @@ class Bound:
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
             return getattr(torch.ops.infuse, self._op).default(*args, self._body)
-        return self._function(*args)
+        try:
+            return self._function(*args)
+        except (RuntimeError, TypeError) as error:
+            if torch._C._get_tracing_state() is None:
+                raise
+            raise UnsupportedCall(
+                f"torch.jit.trace cannot record the op {self._op}, {self._body}; export the model with torch.export.export instead"
+            ) from error
 
     def __reduce__(self) -> tuple:
         return Bound, (self._op, self._body)
