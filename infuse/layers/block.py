@@ -110,8 +110,8 @@ class Block(nn.Module):
             self._heads,
         )
         if is_compiling():  # graphs have the parts as ops, and nothing that depends on the values in a mask
-            out, weights = self._run(self, attention, hidden_states, inputs)
-            return (out, weights) if self.shape.returns == TUPLE else out
+            result = self._run(self, attention, hidden_states, inputs)
+            return result if self.shape.returns == TUPLE else result[0]
         if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
         packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
