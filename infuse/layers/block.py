@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
@@ -117,6 +118,9 @@ class Block(InferenceModule):
             None,
             more,
         )
+        if is_compiling():  # graphs have the parts as ops, and nothing that depends on the values in a mask
+            result = self._run(self, attention, hidden_states, inputs)
+            return result if self.shape.returns == TUPLE else result[0]
         ours = more is None
         if ours and self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out

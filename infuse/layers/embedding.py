@@ -36,7 +36,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
-        self._body = self._chosen.function
+        self._body = ops.quantized_embedding.bound(self._chosen.name)
 
     @property
     def part_rows(self) -> int | None:
@@ -54,7 +54,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
         self.data, self.scale, self.zero = source.data, source.scale, source.zero
-        self._body = self._chosen.function if prepared else ops.quantized_embedding.reference
+        self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
 
     @property
     def prepared(self) -> bool:

@@ -111,7 +111,7 @@ class Linear(InferenceModule, Pickled, nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
-        self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
+        self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
         self.fused_body = _body_that_fuses(ops.fused_linear, bodies)
         self._combine = combine
 
@@ -149,7 +149,8 @@ class QuantizedLinear(InferenceModule, Pickled):
             self.register_buffer(name, None)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
-        self._body = self._chosen.function
+        self._body = ops.quantized_linear.bound(self._chosen.name)
+        self.prepared = True
         self.fused_body = _body_that_fuses(ops.fused_quantized_linear, bodies)
 
     @property
@@ -163,15 +164,11 @@ class QuantizedLinear(InferenceModule, Pickled):
         `parts` are its rows, in order, in as many parts as one likes where there are `part_rows`.
         """
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
-        self._body = self._chosen.function if prepared else ops.quantized_linear.reference
+        self.prepared = prepared
+        self._body = ops.quantized_linear.bound(self._chosen.name if prepared else ops.REFERENCE)
         if not prepared:
             self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the weight lies in the layout of the chosen body; else the reference runs."""
-        return self._body is self._chosen.function
 
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
@@ -205,4 +202,4 @@ class QuantizedLinear(InferenceModule, Pickled):
 
 def _body_that_fuses(op: ops.Op, bodies: Mapping[str, str]) -> Callable[..., Tensor] | None:
     name = bodies.get(op.name, ops.REFERENCE)
-    return None if name == ops.REFERENCE else op.body(name)
+    return None if name == ops.REFERENCE else op.bound(name)
