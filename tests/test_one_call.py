@@ -234,15 +234,16 @@ def test_a_weight_that_no_kernel_takes_goes_part_by_part(name: str, taken: list[
 
 
 def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask and without."""
-    masked: list[bool] = []
+    """With a mask and without, of one token and of several."""
+    masked: list[tuple[int, bool]] = []
     step = one_call.layer_step
     monkeypatch.setattr(one_call, "layer_step", lambda x, tensors, turns, mask, *rest: (
-        masked.append(mask is not None) or step(x, tensors, turns, mask, *rest)
+        masked.append((x.shape[1], mask is not None)) or step(x, tensors, turns, mask, *rest)
     ))  # fmt: skip
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")
     layers = len(blocks(engine.module))
-    assert masked.count(True) == masked.count(False) == layers and taken.count(True) == 2 * layers
+    assert {call: masked.count(call) for call in masked} == {(1, False): layers, (2, True): 2 * layers, (1, True): layers}
+    assert taken.count(True) == 4 * layers
 
 
 def test_rows_of_their_own_lengths_go_part_by_part(taken: list[bool]) -> None:
