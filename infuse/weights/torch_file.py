@@ -15,7 +15,7 @@ from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
 _INNER = ("module", "model", "state_dict")  # where training checkpoints have the model's own tensors
-_MAPPED_BYTES = 1 << 24  # mapped pages that were read stay ours until the file is mapped anew, which takes about a millisecond
+_MAPPED_BYTES = 1 << 22  # mapped pages that were read stay ours until the file is mapped anew, which takes about a millisecond
 
 
 class TorchFile:
