@@ -13,23 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse import pages, verify
+from infuse import interrupts, pages, verify
 from infuse.apply_adopt import adopt
-from infuse.apply_split import build_part, over, proven, put_part, together
+from infuse.apply_build import build
+from infuse.apply_split import proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, RankError
-from infuse.layers.block import Block
-from infuse.layers.combine import SideBySide, Sum
-from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
+from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, ran
-from infuse.layers.linear import Linear, QuantizedLinear, make_linear
+from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
 from infuse.saved import is_packed, packed_fill
-from infuse.spec.layer import LayerShape
-from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 from infuse.verify_split import split_cases
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
@@ -63,6 +60,10 @@ def apply(
         run.prove(progress)
         accepted = run.accepted()
         for done, step in enumerate(accepted):
+            if placing is not None:  # which gives everything back
+                interrupts.check()
+            else:
+                interrupts.tell("the layers are being replaced")
             run.swap(step)
             if progress:
                 progress(done + 1, len(accepted), "replacing")
@@ -109,6 +110,7 @@ class _Run:
         steps = list(samples.values())
         cases: dict[str, list[verify.Case] | str] = {}
         for done, step in enumerate(steps):
+            interrupts.check()
             if done % _RECORDED_AT_ONCE == 0:
                 cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
             found = cases.pop(step.path, [])
@@ -305,22 +307,6 @@ def traits(layer: nn.Module) -> tuple:
         for name, value in sorted(vars(module).items())
         if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
     )
-
-
-def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-    """The empty module of a step, on meta; an embedding looks up in `dtype`. `group`: the ranks that share it."""
-    bodies, shape, format = dict(step.bodies), step.shape, step.formats.get("weight")
-    with torch.device("meta"):
-        if isinstance(shape, LayerShape):
-            return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer)
-        if isinstance(shape, SplitShape):
-            return build_part(step, over(group))
-        if isinstance(shape, EmbeddingShape):
-            of_all = Sum(group, step.path) if shape.all_rows else None
-            return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
-        assert shape is not None, step
-        joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
-        return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
 
 
 def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.apply import Progress, apply, build
+from infuse.apply import Progress, apply
+from infuse.apply_build import build
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError

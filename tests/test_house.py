@@ -15,7 +15,7 @@ HOUSE = ROOT / "infuse"
 
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
-    "errors": 0, "device": 0, "pages": 0,
+    "errors": 0, "interrupts": 0, "device": 0, "pages": 0,
     "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
     "ops": 2,
     "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
+from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
@@ -96,6 +97,7 @@ def install(
     return handles
 
 
+@interrupts.held_back()
 def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Take everything off again."""
     for handle in handles:
