@@ -29,6 +29,7 @@ from infuse.plan_bytes import parameter_bytes
 from infuse.saved import is_packed, packed_fill
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 from infuse.verify_split import split_cases
+from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader, Reader
@@ -53,6 +54,8 @@ def apply(
     swapped then. RankError: another rank decided otherwise, or is gone.
     """
     group.agree(plan.digest(), "the plan")
+    if group.size > 1 and placing is None:  # of a checkpoint it is compared before
+        agree_on_weights(group, model, live_sums(model))
     run = _Run(plan, model, config, placing, group)
     with torch.no_grad():
         if placing is not None:

@@ -21,7 +21,7 @@ from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.parallel.collectives import LOCAL, Group
-from infuse.runtime.agreement import agree_before, agreed
+from infuse.runtime.agreement import agree_before, agree_to_generate
 from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
 from infuse.runtime.device_loop import Run
@@ -120,7 +120,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _moved(self, args, kwargs)
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        agreed(installed.group, "the arguments of generate", args, kwargs, installed.buckets)
+        settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
+        agree_to_generate(installed.group, args, kwargs, settings, installed.buckets)
         installed.group.share_random_state()
     asked = _Asked(self, args, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
