@@ -16,6 +16,7 @@ from torch import nn
 from infuse import interrupts, pages, verify
 from infuse.apply_adopt import adopt
 from infuse.apply_build import build
+from infuse.apply_shared import Made
 from infuse.apply_split import proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.device import Device
@@ -26,6 +27,7 @@ from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
+from infuse.plan_shared import Sharing
 from infuse.saved import is_packed, packed_fill
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 from infuse.verify_split import split_cases
@@ -62,6 +64,7 @@ def apply(
             placing.place_rest(progress)
         run.prove(progress)
         accepted = run.accepted()
+        run.made = Made(Sharing(model, accepted))
         for done, step in enumerate(accepted):
             if placing is not None:  # which gives everything back
                 interrupts.check()
@@ -89,6 +92,7 @@ class _Run:
     classes: dict[tuple[type, type], type] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     readings: dict[tuple, int] = field(default_factory=dict)
+    made: Made | None = None
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
@@ -220,11 +224,14 @@ class _Run:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype, self.group)
-        stored = [fill for fill in step.fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
-        made = [fill for fill in step.fills if fill not in stored]
+        fills = step.fills if self.made is None else self.made.share(step, module)  # proofs fill each module by itself
+        stored = [fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
+        made = [fill for fill in fills if fill not in stored]
         fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
         if self.placing is not None and stored:
             fill_saved(module, step.path, stored, self.placing.stored, self.plan.dtype)
+        if self.made is not None:
+            self.made.remember(step, module, fills)
         module.train(False)
         if step.depth != SPLIT:
             adopt(module, source, step.attn, self.classes)

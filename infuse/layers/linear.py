@@ -163,6 +163,12 @@ class QuantizedLinear(nn.Module):
             self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
+    def share(self, other: QuantizedLinear) -> None:
+        """Take the weight of `other`, which has the same shape, format and body."""
+        assert (other.out_features, other.in_features, other.format) == (self.out_features, self.in_features, self.format)
+        self.data, self.scale, self.zero = other.data, other.scale, other.zero
+        self._body, self.fused_body = other._body, other.fused_body
+
     @property
     def prepared(self) -> bool:
         """Whether the weight lies in the layout of the chosen body; else the reference runs."""
