@@ -37,10 +37,10 @@ class Sharing:
         self._outside: set[str] = set()  # tensors that a module which stays has, too
         for module in model.modules():
             for leaf, tensor in module._parameters.items():
-                if (name := first.get(id(tensor))) is not None:
-                    spots[name] += 1
+                if (known := first.get(id(tensor))) is not None:
+                    spots[known] += 1
                     if (id(module), leaf) not in sources:
-                        self._outside.add(name)
+                        self._outside.add(known)
         users: dict[str, set[str]] = defaultdict(set)  # a module that several layers share is one spot
         for (path, _), name in self._names.items():
             users[name].add(path)
