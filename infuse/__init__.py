@@ -18,10 +18,11 @@ from infuse.errors import (
     SpecMismatch,
     UnsupportedCall,
 )
+from infuse.weights.state import dequantized
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError", "NotAvailable",
-    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "init_inference", "plan",
+    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "dequantized", "init_inference", "plan",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, RankError
 from infuse.layers.embedding import QuantizedEmbedding
-from infuse.layers.hook import hook_name, ran
+from infuse.layers.hook import hook_name, install_hook, ran
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
@@ -35,6 +35,7 @@ from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader, Reader
+from infuse.weights.state import keep_names
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 _RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some hundred rows of hidden states each
@@ -89,7 +90,6 @@ class _Run:
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
-    classes: dict[tuple[type, type], type] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     readings: dict[tuple, int] = field(default_factory=dict)
     made: Made | None = None
@@ -234,7 +234,7 @@ class _Run:
             self.made.remember(step, module, fills)
         module.train(False)
         if step.depth != SPLIT:
-            adopt(module, source, step.attn, self.classes)
+            adopt(module, source, step.attn)
         return module
 
     def accepted(self) -> list[Step]:
@@ -275,32 +275,32 @@ class _Run:
         head = self.model.get_submodule(step.shares)
         assert isinstance(head, QuantizedLinear if isinstance(new, QuantizedEmbedding) else Linear)
         new.share(head)
-        adopt(new.train(False), self.model.get_submodule(step.path), "", self.classes)
+        adopt(new.train(False), self.model.get_submodule(step.path))
         return new
 
     def swap(self, step: Step) -> None:
         """Put the new module wherever the old one is: some models apply one layer in several places."""
+        self.swapped.append(replace(step, others=()))
         if step.depth == ATTENTION:
-            self.model.set_attn_implementation(hook_name(dict(step.bodies)["attention"]))  # type: ignore[operator]
-            self.swapped.append(step)
-            return
-        if step.depth == SPLIT:
-            part, layer = self.built(step, self.plan.dtype), self.model.get_submodule(step.path)
-            put_part(layer, step, part, self.put, self.group, lambda new, old: adopt(new, old, "", self.classes))
-            self.swapped.append(replace(step, others=()))
+            install_hook(self.model, dict(step.bodies)["attention"], self.put)
             return
         old = self.model.get_submodule(step.path)
+        if step.depth == SPLIT:
+            part = self.built(step, self.plan.dtype)
+            keep_names(old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
+            put_part(old, step, part, self.put, self.group, adopt)
+            return
         parameters = dict(old.named_parameters())
         for fill in step.fills if self.placing is None else ():
             if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
                 parameter = parameters[fill.sources[0]]
                 parameter.data = pages.copied(parameter.data, self.plan.dtype)
         new = self.sharing(step) if step.shares else self.built(step, self.plan.dtype)
+        keep_names(new, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
                 if child is old:
                     self.put(module._modules, name, new)
-        self.swapped.append(step)
 
     def put(self, modules: MutableMapping[Any, Any], name: Any, new: Any) -> None:
         if self.placing is not None:  # which gives the old back should anything fail from here on

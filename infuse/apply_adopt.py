@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import nn
 
 from infuse.layers.block import Block
 
 
-def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, type], type]) -> None:
+def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     """Make `new` stand where `old` stood: its attributes, its hooks and, for a block, its class.
 
     transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
@@ -16,10 +19,10 @@ def adopt(new: nn.Module, old: nn.Module, attn: str, classes: dict[tuple[type, t
     """
     _take_over(new, old)
     if isinstance(new, Block):
-        _mix_in(new, type(old), classes)
+        _mix_in(new, old)
         new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
         _take_over(new_attn, old_attn)
-        _mix_in(new_attn, type(old_attn), classes)
+        _mix_in(new_attn, old_attn)
 
 
 def _take_over(new: nn.Module, old: nn.Module) -> None:
@@ -30,10 +33,24 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
             object.__setattr__(new, name, value)
 
 
-def _mix_in(new: nn.Module, theirs: type, classes: dict[tuple[type, type], type]) -> None:
-    ours = type(new)
-    if (ours, theirs) not in classes:
-        mixed = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__})
-        mixed.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
-        classes[ours, theirs] = mixed
-    new.__class__ = classes[ours, theirs]
+def _mix_in(new: nn.Module, old: nn.Module) -> None:
+    ours: Any = type(new)
+    theirs: Any = type(old)
+    new.__class__ = mixed(ours, theirs)
+
+
+@cache
+def mixed(ours: type, theirs: type) -> type:
+    """The class of a module of `ours` that is an instance of `theirs` too."""
+    made = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__, "__reduce_ex__": _reduced})
+    made.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
+    return made
+
+
+def _reduced(self: nn.Module, protocol: Any) -> tuple:
+    """Pickle by the two classes: the mixed one has no name to be found by."""
+    return _empty, type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _empty(ours: Any, theirs: Any) -> Any:
+    return object.__new__(mixed(ours, theirs))

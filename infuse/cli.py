@@ -1,4 +1,4 @@
-"""The command line: infuse plan | generate | bench | shard | env. Reads model folders, prints; decides nothing.
+"""The command line: infuse plan | generate | bench | shard | build | env. Reads model folders, prints; decides nothing.
 
 torch and transformers are imported inside the commands, so that `--help` and wrong arguments answer at once.
 Exit codes: 0 done, 1 the work failed, 2 the command was wrong (an option, a path, a folder without the needed files).
@@ -10,17 +10,17 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from infuse import cli_bench
 from infuse.cli_folder import (
+    FAILED,
     WRONG_USE,
     bar,
     copy_rest,
@@ -39,11 +39,10 @@ if TYPE_CHECKING:
     import torch
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Make a Hugging Face model run near the limit of the hardware, and see what was done to it.",
 )
-
-PROBE_BYTES = 1 << 28  # a quarter of what bench/probe.py reads: large beside any cache, and quick
 
 Folder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too.")]
 DtypeName = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")]
@@ -53,6 +52,21 @@ Verify = Annotated[
 ]
 Ranks = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")]
+
+
+@app.callback()
+def without_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Make a Hugging Face model run near the limit of the hardware, and see what was done to it."""
+    if version:
+        import infuse
+
+        print(f"infuse {infuse.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command("plan")
@@ -131,7 +145,7 @@ def bench(
     with told_errors():
         import torch
 
-        products = _products(empty_model(model_dir, config))
+        products = cli_bench.products(empty_model(model_dir, config))
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
         model: Any = engine.module
         engine.group.share_random_state()  # all ranks are given the same prompts
@@ -139,14 +153,14 @@ def bench(
         if against == "eager":
             models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
         ids = torch.randint(config.get_text_config().vocab_size, (batch, prompt_tokens), device=model.device)
-        runs: dict[str, list[Speed]] = {name: [] for name in models}
+        runs: dict[str, list[cli_bench.Speed]] = {name: [] for name in models}
         for _ in bar(range(1 + repeats), "timing"):
-            for name, timed in models.items():  # in turns: a machine that slows down slows both
-                runs[name].append(_speed(timed, ids, new_tokens))
-        speeds = {name: _median(timed[1:]) for name, timed in runs.items()}  # the first run warms up
-        speeds["bound"] = _bound(model, products * batch * prompt_tokens // engine.group.size)
+            for name, one in models.items():  # in turns: a machine that slows down slows both
+                runs[name].append(cli_bench.timed(one, ids, new_tokens))
+        speeds = {name: cli_bench.middle(timed[1:]) for name, timed in runs.items()}  # the first run warms up
+        speeds["bound"] = cli_bench.bound(model, products * batch * prompt_tokens // engine.group.size)
         what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"
-        Console().print(_bench_table(f"{what}; batch {batch}, {prompt_tokens} + {new_tokens} tokens", speeds, batch))
+        Console().print(cli_bench.table(f"{what}; batch {batch}, {prompt_tokens} + {new_tokens} tokens", speeds, batch))
 
 
 @app.command()
@@ -174,6 +188,25 @@ def shard(
 
 
 @app.command()
+def build(
+    again: Annotated[bool, typer.Option("--again", help="Build anew where there are kernels already.")] = False,
+) -> None:
+    """Build the C++ kernels for CPUs now, which are otherwise built when they are first used. Kept in INFUSE_CACHE_DIR or ~/.cache."""
+    with told_errors():
+        from infuse.ops.cpu import BINARY, first_use
+
+        if BINARY.exists() and not again:
+            print(f"the kernels came with the installation: {BINARY}")
+            return
+        found = first_use.obtain(again=again or first_use.kept() is None)
+        if isinstance(found, str):
+            fail(found, FAILED)
+        print(found)
+        if BINARY.exists():
+            remarks().print(f"the kernels that came with the installation are taken first: {BINARY}", soft_wrap=True)
+
+
+@app.command()
 def env() -> None:
     """Print what this machine offers: devices, instruction sets, compiler, versions."""
     with told_errors():
@@ -197,64 +230,6 @@ def env() -> None:
         for package in ("infuse", "torch", "transformers", "triton", "diffusers"):
             table.add_row(package, _version(package))
         Console().print(table)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Seconds to the first token, and seconds of each later step."""
-
-    prefill_seconds: float
-    step_seconds: float
-
-
-def _speed(model: Any, ids: torch.Tensor, new_tokens: int) -> Speed:
-    first = _seconds(model, ids, 1)
-    return Speed(first, max(_seconds(model, ids, new_tokens) - first, 1e-9) / (new_tokens - 1))
-
-
-def _seconds(model: Any, ids: torch.Tensor, new_tokens: int) -> float:
-    """The time of one greedy generation of exactly `new_tokens`."""
-    import torch
-
-    start = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-    return time.perf_counter() - start
-
-
-def _median(speeds: list[Speed]) -> Speed:
-    return Speed(median(speed.prefill_seconds for speed in speeds), median(speed.step_seconds for speed in speeds))
-
-
-def _products(model: Any) -> int:
-    """The multiplications that one token needs in the layers' matrices; asked of the original, before weights are packed."""
-    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
-    return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables)
-
-
-def _bound(model: Any, products: int) -> Speed:
-    """`products` at the probed matmul rate; every weight read once for each step at the probed bandwidth."""
-    from infuse.runtime.probe import matmul_rate, read_bandwidth
-
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if getattr(head, "weight", None) is not table:
-        tensors.pop(id(table), None)  # of a table that is only looked up, a step reads one row
-    step_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    rate = matmul_rate(model.dtype, device=model.device)
-    return Speed(2 * products / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best)
-
-
-def _bench_table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
-    """A row for each model and one for the bound; a ratio above 1 says how many times faster infuse is than its row."""
-    ours = speeds["infuse"]
-    table = Table("", "prefill, s", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left")
-    for name, speed in speeds.items():
-        prefill, decode = speed.prefill_seconds / ours.prefill_seconds, speed.step_seconds / ours.step_seconds
-        table.add_row(name, f"{speed.prefill_seconds:.4f}", f"{prefill:.3g}", f"{batch / speed.step_seconds:.1f}", f"{decode:.3g}")
-    table.caption = "ratio: how many times faster infuse is. bound: the probed matmul rate (prefill), all weights read once a step (decode)"
-    return table
 
 
 def _settings(dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class TensorParallel(Section):
     tp_size: values.Count = 1
     tp_grain_size: values.Count = 64
     mpu: values.Mpu = None
-    tp_group: Any = None
+    tp_group: values.Group = None
     timeout_s: values.Count = 300
 
 
@@ -114,7 +114,10 @@ class InferenceConfig(Section):
     progress: bool | None = None
 
     def __init__(self, config: Any = None, /, **kwargs: Any):
-        leaves, problems = config_keys.read(type(self), config, kwargs)
+        try:
+            leaves, problems = config_keys.read(type(self), config, kwargs)
+        except RecursionError as error:
+            raise ConfigError("config: its dicts or lists are nested too deeply, or hold themselves") from error
         try:
             super().__init__(**config_keys.nested(leaves))
             problems += self._contradictions()
@@ -230,7 +233,7 @@ def _given_keys(section: Section, at: str) -> Iterator[tuple[str, bool]]:
         if isinstance(value, Section) and name in section.model_fields_set:
             yield from _given_keys(value, f"{at}{name}.")
         elif name in section.model_fields_set:
-            yield at + name, value is not field.default and value != field.default
+            yield at + name, value is not field.default and (field.default is None or bool(value != field.default))
 
 
 def _within(key: str, asked: set[str]) -> bool:

@@ -12,7 +12,6 @@ import json
 import os
 import reprlib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from infuse import logs
 from infuse.errors import ConfigError
 
 _SHORT = reprlib.Repr()
@@ -74,7 +74,7 @@ def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[
     deprecated = [f"{leaf.spelling} → {leaf.key}" for leaf in leaves.values() if leaf.deprecated]
     if deprecated:
         text = "deprecated configuration keys, and what to write instead: " + ", ".join(deprecated)
-        warnings.warn(text, DeprecationWarning, stacklevel=_frames_inside())
+        logs.warn(text, DeprecationWarning, stacklevel=_frames_inside())
     return leaves, problems
 
 
@@ -129,7 +129,7 @@ def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"config: cannot read {os.fspath(config)!r} as a JSON file: {reason}; possible: a dict, or a path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config: {os.fspath(config)!r} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"config: {os.fspath(config)!r} holds {shown(loaded)}; possible: a JSON object of keys and values")

@@ -91,6 +91,7 @@ class WeightQuant(Section):
     def _has_a_format(self) -> WeightQuant:
         if self.num_bits == 6 and self.q_type == "asymmetric":
             raise ValueError("possible: 6 bits with q_type symmetric; only 8 and 4 bits have an asymmetric form")
+        self.by_bits  # noqa: B018  # a number of groups that the format cannot have raises
         return self
 
     @property

@@ -84,25 +84,35 @@ def _mpu(value: Any) -> Any:
     return value
 
 
+def _group(value: Any) -> Any:
+    if isinstance(value, (bool, str, bytes, float, list, tuple, dict)) or (isinstance(value, int) and value >= 0):
+        raise ValueError("possible: a torch.distributed.ProcessGroup")
+    return value
+
+
 def _policy(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     wrong = [key for key in value if not isinstance(key, (type, str))]
-    wrong += [
-        names for names in value.values()
-        if not names or not (isinstance(names, str) or (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)))
-    ]
+    wrong += [names for names in value.values() if not _are_names(names)]
     if wrong:
         raise ValueError(f"possible: {{layer class or its name: name of a linear, or a tuple of names}}; not {wrong}")
     return {key: (names,) if isinstance(names, str) else tuple(names) for key, names in value.items()}
 
 
+def _are_names(value: Any) -> bool:
+    """Whether it is a name, or several of them."""
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, (tuple, list)) and len(names) > 0 and all(isinstance(name, str) and name for name in names)
+
+
 def _checkpoint(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    files = value.get("checkpoints") if isinstance(value, Mapping) else value
     listed = isinstance(value, (list, tuple)) and all(isinstance(path, (str, os.PathLike)) for path in value)
-    if not (files and (listed or isinstance(files, (str, list, dict) if isinstance(value, Mapping) else str))):
+    described = isinstance(value, Mapping) and isinstance(value.get("checkpoints"), (str, list, tuple, dict))
+    files = value["checkpoints"] if described else value if listed or isinstance(value, str) else None
+    if not files:
         raise ValueError('possible: the path of a checkpoint or of its JSON description, a list of files, or a dict with "checkpoints"')
     return [os.fspath(path) for path in value] if listed else value
 
@@ -122,5 +132,6 @@ Dtype = Annotated[torch.dtype | None, _when_given(parse_dtype)]
 Format = Annotated[str | None, _when_given(parse_format)]
 DeviceName = Annotated[torch.device | None, _when_given(_device)]
 Mpu = Annotated[Any, _when_given(_mpu)]
+Group = Annotated[Any, _when_given(_group)]
 Policy = Annotated[dict[Any, tuple[str, ...]] | None, _when_given(_policy)]
 CheckpointSource = Annotated[str | list[str] | dict[str, Any] | None, _when_given(_checkpoint)]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from infuse.errors import ConfigError
+
 # The flags of /proc/cpuinfo that a kernel may ask for, in the words of the plan.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _COMPUTE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,18 +32,31 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
-        """The description of `device`; a meta device is described as the CPU, since plans need no weights."""
+        """The description of `device`; a meta device is described as the CPU, since plans need no weights.
+
+        ConfigError: a device that this machine does not have.
+        """
         device = torch.device(device)
         if device.type == "cuda":
             return cls._cuda(device)
         if device.type in ("cpu", "meta"):
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
             return cls("cpu", None, platform.processor() or platform.machine(), cpu_features(), memory_bytes, _COMPUTE)
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # AssertionError: PyTorch was built without it
+            raise ConfigError(f"device: {device} is not available here: {error}".partition("\n")[0]) from error
         return cls(device.type, device.index, device.type, (), 0, (torch.float32, torch.float16, torch.bfloat16))
 
     @classmethod
     def _cuda(cls, device: torch.device) -> Device:
+        if not torch.cuda.is_available():
+            built = "finds no NVIDIA GPU" if torch.version.cuda else "was built without CUDA"
+            raise ConfigError(f"device: {device} is not available: torch {torch.__version__} {built}; possible: cpu")
         index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            possible = ", ".join(f"cuda:{there}" for there in range(torch.cuda.device_count()))
+            raise ConfigError(f"device: {device} is not available; possible: {possible}, cpu")
         properties = torch.cuda.get_device_properties(index)
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.float64)
         if properties.major >= 8:  # bfloat16 arithmetic came with Ampere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,22 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
 from infuse import interrupts, ops
-from infuse.apply import apply
+from infuse.apply import Progress, apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.layers.block import Block
 from infuse.layers.linear import QuantizedLinear, linears
 from infuse.load import load, load_values
+from infuse.logs import log, warn
 from infuse.ops.triton import tuning
 from infuse.parallel.join import all_or_none, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan import BLOCK, LINEAR, Plan, make_plan
 from infuse.plan_bytes import parameter_bytes
+from infuse.plan_html import Report
+from infuse.plan_text import memory, title
 from infuse.runtime.capture import backend_for
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.saved import check_folder, save
@@ -151,12 +152,11 @@ class InferenceEngine(nn.Module):
             yield profile
         self._profiles.append(profile)
 
-    def report(self) -> str:
+    def report(self) -> Report:
         """What was fused, the memory before and after, and the times of what was profiled so far."""
         blocks, linears = (sum(step.depth == depth for step in self.plan.steps) for depth in (BLOCK, LINEAR))
-        lines = [str(self.plan), f"{blocks} blocks and {linears} linears replaced"]
-        lines.append(f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now")
-        return "\n".join([*lines, *(str(profile) for profile in self._profiles)])
+        now = f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now"
+        return Report.of(self.plan, [f"{blocks} blocks and {linears} linears replaced", now, *map(str, self._profiles)])
 
     # -- the end, and what comes later
 
@@ -198,36 +198,46 @@ class InferenceEngine(nn.Module):
         return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 
     def _tell(self, decided: Plan) -> None:
-        """Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
+        """Log the plan. Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
+        log.info("%s: %d of %d replacements done, memory %s", title(self.plan), len(self.plan.steps), len(decided.steps), memory(self.plan))
+        log.debug("%s", self.plan)
         for note in self.plan.notes:
-            warnings.warn(f"infuse: {note}", stacklevel=4)
+            warn(f"infuse: {note}", stacklevel=4)
         done = {(step.path, step.depth) for step in self.plan.steps}
         refused = sum((step.path, step.depth) not in done for step in decided.steps)  # linears may have taken a block's place
         if refused:
             why = next(left for left in self.plan.left if left.why.startswith("refused"))
-            warnings.warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
+            warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
         if not self.plan.steps:
             reasons = "; ".join(dict.fromkeys(left.why for left in self.plan.left)) or "it has no layers that infuse knows"
-            warnings.warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
+            warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
 
 
 @contextmanager
-def _bar(wanted: bool | None) -> Iterator[Any]:
-    """A progress callback with a bar on standard error; None where no bar is wanted, or on another rank than 0."""
+def _bar(wanted: bool | None) -> Iterator[Progress]:
+    """A progress callback that logs, with bars on standard error where `wanted` or, by default, on a terminal or in a notebook.
+
+    Of ranks, only rank 0 shows them.
+    """
+    from tqdm.auto import tqdm  # here: its look depends on where it is imported
+
     console = Console(stderr=True)
     rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    if rank or wanted is False or (wanted is None and not console.is_terminal):
-        yield None
-        return
-    with Progress(transient=True, console=console) as bar:
-        tasks: dict[str, Any] = {}
+    shown = rank == 0 and (console.is_terminal or console.is_jupyter if wanted is None else wanted)
+    bars: dict[str, Any] = {}
 
-        def progress(done: int, total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+    def progress(done: int, total: int, what: str) -> None:
+        log.debug("%s: %d of %d", what, done, total)
+        if shown:
+            if what not in bars:
+                bars[what] = tqdm(desc=what, total=total, leave=False)
+            bars[what].update(done - bars[what].n)
 
+    try:
         yield progress
+    finally:
+        for bar in bars.values():
+            bar.close()
 
 
 def _check_model(model: Any) -> None:

@@ -20,7 +20,8 @@ from infuse.parallel.join import all_or_none
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan import BLOCK, LINEAR, SPLIT, Plan, Step, make_plan
 from infuse.plan_formats import matrix_shape
-from infuse.saved import is_packed, open_shards, packed_fill, packed_paths, read_index, saved_config
+from infuse.saved import is_packed, open_shards, packed_fill, packed_paths, saved_config
+from infuse.saved_index import read_index
 from infuse.saved_plan import as_saved, saved_plan
 from infuse.spec.split import SplitShape
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
@@ -147,8 +148,8 @@ def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step
             continue
         old = model.get_submodule(step.path)
         own = [fill for fill in step.fills if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside]
-        for name, (shape, cut) in saved_tensors(build(step, dtype), step.path, own).items():
-            if fault := checkpoint.fault(name, cut, shape):
+        for name, wanted in saved_tensors(build(step, dtype), step.path, own).items():
+            if fault := checkpoint.fault(name, wanted.cut, wanted.shape, wanted.dtype):
                 wrong.append(fault)
     if wrong:
         raise CheckpointError(f"{checkpoint.form} are not this model's:\n  " + "\n  ".join(wrong))

@@ -18,11 +18,12 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
-from infuse.layers.linear import fused_op, linear_op
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan_bytes import bytes_after, parameter_bytes
-from infuse.plan_formats import Formats, format_bytes, is_matrix, linears_of, matrix_shape
+from infuse.plan_formats import Formats, is_matrix, linear_ops, linears_of, matrix_shape
 from infuse.plan_found import config_around, path_of, shared_weights
+from infuse.plan_held import held_bytes, refused_bodies, without_kernels
+from infuse.plan_html import plan_html
 from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
 from infuse.plan_shared import Sharing
 from infuse.plan_split import Splits
@@ -70,8 +71,8 @@ class Step:
 
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
-        """Each matrix: its target, its format, and where it has one its bytes, scales and zeros included."""
-        sizes = format_bytes(self.fills, self.shape)
+        """Each matrix: its target, its format, and where it has one the bytes that are held, scales and zeros included."""
+        sizes = held_bytes(self.fills, self.shape, self.bodies)
         return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill in self.fills if is_matrix(fill))
 
 
@@ -110,6 +111,8 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
 
+    _repr_html_ = plan_html
+
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
     """Decide for every module of `model`; pure. Raises ConfigError for what the device or the model does not have:
@@ -131,7 +134,8 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         steps=steps,
         left=tuple(decision.left),
         declined=decision.declines(),
-        notes=(*config.notes(device), *notes, *Sharing(model, steps).notes(), *decision.formats.idle(device, dtype)),
+        notes=(*config.notes(device), *notes, *Sharing(model, steps).notes(), *decision.formats.idle(device, dtype),
+               *without_kernels(decision.choices, steps, device)),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,
@@ -151,6 +155,7 @@ class _Decision:
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
         self.formats = Formats(config, self.head)
         self.grain = config.tensor_parallel.tp_grain_size
+        self.refused = refused_bodies(model, device, dtype, mesh.tp)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
@@ -300,7 +305,7 @@ class _Decision:
     def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
         for name in names:
             if name not in self.choices:
-                self.choices[name] = ops.registered()[name].choose(self.device, self.dtype)
+                self.choices[name] = ops.registered()[name].choose(self.device, self.dtype, self.refused)
         return ops.layer_bodies((name, self.choices[name].body) for name in names)
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
@@ -318,13 +323,3 @@ def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *
         else:
             decision.linears(module, step.path)
     return decision.steps
-
-
-def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
-    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
-    matrices = [fill for fill in fills if is_matrix(fill)]
-    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
-    of_block = any(fill.target == "mlp.up.weight" for fill in matrices)
-    fused = [fused_op(fill.format) for fill in matrices] if of_block else []
-    fused += [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
-    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *fused, *quantized)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from infuse.plan_formats import format_bytes
+from infuse.plan_held import held_bytes
 from infuse.plan_shared import Sharing
 from infuse.spec.split import SplitShape
 
@@ -33,7 +33,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
         if id(module) in seen:
             continue
         seen.add(id(module))
-        quantized = format_bytes(step.fills, step.shape)
+        quantized = held_bytes(step.fills, step.shape, step.bodies)
         for fill in step.fills:
             key = sharing.key(step, fill)
             again = key is not None and key in made

@@ -11,6 +11,7 @@ from torch import nn
 from infuse import config_keys
 from infuse.config import InferenceConfig
 from infuse.device import Device
+from infuse.layers.linear import fused_op, linear_op
 from infuse.ops.cpu import keeps_activations
 from infuse.plan_text import grouped
 from infuse.quant.format import QuantFormat, quant_format
@@ -105,6 +106,16 @@ def linears_of(fill: Fill, path: str) -> list[str]:
 
 def is_matrix(fill: Fill) -> bool:
     return fill.matrix or fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+
+
+def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
+    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
+    matrices = [fill for fill in fills if is_matrix(fill)]
+    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
+    of_block = any(fill.target == "mlp.up.weight" for fill in matrices)
+    fused = [fused_op(fill.format) for fill in matrices] if of_block else []
+    fused += [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
+    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *fused, *quantized)))
 
 
 def matrix_shape(fill: Fill, shape: AnyShape) -> tuple[int, int] | None:

@@ -6,16 +6,35 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from infuse.ops.op import DEQUANTIZED
+
 if TYPE_CHECKING:
     from infuse.plan import Plan, Step
 
 
+# The words of a plan that occur in it are explained below it.
+_WORDS = {
+    "block": "a whole layer, replaced by ours",
+    "split": "a layer whose linears ranks share, in its own forward",
+    "linear": "one linear, replaced by ours",
+    "embedding": "a table, replaced by ours",
+    "attention": "only the attention of layers that stay",
+    "left": "stays as it was",
+    "declined": "kernels that cannot run here",
+}
+_KERNELS = {
+    "triton": "infuse's for NVIDIA GPUs",
+    "cpu": "infuse's in C++",
+    "torch": "PyTorch's fused ones",
+    **dict.fromkeys(DEQUANTIZED, "PyTorch's own product with weights that were dequantized once"),
+    "reference": "PyTorch's plain operations",
+}
+
+
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The lines of the table: what is replaced, what is left, who declined, notes and memory."""
-    dtype = str(plan.dtype).removeprefix("torch.")
-    ranks = f", {plan.mesh}" if plan.mesh.size > 1 else ""
-    yield f"plan for {plan.model} on {plan.device}{ranks}: {dtype} ({plan.dtype_why})"
-    rows = grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
+    """The lines of the table: what is replaced, what is left, who declined, notes, memory, and what the words mean."""
+    yield title(plan)
+    rows = step_rows(plan)
     if rows:
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         for depth, path, formats, bodies, why in rows:
@@ -23,16 +42,54 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield f"  {'':<{widths[0]}}  {bodies}"
     else:
         yield "  nothing is replaced"
-    for path, why in grouped([(left.path, left.why) for left in plan.left], path_column=0):
+    for path, why in left_rows(plan):
         yield f"  left  {path}: {why}"
+    for body, names, reason in declined_rows(plan):
+        yield f"  declined  {body}, for {names}: {reason}"
+    for note in plan.notes:
+        yield f"  note  {note}"
+    yield f"  memory  {memory(plan)}"
+    for line in legend(plan):
+        yield f"  {line}"
+
+
+def title(plan: Plan) -> str:
+    dtype = str(plan.dtype).removeprefix("torch.")
+    ranks = f", {plan.mesh}" if plan.mesh.size > 1 else ""
+    return f"plan for {plan.model} on {plan.device}{ranks}: {dtype} ({plan.dtype_why})"
+
+
+def step_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Depth, path, formats, bodies and reason of the steps."""
+    return grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
+
+
+def left_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Path and reason."""
+    return grouped([(left.path, left.why) for left in plan.left], path_column=0)
+
+
+def declined_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Body, the ops that it declined, and the reason."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
         by_reason.setdefault((body, reason), []).append(name)
-    for (body, reason), names in by_reason.items():
-        yield f"  declined  {body}, for {', '.join(names)}: {reason}"
-    for note in plan.notes:
-        yield f"  note  {note}"
-    yield f"  memory  {plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+    return [(body, ", ".join(names), reason) for (body, reason), names in by_reason.items()]
+
+
+def memory(plan: Plan) -> str:
+    return f"{plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+
+
+def legend(plan: Plan) -> list[str]:
+    """The meaning of the words and of the kernels that the plan names, a line for each."""
+    used = {step.depth for step in plan.steps} | ({"left"} if plan.left else set()) | ({"declined"} if plan.declined else set())
+    bodies = {body for step in plan.steps for _, body in step.bodies}
+    lines = []
+    for what, meanings, there in (("words", _WORDS, used), ("kernels", _KERNELS, bodies)):
+        if told := "; ".join(f"{word}: {meaning}" for word, meaning in meanings.items() if word in there):
+            lines.append(f"{what}  {told}")
+    return lines
 
 
 def _step_text(step: Step) -> tuple[str, str, str]:

@@ -25,13 +25,14 @@ from infuse.parallel.collectives import LOCAL, Group
 from infuse.parallel.shard import Cut
 from infuse.plan import BLOCK, LINEAR, SPLIT, Plan, Step
 from infuse.quant.format import QuantFormat, quant_format
+from infuse.saved_index import SavedIndex
 from infuse.spec.packing import Fill
 from infuse.spec.split import SplitShape
 from infuse.spec.unknown import LinearShape
-from infuse.weights.names import held
-from infuse.weights.shards import SavedShards, Shared, shared_tensors
-from infuse.weights.sources import SAVED, Files, read_json
-from infuse.weights.writer import FORMAT, Bundle, write_shards
+from infuse.weights.names import placed
+from infuse.weights.shards import SavedShards
+from infuse.weights.sources import SAVED, Files
+from infuse.weights.writer import Bundle, write_shards
 
 
 def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
@@ -73,7 +74,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
-    for name, tensor in sorted(held(model).items(), key=lambda item: item[0].startswith(inside)):
+    for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it
@@ -92,69 +93,47 @@ def check_folder(folder: str) -> None:
     """Make `folder`; CheckpointError where shards cannot be written there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte or half a character
+        raise CheckpointError(f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(folder, os.W_OK):
         raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
 
 
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be read."""
-    if not (folder / SAVED).is_file():
-        return None
-    index = read_json(folder / SAVED)
-    keys = ("tp_size", "files", "dtype", "format_of_weights", "quant", "steps")
-    if not isinstance(index, dict) or index.get("format") != FORMAT or any(key not in index for key in keys):
-        raise CheckpointError(f"{folder / SAVED}: not an index of this version ({FORMAT}); shard the model again")
-    try:
-        index["cuts"] = shared_tensors(index.get("cuts", ()))
-        index["readings"] = None if "readings" not in index else dict(index["readings"])  # an older version told none
-        wrong = len(index["files"]) != index["tp_size"] or any(len(one.ranks) != index["tp_size"] for one in index["cuts"].values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / SAVED}: corrupt: {type(error).__name__}: {error}") from error
-    if wrong:
-        raise CheckpointError(f"{folder / SAVED}: saved by {index['tp_size']} ranks, and it names {len(index['files'])} files, or parts of "
-                              "another number of ranks")
-    return index
-
-
-def open_shards(folder: Path, index: dict[str, Any], plan: Plan) -> SavedShards:
+def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
     """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
 
     A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all files are needed.
     """
-    own = cuts(plan)
-    shared: dict[str, Shared] = index["cuts"]
-    alike = index["tp_size"] == plan.mesh.tp and own.keys() == shared.keys()
+    own, shared = cuts(plan), index.cuts
+    alike = index.tp_size == plan.mesh.tp and own.keys() == shared.keys()
     alike = alike and all(step.depth != SPLIT or step.proven for step in plan.steps)
     alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
     rank = plan.mesh.tp_rank if alike else None
-    files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index["files"]),))
+    files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index.files),))
     wanted = [path for number, path in enumerate(files) if rank in (None, number)]
     if missing := [str(path) for path in wanted if not path.is_file()]:
         raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
-    return SavedShards(files, shared, rank)
+    return SavedShards(files, shared, index.checksums, rank)
 
 
-def saved_config(config: InferenceConfig, index: dict[str, Any]) -> InferenceConfig:
+def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
     """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format.
 
     Of formats that store the same, the one that is asked for.
     """
     asked = config.weight_format
-    stored = index["format_of_weights"]
-    quant = type(config.quant)(**index["quant"])
+    stored, quant = index.format_of_weights, index.quant
     by_name = config.module_formats and config.module_formats != quant.by_name
     other = asked is not None and (stored is None or as_stored(asked) != as_stored(stored))
-    if other or by_name or (config.quant.enabled is False and index["quant"]):
+    if other or by_name or (config.quant.enabled is False and quant.model_fields_set):
         found = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
-        what = stored or quant.by_name or index["dtype"]
+        what = stored or quant.by_name or index.dtype
         raise ConfigError(f"quant: found {found}, and the shards hold {what}; leave it out, or shard again")
     if asked is not None:
         quant = quant.model_copy(update={"format": asked})
-    update = {"quant": quant}
+    update: dict[str, Any] = {"quant": quant}
     if config.dtype is None or config.dtype == torch.int8:
-        update["dtype"] = getattr(torch, index["dtype"])
+        update["dtype"] = index.dtype
     return config.model_copy(update=update)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,27 +13,28 @@ from infuse import ops
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
-from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, fallback, linear_ops
-from infuse.plan_formats import is_matrix
+from infuse.plan import BLOCK, EMBEDDING, SPLIT, Left, Plan, Step, fallback
+from infuse.plan_formats import is_matrix, linear_ops
 from infuse.quant.format import quant_format
 from infuse.saved import digest, digest_alone, is_packed, with_formats
+from infuse.saved_index import SavedIndex, SavedStep
 from infuse.spec.packing import Fill
 from infuse.spec.split import SplitShape
 from infuse.weights.shards import Shared, alone
 
 
-def as_saved(plan: Plan, model: nn.Module, index: dict[str, Any], *, config: InferenceConfig, device: Device) -> Plan:
+def as_saved(plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device) -> Plan:
     """`plan` at the depth at which each layer was saved, and with those readings of layers that ranks share by which they were.
 
     CheckpointError: a layer was saved in a reading that it does not have here.
     """
-    paths, told = {entry["path"] for entry in index["steps"]}, index["readings"]
+    paths, told = index.steps.keys(), index.readings
 
     def is_deeper(step: Step) -> bool:
         """Whether it was saved in parts: its proof was refused then, or a policy took its place."""
         if step.depth == BLOCK:
-            return step.path not in paths and (step.path in (told or ()) or any(path.startswith(f"{step.path}.") for path in paths))
-        return step.depth == SPLIT and told is not None and index["tp_size"] > 1 and step.path not in told
+            return step.path not in paths and (step.path in told or any(path.startswith(f"{step.path}.") for path in paths))
+        return step.depth == SPLIT and index.tp_size > 1 and step.path not in told
 
     steps, left = plan.steps, list(plan.left)
     while deeper := [step for step in steps if is_deeper(step)]:
@@ -47,7 +47,7 @@ def as_saved(plan: Plan, model: nn.Module, index: dict[str, Any], *, config: Inf
         alone = fallback([step for step in steps if beside.get(step.path)], model, config, device=device, mesh=plan.mesh)
         extra = {one.path: one for one in alone}
         steps = tuple(one for step in steps for one in (step, *(extra[path] for path in beside.get(step.path, ()) if path in extra)))
-    return replace(plan, steps=tuple(_as_read(steps, told or {})), left=tuple(left))
+    return replace(plan, steps=tuple(_as_read(steps, told)), left=tuple(left))
 
 
 def _by_step(steps: Iterable[Step], inner: Iterable[Step]) -> dict[str, list[Step]]:
@@ -82,13 +82,13 @@ def _as_read(steps: Iterable[Step], told: Mapping[str, Sequence[str]]) -> list[S
     return chosen
 
 
-def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device: Device) -> Plan:
+def saved_plan(plan: Plan, ranks: Sequence[Plan], index: SavedIndex, device: Device) -> Plan:
     """`plan` with the steps that were saved, in their formats, and with those that leave their weights as they are.
 
     `ranks` are all ranks' plans; rank 0's has all that a layer is filled with. CheckpointError: a step that differs, a format whose
     groups a rank's part would cut. A matrix has one format on all ranks.
     """
-    saved = {entry["path"]: entry for entry in index["steps"]}
+    saved = dict(index.steps)
     whole = {step.path: step for step in ranks[0].steps}
     fills: dict[tuple[str, int, str], list[Fill]] = {}
     for step in (step for rank in ranks for step in rank.steps):
@@ -109,7 +109,7 @@ def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device:
             for number, one in enumerate((step, *step.others)):
                 theirs = [(target, text, fills[one.path, number, target]) for target, text in formats.items()]
                 cutting: list[str] = []
-                found = {target: _format_of_part(one, part, text, index["cuts"], cutting) for target, text, part in theirs}
+                found = {target: _format_of_part(one, part, text, index.cuts, cutting) for target, text, part in theirs}
                 found = {target: _as_planned(text, one.formats.get(target)) for target, text in found.items()}
                 if not cutting:
                     readings.append(_with_bodies(with_formats(one, found), device, plan.dtype))
@@ -123,22 +123,24 @@ def saved_plan(plan: Plan, ranks: Sequence[Plan], index: dict[str, Any], device:
         raise CheckpointError(f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
                               f"{', '.join(saved)}; shard the model again")
     if faults:
-        raise CheckpointError(f"the shards of {index['tp_size']} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults))
+        raise CheckpointError(f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults))
     return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
 
 
-def _taken(step: Step, saved: dict[str, dict[str, Any]]) -> dict[str, str] | None:
+def _taken(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
     """The formats in which a step was saved, taken out of `saved`, by path; None where it was not."""
     if step.depth != SPLIT:
         entry = saved.get(step.path)
-        if entry is None or entry["kind"] != digest(with_formats(step, entry["formats"])):
+        targets = {fill.target for fill in step.fills}
+        if entry is None or not entry.formats.keys() <= targets or entry.kind != digest(with_formats(step, entry.formats)):
             return None
-        return saved.pop(step.path)["formats"]
+        return saved.pop(step.path).formats
     formats: dict[str, str] = {}
     for fill in (fill for fill in step.fills if is_matrix(fill)):
         path = f"{step.path}.{fill.target}".removesuffix(".weight")
-        format = saved.get(path, {"formats": {}})["formats"].get("weight")
-        if format and saved[path]["kind"] == digest_alone(step, replace(fill, format=format)):
+        entry = saved.get(path)
+        format = entry.formats.get("weight") if entry else None
+        if entry and format and entry.kind == digest_alone(step, replace(fill, format=format)):
             del saved[path]
             formats[fill.target] = format
     return formats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -12,11 +13,14 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import infuse
 from infuse.cli import app
+from infuse.cli_bench import Speed, table
 from infuse.device import Device
 from infuse.ops.cpu import BINARY
 
@@ -72,7 +76,52 @@ def greedy(folder, tokens):
 
 def test_help_names_the_commands():
     out, _ = run("--help")
-    assert all(command in out for command in ("plan", "generate", "bench", "shard", "env"))
+    assert all(command in out for command in ("plan", "generate", "bench", "shard", "build", "env"))
+    assert run("-h")[0] == run()[0] == out
+    assert run("plan", "-h") == run("plan", "--help")
+
+
+def test_version():
+    assert run("--version")[0] == f"infuse {infuse.__version__}\n"
+
+
+def test_completion_can_be_shown():
+    environment = {**os.environ, "_INFUSE_COMPLETE": "complete_bash", "COMP_WORDS": "infuse pl", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv = ['infuse']; from infuse.cli import app; app(prog_name='infuse')"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["plan"], done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu"])
+def test_a_device_that_is_not_there_is_one_line(folder, device):
+    for command in (("plan",), ("generate", "--prompt", "x"), ("bench",)):
+        name, *options = command
+        _, err = run(name, folder, *options, "--device", device, code=2)
+        told = [line for line in err.splitlines() if "%|" not in line]
+        assert len(told) == 1 and told[0].startswith(f"error: device: {device} is not available")
+
+
+def test_build_says_where_the_kernels_are():
+    if BINARY.exists():
+        assert str(BINARY) in run("build")[0]
+
+
+def test_build_fails_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr("infuse.ops.cpu.BINARY", tmp_path / "absent.so")
+    monkeypatch.setenv("INFUSE_BUILD", "0")
+    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
+    assert "INFUSE_BUILD=0" in run("build", code=1)[1]
+
+
+def test_figures_of_small_models_can_be_read():
+    speeds = {"infuse": Speed(3.6e-3, 4e-4), "eager": Speed(2.25, -1e-5), "bound": Speed(4.21e-7, 1e-9)}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table("title", speeds, 1))
+    text = console.export_text()
+    assert all(figure in text for figure in ("3.60 ms", "2.25 s", "0.42 us", "2,500.0", "below 0.001", "625"))
+    assert "too short to time" in text and "--new-tokens" in text
+    assert "e-" not in text.replace("end", "")
 
 
 def test_plan_needs_no_weights(copy):
@@ -144,8 +193,6 @@ def test_env_tells_which_kernels_run_and_why_no_higher():
 
 
 def test_env_tells_why_there_are_no_kernels():
-    if not BINARY.exists():
-        assert "none: the C++ kernels are not built" in env_with()
     assert "none: INFUSE_CPU_ISA=off" in env_with(INFUSE_CPU_ISA="off")
 
 

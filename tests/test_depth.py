@@ -230,12 +230,16 @@ def test_kernels_that_are_switched_off_decline(asked_anew: None, monkeypatch: py
 
 def test_kernels_that_are_not_built_decline(asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
+    monkeypatch.setenv("INFUSE_BUILD", "0")
+    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpu, "BINARY", tmp_path / "absent.so")
-    check_declined("the C++ kernels are not built (no C++20 compiler at install)")
+    check_declined("the C++ kernels are not built: INFUSE_BUILD=0")
 
 
 def test_a_binary_that_does_not_load_declines(asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
+    monkeypatch.setenv("INFUSE_BUILD", "0")
+    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cpu, "BINARY", tmp_path / "broken.so")
     (tmp_path / "broken.so").write_bytes(b"no library")
     check_declined("the C++ kernels do not load: ")

@@ -38,7 +38,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         if "engine" in names:
             with torch.no_grad():
                 results[heading] = names["engine"](ids).logits.float()
-    assert len(results) == 7
+    assert len(results) == 8
     wanted = results["A live model"]
     for heading, found in results.items():
         assert ((found - wanted).norm() / wanted.norm()) < (0.2 if heading == "Our own shards" else 0.02), heading

@@ -96,7 +96,7 @@ def test_what_cannot_be_quantized_is_said_of_its_sources(monkeypatch: pytest.Mon
 
 
 def test_threads_read_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "_THREAD_BYTES", 64)
+    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     state = {"a": torch.randn(101, 7), "b": torch.randn(33, 50)}
     save_file(state, tmp_path / "model.safetensors")

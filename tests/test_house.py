@@ -15,7 +15,7 @@ HOUSE = ROOT / "infuse"
 
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
-    "errors": 0, "interrupts": 0, "device": 0, "pages": 0,
+    "errors": 0, "interrupts": 0, "device": 0, "logs": 0, "pages": 0,
     "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
     "ops": 2,
     "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,
@@ -24,7 +24,7 @@ LEVELS = {
     "plan": 6,
     "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
     "runtime.choose": 8, "runtime.bucket": 8, "runtime.buckets": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8,
-    "runtime.forward": 8,
+    "runtime.forward": 8, "runtime.continuous": 8,
     "runtime.agreement": 8, "runtime.lent": 8, "runtime.together": 8, "runtime.straight": 8, "runtime.course": 1,
     "engine": 8,
     "__init__": 9, "deepspeed": 9, "cli": 9,
@@ -32,7 +32,7 @@ LEVELS = {
 # The imports between different rooms of one level: (who, whom).
 NEIGHBOURS = {
     ("apply", "verify"), ("apply", "saved"), ("load", "apply"), ("load", "saved"), ("engine", "runtime.decode"),
-    ("deepspeed", "__init__"), ("cli", "__init__"),
+    ("deepspeed", "__init__"), ("cli", "__init__"), ("device", "errors"),
 }
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {

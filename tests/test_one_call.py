@@ -190,7 +190,7 @@ def test_a_form_has_all_that_shapes_can_say() -> None:
     refused = {"clip", "whole", "head_counts", "residual_scale", "causal"}  # by make_one_call
     places = {"norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias", "in_bias", "bias", "weight"}
     sizes_and_names = {"name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask"}
-    by_call = {"position", "window", "kind"}  # positions are asked, the window is an argument, the kind of a norm is `centred`
+    by_call = {"position", "window", "kind", "passes"}  # asked, an argument, `centred`; what other attention functions are given
     for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - handled - refused - places - sizes_and_names - by_call
         assert not unknown, shape

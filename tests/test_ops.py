@@ -21,7 +21,7 @@ from torch import Tensor
 from infuse import ops
 from infuse.device import Device
 from infuse.errors import ConfigError
-from infuse.ops import PREFERENCE, REFERENCE, Case, Op, registered
+from infuse.ops import HELD, PREFERENCE, REFERENCE, Case, Op, registered
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,7 +123,7 @@ def widened(args: tuple) -> tuple:
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: str, value: float) -> None:
     runs(name, body, torch.float32)
     for _, case in planted(name, value):
-        if name.endswith("activation") and "gelu" in case.label:
+        if name.endswith("activation") and "gelu" in case.label and body not in HELD:  # those take PyTorch's own activation
             # PyTorch's gelu of infinity is NaN in float32 tensors and infinity, as it should be, in float64: that is the measure here.
             wanted = registered()[name].reference(*widened(case.args)).float()
             assert_near(run_body(name, body, *case.args), wanted, torch.float32, case.label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from families import BY_NAME
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_checkpoint_faults import refused, state_of, truncate
 from test_checkpoints import on_meta, outputs
 from torch import nn
@@ -20,6 +22,10 @@ import infuse.saved
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan_bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
+from infuse.weights import safetensors_file
+from infuse.weights.names import placed
+from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
+from infuse.weights.writer import FORMAT, SEAL, Bundle, seal, write_safetensors
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 FORMATS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16:asymmetric")]
@@ -56,7 +62,7 @@ def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, mon
     assert second.plan.dtype == first.plan.dtype and parameter_bytes(second.module) == parameter_bytes(first.module)
     assert [(step.path, step.formats) for step in second.plan.steps] == [(step.path, step.formats) for step in first.plan.steps]
     assert [dict(step.bodies) for step in second.plan.steps] == [dict(step.bodies) for step in first.plan.steps]
-    assert second.module.state_dict().keys() == first.module.state_dict().keys()
+    assert placed(second.module).keys() == placed(first.module).keys()
     assert not [n for n, x in (*second.module.named_parameters(), *second.module.named_buffers()) if x.is_meta]
     head, table = second.module.get_output_embeddings(), second.module.get_input_embeddings()
     assert (head.weight.data_ptr() == table.weight.data_ptr()) == second.module.config.tie_word_embeddings
@@ -120,7 +126,7 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
         held = module.held()
         for part in ("data", "scale", "zero"):
             assert torch.equal(stored.pop(f"{path}.{part}"), getattr(held, part))
-    left = {name: tensor for name, tensor in engine.module.state_dict().items() if name.rpartition(".")[0] not in matrices}
+    left = {name: tensor for name, tensor in placed(engine.module).items() if name.rpartition(".")[0] not in matrices}
     left |= {name: p for name, p in engine.module.named_parameters() if name.endswith(".bias")}
     left.pop("lm_head.weight")
     assert stored.keys() == left.keys() and all(torch.equal(stored[name], left[name]) for name in left)
@@ -142,8 +148,11 @@ def test_activations_are_as_they_are_asked_for(written: str, asked: str | None, 
 
 
 def changed(folder: Path, **changes: Any) -> None:
+    """Write these entries of the index, and its checksum anew."""
     path = folder / "infuse.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    index = {**json.loads(path.read_text()), **changes}
+    del index[SEAL]
+    path.write_text(json.dumps({**index, SEAL: seal(index)}))
 
 
 def test_another_format_is_refused_and_another_dtype_casts(tmp_path: Path) -> None:
@@ -165,7 +174,7 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     refused(str(tmp_path), "saved by 2 ranks", dtype="fp32")
     changed(tmp_path, tp_size=1, format="infuse-0")
     refused(str(tmp_path), "infuse.json: not an index of this version", dtype="fp32")
-    changed(tmp_path, format="infuse-1", steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
+    changed(tmp_path, format=FORMAT, steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
     refused(str(tmp_path), "1 layers were saved in a form that is not this version's, or not this model's: model.layers.0", dtype="fp32")
     saved("llama", tmp_path, dtype="fp32", quant="int8:16")
     refused(str(tmp_path), "were saved in a form that is not this version's, or not this model's", name="qwen3", dtype="fp32")
@@ -175,17 +184,109 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     refused(str(tmp_path), "1 files are missing: .*rank-00-of-01.safetensors", dtype="fp32")
 
 
-def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def resigned(folder: Path) -> None:
+    """Write the checksums of what the file holds now into the index."""
+    state = load_file(folder / "rank-00-of-01.safetensors")
+    changed(folder, checksums=[{name: f"{zlib.crc32(x.contiguous().view(torch.uint8).numpy()):08x}" for name, x in state.items()}])
 
+
+def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> None:
     saved("llama", tmp_path, dtype="fp32", quant="int8:16")
     shard = tmp_path / "rank-00-of-01.safetensors"
     state = load_file(shard)
     del state["model.layers.1.mlp.up.scale"]
     state["model.layers.2.mlp.down.data"] = state["model.layers.2.mlp.down.data"][1:].clone()
+    state["model.layers.0.mlp.down.scale"] = state["model.layers.0.mlp.down.scale"].float()
+    state["model.layers.0.norm1.weight"] = state["model.layers.0.norm1.weight"].int()
     save_file(state, shard)
+    refused(str(tmp_path), "is not the file that was saved: it differs in model.layers.1.mlp.up.scale", dtype="fp32")
+    resigned(tmp_path)
     text = refused(str(tmp_path), "are not this model's", dtype="fp32")
     assert "missing  model.layers.1.mlp.up.scale" in text and "misshaped  model.layers.2.mlp.down.data: (47, 80)" in text
+    assert "misshaped  model.layers.0.mlp.down.scale: torch.float32, the model has torch.bfloat16" in text
+    assert "misshaped  model.layers.0.norm1.weight: torch.int32, the model has floating values" in text
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
+    """In every tensor, at its beginning and at its end; and a file of other values in the right place."""
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    shard = tmp_path / "rank-00-of-01.safetensors"
+    whole = shard.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    header.pop("__metadata__")
+    model = on_meta("llama")
+    for name, entry in header.items():
+        first, stop = entry["data_offsets"]
+        for at in (start + first, start + stop - 1):
+            shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(infuse.CheckpointError, match=f"{name} is not what was saved: the checksum of its bytes"):
+                infuse.init_inference(model, checkpoint=str(tmp_path), progress=False)
+    other = tmp_path / "other"
+    torch.manual_seed(7)
+    infuse.init_inference(on_meta("llama").to_empty(device="cpu").apply(noisy), quant="int8:16", dtype="fp32", progress=False,
+                          verify="off", save_mp_checkpoint_path=str(other))
+    shard.write_bytes((other / shard.name).read_bytes())
+    refused(str(tmp_path), "is not what was saved: the checksum", dtype="fp32")
+
+
+def noisy(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def test_blocks_of_a_tensor_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part the blocks that hold it; a changed byte in another block is found when that is read."""
+    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 256)
+    values = torch.arange(600.0).reshape(30, 20)
+    write_safetensors(tmp_path / "a.safetensors", [Bundle(("x",), lambda: (values,))])
+    checksums = {"x": block_checksums(bytes_of(values))}
+    assert len(checksums["x"]) == 10 and len(set(checksums["x"])) == 10
+
+    def opened() -> SafetensorsFile:
+        return SafetensorsFile(tmp_path / "a.safetensors", checksums)
+
+    data = bytearray((tmp_path / "a.safetensors").read_bytes())
+    data[-2400 + 256 * 9 + 3] ^= 4
+    (tmp_path / "a.safetensors").write_bytes(data)
+    file = opened()
+    for part in ((slice(0, 28),), (slice(2, 5), slice(3, 9)), (slice(4, 20), slice(19, 20))):
+        assert torch.equal(file.read("x", part), values[part])
+    read = os.preadv
+    calls: list[int] = []
+    monkeypatch.setattr(os, "preadv", lambda *given: calls.append(1) or read(*given))
+    file.read("x", (slice(0, 28),))
+    assert len(calls) == 9  # the blocks of the part, none of them for its checksum again
+    for part in ((), (slice(29, 30),), (slice(0, 30), slice(5, 6)), (slice(0, 30), slice(0, 20))):
+        with pytest.raises(infuse.CheckpointError, match="the checksum of its bytes from 2304 on differs"):
+            opened().read("x", part)
+
+
+def test_shards_without_checksums_are_refused(tmp_path: Path) -> None:
+    """As they were written before; the index says that they have to be made again."""
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    path = tmp_path / "infuse.json"
+    index = json.loads(path.read_text())
+    del index["checksums"], index[SEAL]
+    path.write_text(json.dumps({**index, "format": "infuse-1"}))
+    refused(str(tmp_path), "not an index of this version .*; shard the model again", dtype="fp32")
+
+
+def test_an_index_that_was_changed_is_refused(tmp_path: Path) -> None:
+    saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+    path = tmp_path / "infuse.json"
+    path.write_text(path.read_text().replace('"int8:16"', '"int8:48"'))
+    refused(str(tmp_path), "infuse.json: was changed after it was written", dtype="fp32")
+    for changes, match in (
+        ({"files": ["../rank-00-of-01.safetensors"]}, "names '../rank-00-of-01.safetensors'"),
+        ({"dtype": "nn"}, "corrupt: dtype: "),
+        ({"quant": {"format": 5}}, "corrupt: quant.format"),
+        ({"cuts": [{"axis": 0, "size": 96, "ranks": ["-5:96"], "tensors": ["lm_head.weight"]}]}, "corrupt: cuts"),
+        ({"cuts": [{"axis": 7, "size": 96, "ranks": ["0:96"], "tensors": ["lm_head.weight"]}]}, "cuts it on axis 7"),
+    ):
+        saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+        changed(tmp_path, **changes)
+        refused(str(tmp_path), match, dtype="fp32")
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_done(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from ranks import Ranks, same
 from test_auto_tp import continued, t5
 from test_checkpoint_degrees import bart_by_rank, distance
 from test_checkpoint_faults import state_of
+from test_saved_shards import changed
 from torch import Tensor
 from unknown_models import make
 
 import infuse
 from infuse.plan import SPLIT
-from infuse.saved import read_index
+from infuse.saved_index import read_index
+from infuse.weights.names import placed
 from infuse.weights.shards import SavedShards
 from infuse.weights.sources import Files
 
@@ -67,7 +69,7 @@ def read_by_rank(name: str, folder: str, wanted: dict[str, Any]) -> tuple[Tensor
     """Answers, what differs by a bit from what is made of the live model, the plan, and how many layers ranks share."""
     engine, fresh = engine_of(name, folder, {}), engine_of(name, None, wanted)
     assert not [n for n, x in (*engine.module.named_parameters(), *engine.module.named_buffers()) if x.is_meta]
-    state, made = engine.module.state_dict(), fresh.module.state_dict()
+    state, made = placed(engine.module), placed(fresh.module)
     differing = [key for key in {**state, **made} if key not in state or key not in made or not torch.equal(state[key], made[key])]
     return *answers(engine, name), differing, str(engine.plan), sum(step.depth == SPLIT for step in engine.plan.steps)
 
@@ -237,21 +239,17 @@ def test_quantized_matrices_are_read_as_the_values_that_they_stand_for(quant: st
     engine = engine_of("per head", str(tmp_path), {})
     index = read_index(tmp_path)
     assert index is not None
-    shards = SavedShards(Files("", (tuple(tmp_path / name for name in index["files"]),)), index["cuts"], None)
+    shards = SavedShards(Files("", (tuple(tmp_path / name for name in index.files),)), index.cuts, index.checksums, None)
     for path in ("layers.1.qkv", "layers.1.down", "layers.0.proj", "head"):
         module: Any = engine.module.get_submodule(path)
         weight, name = module.held(), f"{path}.weight"
         values = weight.format.dequantize(weight)
         for transposed, wanted in ((False, values), (True, values.t())):
-            text = index_format(index, path)
+            text = index.steps[path].formats["weight"]
             assert shards.add_values(name, weight.shape, text, transposed, torch.float32)[0] == f"{path}.data"
             file = shards.pieces[name].files[0]
             assert file.stored[name].shape == wanted.shape and torch.equal(file.read(name), wanted)
             assert torch.equal(file.read(name, (slice(3, 9), slice(4, 20))), wanted[3:9, 4:20])
-
-
-def index_format(index: dict[str, Any], path: str) -> str:
-    return next(entry["formats"]["weight"] for entry in index["steps"] if entry["path"] == path)
 
 
 # ---- what is refused ----
@@ -277,11 +275,6 @@ def test_what_would_cut_a_group_is_refused_with_its_numbers(writers: int, reader
         assert f"possible: a multiple of {group}" in told
 
 
-def changed(folder: Path, **changes: Any) -> None:
-    path = folder / "infuse.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def test_an_index_of_other_readings_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     saved("blocks", tmp_path, 2, ranks, INT8)
     index = json.loads((tmp_path / "infuse.json").read_text())
@@ -296,15 +289,3 @@ def test_an_index_of_other_readings_is_refused(tmp_path: Path, ranks: Ranks) -> 
     changed(tmp_path, readings=index["readings"])
     for told, unharmed in ranks.run(2, refused_by_rank, "grouped", str(tmp_path)):
         assert unharmed and "not this model's" in told
-
-
-def test_an_index_from_before_readings_were_told(tmp_path: Path, ranks: Ranks) -> None:
-    """Of layers that were not quantized, which alone it can be: they are proven again, on all files."""
-    logits, _ = saved("per head", tmp_path, 2, ranks, {})
-    path = tmp_path / "infuse.json"
-    index = json.loads(path.read_text())
-    del index["readings"]
-    path.write_text(json.dumps(index))
-    for size in (2, 4, 1):
-        for found, *_, plan, shared in on(size, ranks, read_by_rank, "per head", str(tmp_path), {}):
-            assert distance(found, logits) < TOLERANCE and "refused" not in plan and shared == (2 if size > 1 else 0)

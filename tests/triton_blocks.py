@@ -14,6 +14,7 @@ import torch
 from families import BY_NAME
 from tolerance import assert_near
 from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import infuse
 from infuse import ops
@@ -153,3 +154,18 @@ def test_a_module_of_another_class_takes_part_as_it_is(calls: Counter) -> None:
         assert_near(given.of_ours(), before, torch.float32, part)
         assert calls["fused_linear"] == (4 if part == "norm2" else 3)
         holder._modules[part] = own
+
+
+@pytest.mark.parametrize(("name", "format"), [("mistral", None), ("llama", "int8:16")])
+def test_a_continuous_batch(name: str, format: str | None, calls: Counter) -> None:
+    """The attention is transformers' over its paged cache; products, norms and rotary positions are the kernels."""
+    requests = [[5, 6, 7, 8], [20], [5, 6, 7, 8, 9]]
+    engine = infuse.init_inference(BY_NAME[name].make(num_hidden_layers=1), dtype=torch.float32, quant=format, verify="off")
+    settings = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0, do_sample=False)
+    room = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
+    calls.clear()
+    found = engine.generate_batch(requests, generation_config=settings, continuous_batching_config=room)
+    assert calls["rotary"] and calls["fused_quantized_linear" if format else "fused_linear"] and not calls["attention"]
+    for ids, one in zip(requests, found.values(), strict=True):
+        wanted = engine.module.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False)
+        assert one.error is None and one.generated_tokens == wanted[0, len(ids) :].tolist()

@@ -16,7 +16,9 @@ from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.combine import Combine
 from infuse.layers.linear import direct, make_linear, product
+from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
+from infuse.layers.pickling import Pickled
 from infuse.layers.position import Positions, make_positions
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.spec.layer import AttentionShape, NormShape
@@ -48,7 +50,11 @@ class Packed(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the model passed to the layer for this call, as it is."""
+    """What the model passed to the layer for this call, as it is.
+
+    `more` is None where our own op computes the attention. Where the function that the config names does, it holds every keyword argument
+    that the layer itself does not consume.
+    """
 
     mask: Tensor | None
     cache: Any
@@ -59,9 +65,10 @@ class Inputs(NamedTuple):
     want_weights: bool
     heads: int
     packed: Packed | None = None
+    more: Mapping[str, Any] | None = None
 
 
-class Attention(nn.Module):
+class Attention(Pickled):
     """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of which each may be None,
     the output is residual + what it is of norm(x), in the products where they fuse.
     """
@@ -108,6 +115,9 @@ class Attention(nn.Module):
         if parts["q_norm"] is not None or parts["k_norm"] is not None:
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
+        if inputs.more is not None:
+            out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
+            return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
@@ -139,6 +149,24 @@ class Attention(nn.Module):
         if packed is not None:
             out = packed.taken(out)
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
+
+    def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original module calls it."""
+        shape, cache = self.shape, inputs.cache
+        attend = named_attention(self)
+        if isinstance(cache, KVCache) and self._index is not None:
+            slot = cache.slot(self._index)
+            if slot.row_lengths is not None or slot.place is not None:
+                raise UnsupportedCall(
+                    f"a KVCache with rows of different lengths was passed, and the config names the attention "
+                    f'"{attribute(self, "config")._attn_implementation}", which does not know them: '
+                    'call model.set_attn_implementation("sdpa"), or pass a padded batch with its mask'
+                )
+        q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
+        mask = self._of_own_heads(inputs.mask) if shape.head_counts and isinstance(inputs.mask, Tensor) else inputs.mask
+        passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
+        out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **passed, **more)
+        return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""

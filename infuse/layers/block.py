@@ -26,10 +26,11 @@ from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
-from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments, unserved
+from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
+from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm, norm_ops
 from infuse.layers.one_call import make_one_call
 from infuse.parallel.collectives import LOCAL, Group
@@ -85,10 +86,11 @@ class Block(nn.Module):
         """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
         if args:
             kwargs = named(self.shape.arguments, args, kwargs, self._layer)
-        if not kwargs.keys() <= self._served and (more := unserved(kwargs, self._served)):
-            refuse_arguments(self._layer, more, self._served)
         attention = self._modules[self._attention_name]
         assert attention is not None
+        more = None
+        if not (kwargs.keys() <= self._served and names_ours(attention)):
+            more = arguments_of_named(attention, kwargs, self._served, self.shape.arguments, self._layer)
         given = kwargs.get
         cache = given("past_key_values")
         if cache is None:
@@ -96,7 +98,7 @@ class Block(nn.Module):
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
             cache = self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
-        if mask is not None:
+        if mask is not None and more is None:
             check_mask(mask, self._layer)
         inputs = Inputs(  # by position, which is the quicker way
             mask,
@@ -107,11 +109,14 @@ class Block(nn.Module):
             given("is_causal"),
             bool(given("output_attentions")) or _weights_are_recorded(attention),
             self._heads,
+            None,
+            more,
         )
-        if self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
+        ours = more is None
+        if ours and self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
-        packed = None if self.shape.attn.causal else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
-        if packed is None and self._encoder_call is not None:
+        packed = None if self.shape.attn.causal or not ours else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+        if packed is None and ours and self._encoder_call is not None:
             out = self._encoder_call(self, attention, hidden_states, inputs)
             if out is not None:
                 return (out, None) if self.shape.returns == TUPLE else out

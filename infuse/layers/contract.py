@@ -18,7 +18,10 @@ SERVED = frozenset({
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal", "output_attentions",
 })  # fmt: skip
 # What a model tells its layers without changing what they compute; names with the prefix "output_" likewise.
-NEUTRAL = frozenset({"use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch"})
+NEUTRAL = frozenset({
+    "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+    "tokenizer", "assistant_tokenizer",  # transformers' decoding loops hand them on
+})  # fmt: skip
 
 
 def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer: str) -> dict[str, Any]:

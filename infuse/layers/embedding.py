@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.errors import UnsupportedCall
 from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
-from infuse.quant.format import QuantizedWeight
+from infuse.layers.pickling import Pickled
+from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.unknown import EmbeddingShape
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(Pickled):
     """index [...] → rows [..., width] of a quantized table, in the dtype that the model computes in."""
 
     data: Tensor
@@ -52,6 +56,16 @@ class QuantizedEmbedding(nn.Module):
         self._body = self._chosen.function if prepared else ops.quantized_embedding.reference
 
     @property
+    def prepared(self) -> bool:
+        """As QuantizedLinear.prepared."""
+        return self._body is self._chosen.function
+
+    def held(self) -> QuantizedWeight:
+        """As QuantizedLinear.held."""
+        weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), quant_format(self.format))
+        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
+
+    @property
     def weight(self) -> Tensor:
         return self.data.view(torch.int8)  # as QuantizedLinear.weight
 
@@ -64,6 +78,31 @@ class QuantizedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
+
+
+def fix_vocabulary(module: nn.Module) -> None:
+    """Let each model in `module` whose head or table is quantized refuse to resize it, before anything is changed."""
+    model: Any
+    for model in module.modules():
+        if not hasattr(model, "resize_token_embeddings"):
+            continue
+        try:
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        except (AttributeError, NotImplementedError):  # a model without tokens
+            continue
+        formats = [end.format for end in ends if isinstance(end, (QuantizedEmbedding, QuantizedLinear))]
+        if formats:
+            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], formats[0])
+
+
+def _refuse_resizing(table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    """resize_token_embeddings of a model whose vocabulary is quantized: the size that it has is no change."""
+    if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
+        return table
+    raise UnsupportedCall(
+        f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, is quantized ({format}) "
+        "and keeps its size; resize the original model, then call init_inference"
+    )
 
 
 class RankEmbedding(nn.Module):

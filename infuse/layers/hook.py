@@ -7,6 +7,8 @@ name of its own changes nothing for models that do not ask for it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,28 @@ def hook_name(body: str) -> str:
     AttentionInterface.register(name, partial(attend, body))
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
+
+
+@dataclass(frozen=True)
+class HookedAttention:
+    """What a model keeps of its hook, so that a process that reads its pickle has the hook too."""
+
+    body: str
+
+    def __reduce__(self) -> tuple:
+        return _hooked, (ops.BodyName("attention", self.body, True),)
+
+
+def install_hook(model: Any, body: str, put: Callable[[MutableMapping[Any, Any], Any, Any], None]) -> None:
+    """Let `model` choose the hook; `put(mapping, key, value)` sets what it keeps of it."""
+    model.set_attn_implementation(hook_name(body))
+    put(vars(model), "_infuse_attention", HookedAttention(body))
+
+
+def _hooked(name: ops.BodyName) -> HookedAttention:
+    name.found()
+    hook_name(name.body)
+    return HookedAttention(name.body)
 
 
 def attend(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.layers.combine import Combine
 from infuse.layers.norm import Norm
+from infuse.layers.pickling import Pickled
 from infuse.ops.op import Body
 from infuse.quant.format import QuantizedWeight, quant_format
 
@@ -102,7 +103,7 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
     return prepared or first, prepared is not None
 
 
-class Linear(nn.Linear):
+class Linear(Pickled, nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
@@ -128,7 +129,7 @@ class Linear(nn.Linear):
         return self.fused_body(x, self.weight, self.bias, *around)
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Pickled):
     """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
 
     data: Tensor

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, direct, fuses, make_linear, product, untouched
+from infuse.layers.pickling import Pickled
 from infuse.spec.layer import MLPShape
 
 
@@ -18,7 +19,7 @@ def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
     return ("gated_activation" if shape.gated else "activation",)
 
 
-class MLP(nn.Module):
+class MLP(Pickled):
     """Its `up` holds the gate above it where the MLP is gated."""
 
     def __init__(self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None):

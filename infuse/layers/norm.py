@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.layers.pickling import Pickled
 from infuse.spec.layer import RMS, NormShape
 
 
@@ -19,7 +20,7 @@ def norm_ops(shape: NormShape | None, fused: bool) -> tuple[str, ...]:
     return (name, f"add_{name}") if fused else (name,)
 
 
-class Norm(nn.Module):
+class Norm(Pickled):
     """`forward(x)` normalises; `add(x, residual)` returns (x + residual, its norm)."""
 
     weight: nn.Parameter | None

@@ -7,6 +7,7 @@ import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
+import infuse.ops.dequantized  # noqa: F401  (declares bodies)
 import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
 import infuse.ops.triton.attention  # noqa: F401  (declares bodies)
 import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
@@ -16,19 +17,21 @@ import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.triton.sampling  # noqa: F401  (declares bodies)
 from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
+from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.fused_linear import FEW_ROWS, FUSED, NO_NORM, fused_linear, fused_quantized_linear, layer_bodies
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.linear_activation import linear_activation, quantized_linear_activation
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from infuse.ops.op import PREFERENCE, REFERENCE, Body, Case, Choice, Op, registered
+from infuse.ops.op import PREFERENCE, REFERENCE, Body, BodyName, Case, Choice, Op, by_name, registered
 from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.sampling import argmax, sample
 
 __all__ = [
-    "ACTIVATIONS", "FEW_ROWS", "FUSED", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Case", "Choice", "Op", "activation",
-    "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "fused_linear", "fused_quantized_linear",
-    "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize", "quantized_embedding", "quantized_linear",
-    "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append", "sample",
+    "ACTIVATIONS", "FEW_ROWS", "FUSED", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op",
+    "activation", "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "fused_linear",
+    "fused_quantized_linear", "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize",
+    "quantized_embedding", "quantized_linear", "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append",
+    "sample",
 ]  # fmt: skip

@@ -6,18 +6,22 @@ Bodies are chosen when a plan is made and called directly; the registered `torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 
 from infuse.device import Device
+from infuse.errors import UnsupportedCall
 from infuse.quant.format import QuantizedWeight, quant_format
 
 REFERENCE = "reference"
 # The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.
-PREFERENCE = ("triton", "cpu", "torch", REFERENCE)
+DEQUANTIZED = ("dequantized_float32", "dequantized_bfloat16", "dequantized_float16")
+PREFERENCE = ("triton", "cpu", "torch", *DEQUANTIZED, REFERENCE)
 
 _LIBRARY = torch.library.Library("infuse", "DEF")
 _OPS: dict[str, Op] = {}
@@ -42,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Body:
-    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines."""
+    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not worth a word)."""
 
     name: str
     function: Callable
@@ -126,16 +130,18 @@ class Op:
 
         return declare
 
-    def choose(self, device: Device, dtype: torch.dtype) -> Choice:
-        """The body to run on `device` for activations of `dtype`, and who declined, with reasons."""
+    def choose(self, device: Device, dtype: torch.dtype, refused: Mapping[str, str] = MappingProxyType({})) -> Choice:
+        """The body to run on `device` for activations of `dtype`, and who declined, with reasons. `refused`: body → why not here."""
         declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
             if name not in self.bodies:
                 continue
             reason = self.bodies[name].needs(device, dtype)
+            reason = refused.get(name) if reason is None else reason
             if reason is None:
                 return Choice(self.name, name, tuple(declined))
-            declined.append((name, reason))
+            if reason:
+                declined.append((name, reason))
         raise AssertionError("the reference never declines")
 
 
@@ -151,6 +157,43 @@ def op(schema: str) -> Callable[[Callable], Op]:
         return made
 
     return declare
+
+
+@dataclass(frozen=True)
+class BodyName:
+    """What a pickle has of a body (`whole`) or of its function."""
+
+    op: str
+    body: str
+    whole: bool
+
+    def found(self) -> Any:
+        """The body, or its function; UnsupportedCall where it cannot run in this process."""
+        body = _runnable(self.op, self.body)
+        return body if self.whole else body.function
+
+
+@cache
+def _runnable(op: str, name: str) -> Body:
+    body = _OPS[op].bodies.get(name) if op in _OPS else None
+    device = Device.of("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+    reason = "this version of infuse has no such kernel" if body is None else body.needs(device, torch.float32)
+    if body is None or reason is not None:
+        raise UnsupportedCall(
+            f"this model was pickled with the {name!r} kernels of {op}, which do not run here: {reason}. Load it where they run; or pickle "
+            "the original model, or save our shards (save_mp_checkpoint_path=FOLDER), and call init_inference here"
+        )
+    return body
+
+
+def by_name(value: Any) -> Any:
+    """A body or its function by name; any other value as it is."""
+    if isinstance(value, (Body, FunctionType)):
+        for op in _OPS.values():
+            for body in op.bodies.values():
+                if value is body or value is body.function:
+                    return BodyName(op.name, body.name, value is body)
+    return value
 
 
 def registered() -> dict[str, Op]:

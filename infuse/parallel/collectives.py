@@ -40,7 +40,7 @@ class Group:
     """The ranks that share each layer. `what` names an operation in errors: "all-reduce of model.layers.3.self_attn".
 
     Every rank calls the same operations in the same order with the same `what`, dtypes and shapes. The group is no part of a model's
-    state: copies share it, and it cannot be pickled.
+    state: copies share it, and it cannot be pickled where there are several ranks.
     """
 
     def __init__(self, distributed: Distributed | None, shared: Transport | None = None, why_not_shared: str = ""):
@@ -205,10 +205,19 @@ class Group:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a group of ranks belongs to its process and cannot be pickled; make one there with make_group()")
+        if self.size == 1:
+            return _local, ()
+        raise TypeError(
+            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group belongs to its "
+            "process. Save our shards (save_mp_checkpoint_path=FOLDER) and call init_inference(checkpoint=FOLDER) in the other process"
+        )
 
 
 LOCAL = Group(None)
+
+
+def _local() -> Group:
+    return LOCAL
 
 
 def make_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float, shared_memory: bool = True) -> Group:

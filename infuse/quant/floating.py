@@ -108,7 +108,10 @@ class FloatFormat(QuantFormat):
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         scale_G1 = _best_scale(w_GN, self.name)
-        return _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name), scale_G1, None
+        return self._nearest(w_GN, scale_G1, None), scale_G1, None
+
+    def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
+        return _codes(_rounded(w_GN / scale_G1, GRIDS[self.name]), self.name)
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         return _values(data, self.name).reshape(*scale.shape, -1).mul_(scale.unsqueeze(-1)).flatten(1)

@@ -58,6 +58,10 @@ class QuantFormat(ABC):
         """Groups [G, N] of float32 as codes [G, N * bits / 8], scales [G, 1] and, where asymmetric, zeros [G, 1] as they are stored."""
 
     @abstractmethod
+    def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
+        """The codes [G, N * bits / 8] of groups whose scales and stored zeros are known, both float32."""
+
+    @abstractmethod
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         """The values [R, in] of the codes of some rows, float32, in memory of their own."""
 
@@ -93,6 +97,17 @@ class QuantFormat(ABC):
             for part in _row_blocks(out):
                 out[part] = self._values(weight.data[part], weight.scale[part], None if weight.zero is None else weight.zero[part])
         return out
+
+    @torch.no_grad()
+    def codes(self, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """The codes nearest to `values` [out, in] under these scales and zeros: the inverse of `dequantize`, also into 16 bits."""
+        rows, columns = values.shape
+        data = torch.empty(rows, columns * self.bits // 8, dtype=torch.int8 if self.name == "int8" else torch.uint8, device=values.device)
+        for part in _row_blocks(values) if values.numel() else ():
+            groups = values[part].float().reshape(-1, columns // scale.shape[1])
+            zero_G1 = None if zero is None else zero[part].float().reshape(-1, 1)
+            data[part] = self._nearest(groups, scale[part].float().reshape(-1, 1), zero_G1).reshape(len(data[part]), -1)
+        return data
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """The bytes of such a weight in this format, scales and zeros included; ConfigError where `fits` declines."""

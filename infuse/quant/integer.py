@@ -110,8 +110,12 @@ class IntegerFormat(QuantFormat):
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         scale_G1, zero_G1 = _best(w_GN, self._candidates(w_GN))
-        codes = self._codes(w_GN, scale_G1, zero_G1)
-        return pack_int4(codes) if self.bits == 4 else codes, scale_G1, None if zero_G1 is None else zero_G1 / self.zero_unit
+        stored_G1 = None if zero_G1 is None else zero_G1 / self.zero_unit
+        return self._nearest(w_GN, scale_G1, stored_G1), scale_G1, stored_G1
+
+    def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
+        codes = self._codes(w_GN, scale_G1, None if zero_G1 is None else zero_G1 * self.zero_unit)
+        return pack_int4(codes) if self.bits == 4 else codes
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         codes = unpack_int4(data) if self.bits == 4 else data

@@ -6,10 +6,10 @@ attribute or a hook of the module itself, so that it works however the module is
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from transformers.generation import GenerationMixin
 from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
+from infuse.layers.embedding import fix_vocabulary
+from infuse.layers.named_attention import names_ours
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.runtime.agreement import agree_before, agree_to_generate
 from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
+from infuse.runtime.continuous import NAMES, install_continuous
 from infuse.runtime.device_loop import Run
 from infuse.runtime.forward import Forward, explained
 from infuse.runtime.graph import Places
@@ -36,10 +39,12 @@ _PREPARED_TOKENS = 512
 _DEFAULT_NEW_TOKENS = 20  # what transformers' generate makes where nobody says how many
 
 
-# What asks for another mode than greedy search or sampling, or for more than token ids.
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+# What asks for another mode than greedy search or sampling, or for more than token ids. transformers' `generate` drops the tokenizer where
+# a callable decodes, so what needs one is not for our loop.
 _NOT_PLAIN = (
     "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "return_dict_in_generate",
-    "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus",
+    "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus", "stop_strings", "token_healing",
 )  # fmt: skip
 
 
@@ -86,7 +91,9 @@ def install(
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
-        module.generate = MethodType(generate, module)  # type: ignore[assignment]
+        module.generate = partial(generate, module)  # type: ignore[assignment]  # a pickled method would be the class's own
+    install_continuous(module)
+    fix_vocabulary(module)
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
         handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))
@@ -102,7 +109,7 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Take everything off again."""
     for handle in handles:
         handle.remove()
-    for name in ("_infuse", "generate"):
+    for name in ("_infuse", "generate", *NAMES):
         vars(module).pop(name, None)
     forward = vars(module).get("forward")
     if isinstance(forward, Forward):
@@ -117,13 +124,15 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory where the
     device has no room for them.
     """
-    args, kwargs = _moved(self, args, kwargs)
+    given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+    _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
+    del kwargs["self"]
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
-        agree_to_generate(installed.group, args, kwargs, settings, installed.buckets)
+        agree_to_generate(installed.group, (), kwargs, settings, installed.buckets)
         installed.group.share_random_state()
-    asked = _Asked(self, args, kwargs)
+    asked = _Asked(self, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
         needed = max(prompt + max(installed.min_new_tokens, 1), total)
@@ -135,7 +144,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     lent = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if installed.buckets is not None and not _is_watched(self):
+        if installed.buckets is not None and not _is_watched(self) and names_ours(self):
             forward = vars(self).get("forward")
             call = forward.run if isinstance(forward, Forward) else self.forward
             lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
@@ -147,7 +156,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs["custom_generate"] = ours
     result = None
     try:
-        result = type(self).generate(self, *args, **kwargs)
+        result = type(self).generate(self, **kwargs)
         return result
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")
@@ -170,10 +179,9 @@ def _is_watched(module: nn.Module) -> bool:
 class _Asked:
     """What one call of `generate` asks for: its arguments, then the generation config given, then the model's own."""
 
-    def __init__(self, model: Any, args: tuple, kwargs: Mapping[str, Any]):
-        self._model, self._args, self._kwargs = model, args, kwargs
-        given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-        self._configs = (given, model.generation_config)
+    def __init__(self, model: Any, kwargs: Mapping[str, Any]):
+        self._model, self._kwargs = model, kwargs
+        self._configs = (kwargs.get("generation_config"), model.generation_config)
 
     def value(self, name: str) -> Any:
         """The first of the values given for `name`; None where nobody gave one."""
@@ -191,12 +199,11 @@ class _Asked:
     def is_plain_search(self) -> bool:
         """Whether this is greedy search or sampling that returns token ids alone: what our own loop does."""
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
-        return one and not any(self.value(name) for name in _NOT_PLAIN) and len(self._args) < 3
+        return one and not any(self.value(name) for name in _NOT_PLAIN)
 
     def rows(self) -> int:
         """The batch: prompts times the beams of each, or the answers."""
-        first = self._args[0] if self._args else self._kwargs.get("inputs")
-        given = (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first)
+        given = [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
         prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
         return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
@@ -204,8 +211,7 @@ class _Asked:
         """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
         seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
-        first = self._args[0] if self._args else self._kwargs.get("inputs")
-        for given in (self._kwargs.get("inputs_embeds"), self._kwargs.get("input_ids"), first):
+        for given in [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]:
             if isinstance(given, Tensor) and given.dim() >= 2:
                 return max(given.shape[1], seen)
         return max(1, seen)
@@ -222,7 +228,7 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     """Forward pre-hook: the cap, before any kernel runs."""
     given = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
-    if not isinstance(given, Tensor) or given.dim() < 2:
+    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:  # requests of a continuous batch
         return
     held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
     if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap

@@ -8,7 +8,6 @@ Stop checks lag by as much, and what was made beyond the end is cut off. One wai
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse import interrupts
+from infuse import interrupts, logs
 from infuse.errors import RankError
 from infuse.runtime.bucket import NEVER, Given, State
 from infuse.runtime.buckets import Buckets
@@ -73,7 +72,7 @@ class Run:
         self.buckets.refused.add(key)
         if error is not None and not self.buckets.warned:
             self.buckets.warned = True
-            warnings.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
+            logs.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
 
     def step(self, choose: Choose) -> None:
         """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it stood."""

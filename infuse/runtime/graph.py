@@ -10,7 +10,6 @@ Results are copied out: later calls write to the graph's own, never to what a ca
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import interrupts
+from infuse import interrupts, logs
 from infuse.errors import RankError
 from infuse.runtime.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
@@ -183,7 +182,7 @@ class Graphs:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(f"infuse: no CUDA graph could be captured, so calls run without: {where(error)}", stacklevel=6)
+        logs.warn(f"infuse: no CUDA graph could be captured, so calls run without: {where(error)}", stacklevel=6)
 
 
 class LocalGraph(nn.Module):

@@ -63,7 +63,15 @@ ALBERT = LayerSpec(
 MODERNBERT = LayerSpec(
     layer=_M + "modernbert.modeling_modernbert.ModernBertEncoderLayer",
     norm1=Norm("attn_norm", LAYER),
-    attn=Attention(module="attn", qkv=Packed("attn.Wqkv"), out="attn.Wo", position=Rotary(), scale=None, causal=False),
+    attn=Attention(
+        module="attn",
+        qkv=Packed("attn.Wqkv"),
+        out="attn.Wo",
+        position=Rotary(),
+        scale=None,
+        causal=False,
+        passes=(("sliding_window", "sliding_window"), ("deterministic", "deterministic_flash_attn")),
+    ),
     norm2=Norm("mlp_norm", LAYER),
     mlp=PackedGatedMLP(gate_up="mlp.Wi", down="mlp.Wo", activation="hidden_activation"),
     residual=PRE,

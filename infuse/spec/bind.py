@@ -234,6 +234,7 @@ class _Reading:
             inverted_mask=declared.inverted_mask,
             q_norm=self.norm(declared.q_norm, f"{name}.q_norm", optional=True),
             k_norm=self.norm(declared.k_norm, f"{name}.k_norm", optional=True),
+            passes=declared.passes,
         )
 
     def scale(self, declared: Attention, width: int) -> float:

@@ -6,7 +6,7 @@ reads what is *found* (biases, widths, a qk-norm, eps) and makes a `LayerShape`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infuse.spec.packing import BLOCKS
@@ -93,6 +93,7 @@ class Attention:
 
     `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number, or
     None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask hides.
+    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key) that it passes.
     """
 
     module: str
@@ -109,6 +110,7 @@ class Attention:
     window: Window | None = None
     causal: bool = True
     inverted_mask: bool = False
+    passes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ class AttentionShape:
     k_norm: NormShape | None
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
+    passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # not in the fingerprint of shards: it moves no weight
 
     @property
     def all_heads(self) -> int:

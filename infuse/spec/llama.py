@@ -34,15 +34,19 @@ LLAMA = LayerSpec(
 )
 _QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
 
-MISTRAL = LLAMA.but(layer=_M + "mistral.modeling_mistral.MistralDecoderLayer")
-QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer")
-QWEN3 = LLAMA.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
+_WINDOW = (("sliding_window", "sliding_window"),)
+
+MISTRAL = LLAMA.but(layer=_M + "mistral.modeling_mistral.MistralDecoderLayer", attn=dict(passes=_WINDOW))
+QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer", attn=dict(passes=_WINDOW))
+QWEN3 = QWEN2.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
 GRANITE = LLAMA.but(layer=_M + "granite.modeling_granite.GraniteDecoderLayer", residual_scale="residual_multiplier")
-SMOLLM3 = LLAMA.but(layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer", attn=dict(position=Rotary(switch="no_rope_layers")))
+SMOLLM3 = LLAMA.but(
+    layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer", attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW)
+)
 
 PHI3 = LLAMA.but(
     layer=_M + "phi3.modeling_phi3.Phi3DecoderLayer",
-    attn=dict(qkv=Packed("self_attn.qkv_proj")),
+    attn=dict(qkv=Packed("self_attn.qkv_proj"), passes=_WINDOW),
     mlp=PackedGatedMLP(gate_up="mlp.gate_up_proj", down="mlp.down_proj"),
 )
 
@@ -57,13 +61,18 @@ GEMMA2 = GEMMA.but(
     post1=Norm("post_attention_layernorm", RMS, offset=1.0),
     norm2=Norm("pre_feedforward_layernorm", RMS, offset=1.0),
     post2=Norm("post_feedforward_layernorm", RMS, offset=1.0),
-    attn=dict(softcap="attn_logit_softcapping"),
+    attn=dict(softcap="attn_logit_softcapping", passes=(*_WINDOW, ("softcap", "attn_logit_softcapping"))),
     mlp=dict(activation="hidden_activation"),
 )
 # Gemma 3 keeps the attribute of the soft cap but its attention does not apply it.
 GEMMA3 = GEMMA2.but(
     layer=_M + "gemma3.modeling_gemma3.Gemma3DecoderLayer",
-    attn=dict(softcap=None, q_norm=Norm("self_attn.q_norm", RMS, offset=1.0), k_norm=Norm("self_attn.k_norm", RMS, offset=1.0)),
+    attn=dict(
+        softcap=None,
+        q_norm=Norm("self_attn.q_norm", RMS, offset=1.0),
+        k_norm=Norm("self_attn.k_norm", RMS, offset=1.0),
+        passes=_WINDOW,
+    ),
 )
 
 OLMO2 = LLAMA.but(
@@ -84,7 +93,7 @@ _STABLELM = LLAMA.but(
 STABLELM = _STABLELM.but(norm2=Norm("post_attention_layernorm", LAYER), residual=PRE, when=(("use_parallel_residual", False),))
 STABLELM_PARALLEL = _STABLELM.but(norm2=None, residual=PARALLEL, when=(("use_parallel_residual", True),))
 
-STARCODER2 = LLAMA.but(
+STARCODER2 = MISTRAL.but(
     layer=_M + "starcoder2.modeling_starcoder2.Starcoder2DecoderLayer",
     norm1=Norm("input_layernorm", LAYER),
     norm2=Norm("post_attention_layernorm", LAYER),

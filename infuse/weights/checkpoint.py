@@ -1,4 +1,7 @@
-"""A checkpoint's tensors by name, whatever its files: whole ones, or pieces that ranks saved, merged as they are read."""
+"""A checkpoint's tensors by name, whatever its files: whole ones, or pieces that ranks saved, merged as they are read.
+
+A name has one value: that of the file that the index names, or the same one in every file that holds it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from infuse.weights.reader import Part, Stored
 from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
 from infuse.weights.torch_file import TorchFile
+
+_COMPARED_ROWS = 4096  # of two copies of a tensor: compared in parts
 
 
 class TensorFile(Protocol):
@@ -45,6 +50,16 @@ class Pieces:
     def dtype(self) -> torch.dtype:
         return self.files[0].stored[self.name].dtype
 
+    def equals(self, other: Pieces) -> bool:
+        """Whether these are the same values in the same dtype, file by file."""
+        pairs = zip(self.files, other.files, strict=False)
+        return len(self.files) == len(other.files) and all(one is two or _same_values(self.name, one, two) for one, two in pairs)
+
+    def are_copies(self, whole: Shape) -> bool:
+        """Whether the tensor of shape `whole` has the same values in every file that holds all of it."""
+        first, *others = [file for file in self.files if file.stored[self.name].shape == whole] or self.files[:1]
+        return all(_same_values(self.name, first, other) for other in others)
+
     def read(self, whole: Shape, found: Layout, part: Part) -> Tensor:
         """The tensor of shape `whole`, or that part of it, from the pieces that it touches."""
         if len(self.files) == 1 or (len(found.runs) == 1 and self.shapes[0] == whole):
@@ -68,13 +83,23 @@ class Checkpoint:
         self.form, self.version = files.form, files.version
         opened = {path: open_file(path) for path in dict.fromkeys(files)}
         groups = [tuple(opened[path] for path in group) for group in files.groups]
-        if len(groups) > 1 and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups):
+        self.told = any(len(group) > 1 for group in groups)  # that these are pieces of ranks; else it is seen from their names
+        if not files.where and len(groups) > 1 and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups):
             groups = [tuple(file for group in groups for file in group)]  # the same names in each file: pieces of ranks
         self.files: tuple[TensorFile, ...] = tuple(opened.values())
-        self.pieces: dict[str, Pieces] = {}
+        self.pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
+        if absent := [f"{name} in {path}" for name, path in files.where.items() if name not in opened[path].stored]:
+            raise CheckpointError(f"{files.form}: {len(absent)} tensors are not in the files that the index names: {', '.join(absent)}")
+        differing = []
         for group in groups:
             for name in dict.fromkeys(name for file in group for name in file.stored):
-                self.pieces.setdefault(name, Pieces(name, tuple(file for file in group if name in file.stored)))
+                found = Pieces(name, tuple(file for file in group if name in file.stored))
+                kept = self.pieces.setdefault(name, found)
+                if name not in files.where and not kept.equals(found):
+                    differing.append(f"{name} in {kept.files[0].path} and {found.files[0].path}")
+        if differing:
+            raise CheckpointError(f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
+                                  "give the files of one checkpoint")
         if not self.pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
 
@@ -93,6 +118,16 @@ class Checkpoint:
 def open_file(path: Path) -> TensorFile:
     """The file in its format, its header read."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
+    """Whether two files hold the same bytes of that name, read in parts."""
+    if one.stored[name] != other.stored[name]:
+        return False
+    shape = one.stored[name].shape
+    parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, shape[0] if shape else 0, _COMPARED_ROWS)] or [()]
+    values = ([file.read(name, part).reshape(-1).view(torch.uint8) for file in (one, other)] for part in parts)
+    return all(torch.equal(*both) for both in values)
 
 
 def in_words(pieces: Sequence[Shape]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
     return whole
 
 
-def _quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
+def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
     """The target quantized in its format by a body of ops.quantize: in parts that are multiples of `rows`, or whole."""
     assert fill.format is not None, fill
     format = quant_format(fill.format)
@@ -89,6 +90,27 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
         yield limits, pieces
 
 
+def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of `shapes` that a whole `target` was made from, by name: the inverse of `filled`.
+
+    Views of the target where a source lies in it in one piece and is not transposed.
+    """
+    assert fill.cut is None, fill
+    if fill.merge == STACK:
+        return dict(zip(fill.sources, target.unbind(0), strict=True))
+    if moves(fill):
+        return {fill.sources[0]: target}
+    along = 1 if fill.transposed else 0
+    runs = strips(fill) or [Strip(source, 0, shapes[name][along]) for source, name in enumerate(fill.sources)]
+    pieces = list(zip(runs, target.split([run.stop - run.start for run in runs]), strict=True))
+    found: dict[str, Tensor] = {}
+    for number, name in enumerate(fill.sources):
+        own = sorted(((run.start, piece) for run, piece in pieces if run.source == number), key=lambda pair: pair[0])
+        source = own[0][1] if len(own) == 1 else torch.cat([piece for _, piece in own])
+        found[name] = source.t().contiguous() if fill.transposed else source
+    return found
+
+
 def _axis(fill: Fill) -> int:
     """Along which the target is put together: 0 outputs, 1 inputs."""
     return fill.cut.axis if fill.cut else 0
@@ -118,7 +140,7 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
         if fill.format is not None:
-            place.hold(_quantized(fill, reader, quantize, place.part_rows))  # type: ignore[operator,arg-type]
+            place.hold(quantized(fill, reader, quantize, place.part_rows))  # type: ignore[operator,arg-type]
             continue
         value = filled(fill, reader, None if leaf in place._buffers else dtype)
         if leaf in place._parameters:
@@ -151,9 +173,18 @@ def fill_saved(
             place._parameters[leaf] = nn.Parameter(value.to(dtype), requires_grad=False)
 
 
-def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, tuple[tuple[int, ...], Cut | None]]:
-    """Name → shape of what `fill_saved` reads for `module`, on meta, and how it is cut."""
-    shapes: dict[str, tuple[tuple[int, ...], Cut | None]] = {}
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that `fill_saved` reads: `dtype` None takes any floating one, which is cast."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    cut: Cut | None
+
+
+def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, Wanted]:
+    """What `fill_saved` reads for `module`, on meta, by name."""
+    wanted: dict[str, Wanted] = {}
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place = module.get_submodule(owner)
@@ -162,7 +193,8 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
             weight = quant_format(fill.format).quantize(like)
             at = ".".join(part for part in (path, owner) if part)
             parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
-            shapes |= {f"{at}.{name}": (tuple(tensor.shape), fill.cut) for name, tensor in parts.items() if tensor is not None}
+            stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
+            wanted |= {f"{at}.{name}": Wanted(tuple(tensor.shape), tensor.dtype, fill.cut) for name, tensor in stored.items()}
         elif leaf in place._parameters:
-            shapes[f"{path}.{fill.target}"] = (tuple(place.get_parameter(leaf).shape), fill.cut)
-    return shapes
+            wanted[f"{path}.{fill.target}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
+    return wanted

@@ -29,6 +29,16 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
+def placed(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers of a replaced model by their places in it; its state dict has the original's names."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        persistent = {leaf: held for leaf, held in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
+        tensors = {**module._parameters, **persistent}
+        found |= {f"{path}.{leaf}" if path else leaf: held for leaf, held in tensors.items() if held is not None}
+    return found
+
+
 @dataclass
 class ModelReader:
     """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
@@ -64,6 +74,7 @@ def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[st
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
     packed = packings(model) if any(len(p.files) > 1 for p in checkpoint.pieces.values()) else {}
     reader = ModelReader(checkpoint, names, {})
+    drifted: list[str] = []
     for tied in by_tensor.values():
         found = [name for name in tied if name in names]
         if not found and (isinstance(expected[tied[0]], nn.Parameter) or not optional(tied[0])):
@@ -74,8 +85,13 @@ def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[st
         for name in (*found, *(name for name in tied if name not in found)):
             stored = names.setdefault(name, names[found[0]])
             way = checkpoint.layout(stored, wanted, packed.get(name))
+            pieces, needed = checkpoint.pieces[stored], expected[tied[0]].dtype
             if way is None and name in found:
-                misshaped.append(f"{name}: {in_words(checkpoint.pieces[stored].shapes)}, the model has {wanted}")
+                misshaped.append(f"{name}: {in_words(pieces.shapes)}, the model has {wanted}")
+            elif name in found and _kind(pieces.dtype) != _kind(needed):
+                misshaped.append(f"{name}: {pieces.dtype}, the model has {needed}")
+            elif name in found and not pieces.are_copies(wanted):
+                drifted.append(stored)
             if way is not None:
                 reader.shapes[name], reader.layouts[name] = wanted, way
         for other in found[1:]:
@@ -84,10 +100,19 @@ def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[st
                 untie = "untie it in the model's config"
                 misshaped.append(f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}")
     foreign, harmless = _judged(model, left)
+    if not checkpoint.told:
+        misshaped += [f"{name}: several files have it, with other values" for name in drifted]
     _raise_all(checkpoint.form, missing, foreign, misshaped)
     if harmless:
-        reader.notes = (f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",)
+        reader.notes += (f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",)
+    if drifted:
+        what = f"{len(drifted)} tensors that ranks saved whole differ between them"
+        reader.notes += (f"{what}; the first rank's are taken: {', '.join(drifted)}",)
     return reader
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
 def packings(model: nn.Module) -> dict[str, Packed]:

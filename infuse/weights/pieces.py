@@ -61,7 +61,7 @@ def packed_qkv(packing: str | None, heads: Heads) -> Packed | None:
 
 def layout(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None) -> Layout | None:
     """How pieces of `shapes`, one for each rank, make up a tensor of shape `wanted`; None where they do not."""
-    if shapes[0] == wanted:  # the only piece, or a replica on each rank
+    if all(shape == wanted for shape in shapes):  # the only piece, or a replica on each rank
         return Layout(0, (Run(0, 0, wanted[0] if wanted else 1),))
     axes = {axis for shape in shapes for axis, (a, b) in enumerate(zip(shape, wanted, strict=False)) if a != b}
     if len(axes) != 1 or any(len(shape) != len(wanted) for shape in shapes):

@@ -1,6 +1,7 @@
 """One safetensors file: an eight-byte length, a JSON header with the place of each tensor, then their bytes.
 
-Read with plain reads into the tensor's own memory: no more bytes than were asked for, and no mapped pages that count as ours.
+The safetensors library validates the header. Tensors are read with plain reads into their own memory: only the bytes that were asked
+for, and no mapped pages that count as ours.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infuse import pages
@@ -25,79 +29,155 @@ from infuse.weights.reader import Part, Stored
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "C64": torch.complex64,
 })
-_THREAD_BYTES = 1 << 22  # that a thread is worth starting for
-LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+BLOCK_BYTES = 1 << 22  # read and checked by one thread at a time; large enough to be worth starting a thread for
+Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
+_UNCHECKED: Checksums = MappingProxyType({})
+_T = TypeVar("_T")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def block_checksums(memory: memoryview) -> tuple[int, ...]:
+    """The CRC-32 of each BLOCK_BYTES of `memory`."""
+    return tuple(_by_blocks(lambda at, stop: zlib.crc32(memory[at:stop]), 0, len(memory)))
+
+
+def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T]:
+    """work(first, last) for each block of the bytes from `start` to `stop`, by all threads: one alone has half of a memory's bandwidth."""
+    limits = [(at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES)]
+    threads = min(torch.get_num_threads(), len(limits))
+    if threads < 2:
+        return [work(*limit) for limit in limits]
+    with ThreadPoolExecutor(threads) as pool:  # it waits for all threads even if one raises
+        return list(pool.map(lambda limit: work(*limit), limits))
 
 
 class SafetensorsFile:
-    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever is not such a file."""
+    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever is not such a file.
 
-    def __init__(self, path: Path):
+    With `checksums` the file must hold exactly these tensors, and each block is checked the first time that something of it is read.
+    """
+
+    def __init__(self, path: Path, checksums: Checksums | None = None):
         self.path, self.bytes_read = path, 0
+        self._checksums, self._checked = _UNCHECKED if checksums is None else checksums, set[tuple[str, int]]()
+        entries, data = self._header()
+        self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
+        unknown = sorted({entry["dtype"] for entry in entries.values()} - DTYPES.keys())
+        if unknown:
+            raise CheckpointError(f"{path}: holds tensors of {', '.join(unknown)}; possible: {', '.join(DTYPES)}")
+        self.stored = {name: Stored(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        self._starts = {name: data + entry["data_offsets"][0] for name, entry in entries.items()}
+        if checksums is not None:
+            self._compare_names(checksums)
+
+    def _header(self) -> tuple[dict[str, Any], int]:
+        """The header's entries, which the library has validated, and where the data begins."""
         try:
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115  # for as long as this object lives
-            size = path.stat().st_size
+            with safe_open(self.path, "pt"):  # offsets tile the data; shapes, dtypes and sizes agree
+                pass
+            self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115  # for as long as this object lives
+            header_bytes = int.from_bytes(self._file.read(8), "little")
+            return json.loads(self._file.read(header_bytes), object_pairs_hook=_unique), 8 + header_bytes
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        header_bytes = int.from_bytes(self._file.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, LONGEST_HEADER_BYTES):
-            raise CheckpointError(f"{path}: not a whole safetensors file: its header would have {header_bytes} bytes, the file has {size}")
-        try:
-            header: dict[str, Any] = json.loads(self._file.read(header_bytes))
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self.stored = {name: Stored(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in header.items()}
-            places = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: its safetensors header is corrupt: {type(error).__name__}: {error}") from error
-        for name, (start, stop) in places.items():
-            stored = self.stored[name]
-            if stop - start != math.prod(stored.shape) * stored.dtype.itemsize or start < 0:
-                raise CheckpointError(f"{path}: its safetensors header is corrupt: {name} {stored.shape} in {stop - start} bytes")
-            if 8 + header_bytes + stop > size:
-                raise CheckpointError(f"{path}: truncated: {name} ends at byte {8 + header_bytes + stop}, the file has {size}")
-        self._starts = {name: 8 + header_bytes + start for name, (start, _) in places.items()}
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: truncated, corrupt, or not a safetensors file: {error}") from error
+
+    def _compare_names(self, checksums: Checksums) -> None:
+        found = {name: -(-self._nbytes(name) // BLOCK_BYTES) for name in self.stored}
+        saved = {name: len(blocks) for name, blocks in checksums.items()}
+        if found != saved:
+            differ = sorted({name for name, _ in found.items() ^ saved.items()})
+            raise CheckpointError(f"{self.path}: is not the file that was saved: it differs in {', '.join(differ)}")
+
+    def _nbytes(self, name: str) -> int:
+        return math.prod(self.stored[name].shape) * self.stored[name].dtype.itemsize
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor or that part of it, in memory of its own; rows that are not wanted are not read, nor are columns.
 
-        What is asked for whole is there to stay, and lies on large pages.
+        A tensor that is asked for whole is there to stay, and lies on large pages.
         """
-        stored, start = self.stored[name], self._starts[name]
+        stored = self.stored[name]
         bounds = [(part[axis] if axis < len(part) else slice(None)).indices(size)[:2] for axis, size in enumerate(stored.shape)]
         tensor = (torch.empty if part else pages.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
         if tensor.numel() == 0:
             return tensor
-        # Runs of neighbouring bytes: over the last axis that is cut, once for each index of the axes before it.
-        cut = max((axis for axis, bound in enumerate(bounds) if bound != (0, stored.shape[axis])), default=0)
-        inner = math.prod(stored.shape[cut + 1 :]) * stored.dtype.itemsize
-        strides = [math.prod(stored.shape[axis + 1 : cut + 1]) * inner for axis in range(cut)]
-        first, stop = bounds[cut] if bounds else (0, 1)
-        memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        length = (stop - first) * inner
-        for run, index in enumerate(itertools.product(*(range(*bound) for bound in bounds[:cut]))):
-            place = start + first * inner + sum(i * stride for i, stride in zip(index, strides, strict=True))
-            self._fill(memory[run * length : (run + 1) * length], place, name)
+        memory = bytes_of(tensor)
+        if len(memory) == self._nbytes(name):
+            self._compare(name, 0, _by_blocks(lambda at, stop: self._read(memory[at:stop], name, at), 0, len(memory)))
+        else:
+            self._read_part(memory, name, bounds)
+        self.bytes_read += len(memory)
         return tensor
 
-    def _fill(self, memory: memoryview, place: int, name: str) -> None:
-        """Read what lies at `place`, by all threads where it is much: one alone has half of a memory's bandwidth."""
-        threads = min(torch.get_num_threads(), len(memory) // _THREAD_BYTES)
-        if threads < 2:
-            self._read(memory, place, name)
-        else:
-            step = -(-len(memory) // threads)
-            with ThreadPoolExecutor(threads) as pool:  # which waits for all of them, whatever one raises
-                parts = [pool.submit(self._read, memory[at : at + step], place + at, name) for at in range(0, len(memory), step)]
-            for part in parts:
-                part.result()
-        self.bytes_read += len(memory)
+    def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
+        """Runs of neighbouring bytes: over the last axis that is cut, one for each index of the axes before it."""
+        shape, itemsize = self.stored[name].shape, self.stored[name].dtype.itemsize
+        cut = max(axis for axis, bound in enumerate(bounds) if bound != (0, shape[axis]))
+        inner = math.prod(shape[cut + 1 :]) * itemsize
+        strides = [math.prod(shape[axis + 1 : cut + 1]) * inner for axis in range(cut)]
+        first, stop = bounds[cut]
+        length = (stop - first) * inner
+        places = [
+            first * inner + sum(i * stride for i, stride in zip(index, strides, strict=True))
+            for index in itertools.product(*(range(*bound) for bound in bounds[:cut]))
+        ]
+        self._check(name, places[0], places[-1] + length)
+        for run, place in enumerate(places):
+            self._read_run(memory[run * length : (run + 1) * length], name, place)
 
-    def _read(self, memory: memoryview, place: int, name: str) -> None:
-        done = 0
+    def _read_run(self, memory: memoryview, name: str, at: int) -> None:
+        if len(memory) <= BLOCK_BYTES:
+            self._fill(memory, name, at)
+        else:
+            _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), 0, len(memory))
+
+    def _check(self, name: str, start: int, stop: int) -> None:
+        """Check the blocks that hold these bytes of a tensor, those that were not checked before."""
+        if name not in self._checksums:
+            return
+        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            if (name, block) not in self._checked:
+                at = block * BLOCK_BYTES
+                memory = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes(name) - at)))
+                self._compare(name, block, [self._read(memory, name, at)])
+
+    def _compare(self, name: str, first: int, found: Sequence[int]) -> None:
+        """Compare the checksums of blocks from `first` on with those that are expected."""
+        if name not in self._checksums:
+            return
+        for block, value in enumerate(found, first):
+            if value != self._checksums[name][block]:
+                at = block * BLOCK_BYTES
+                raise CheckpointError(f"{self.path}: {name} is not what was saved: the checksum of its bytes from {at} on differs; "
+                                      "copy the file again, or shard the model again")
+            self._checked.add((name, block))
+
+    def _read(self, memory: memoryview, name: str, at: int) -> int:
+        """Fill `memory` with the tensor's bytes from `at` on; their CRC-32, or 0 where none is expected."""
+        self._fill(memory, name, at)
+        return zlib.crc32(memory) if name in self._checksums else 0
+
+    def _fill(self, memory: memoryview, name: str, at: int) -> None:
+        done, place = 0, self._starts[name] + at
         while done < len(memory):  # one read gives at most 2 GiB
             got = os.preadv(self._file.fileno(), [memory[done:]], place + done)
             if not got:
                 raise CheckpointError(f"{self.path}: ended while {name} was read")
             done += got
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"the header names {', '.join(twice)} more than once")
+    return found

@@ -18,9 +18,10 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.parallel.shard import Cut, Range
 from infuse.quant.format import QuantFormat, QuantizedWeight, quant_format
-from infuse.weights.checkpoint import Checkpoint, Pieces, TensorFile, open_file
+from infuse.weights.checkpoint import Checkpoint, Pieces, TensorFile
 from infuse.weights.pieces import Layout, Run
 from infuse.weights.reader import Part, Stored
+from infuse.weights.safetensors_file import Checksums, SafetensorsFile
 from infuse.weights.sources import Files
 
 _OF_WEIGHTS = ("data", "scale", "zero")  # what a quantized weight is stored as
@@ -86,11 +87,13 @@ def index_of_cuts(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def shared_tensors(cuts: Iterable[Mapping[str, Any]]) -> dict[str, Shared]:
-    """Name → how it is cut, from what `index_of_cuts` wrote; ValueError, KeyError or TypeError where it did not."""
+    """Name → how it is cut, from what `index_of_cuts` wrote; ValueError, KeyError, TypeError or AttributeError where it did not."""
     found: dict[str, Shared] = {}
     for entry in cuts:
         ranks = tuple(tuple((int(a), int(b)) for a, b in (one.split(":") for one in text.split())) for text in entry["ranks"])
         shared = Shared(int(entry["axis"]), int(entry["size"]), ranks)
+        if shared.axis < 0 or not all(0 <= start < stop <= shared.size for ranges in ranks for start, stop in ranges):
+            raise ValueError(f"no parts of {shared.size} on axis {shared.axis}: {'; '.join(entry['ranks'])}")
         found.update(dict.fromkeys(entry["tensors"], shared))
     return found
 
@@ -102,12 +105,12 @@ def _in_text(ranks: Iterable[tuple[Range, ...]]) -> list[str]:
 class _Opened(dict[int, TensorFile]):
     """The files that are open, by rank; another one is opened when it is asked for."""
 
-    def __init__(self, paths: Sequence[Path]):
+    def __init__(self, paths: Sequence[Path], checksums: Sequence[Checksums]):
         super().__init__()
-        self._paths = paths
+        self._paths, self._checksums = paths, checksums
 
     def __missing__(self, rank: int) -> TensorFile:
-        self[rank] = open_file(self._paths[rank])
+        self[rank] = SafetensorsFile(self._paths[rank], self._checksums[rank])
         return self[rank]
 
 
@@ -214,10 +217,10 @@ class Values:
 class SavedShards(Checkpoint):
     """The files of all ranks, or of `rank` alone: the others' are opened if something of them is asked for."""
 
-    def __init__(self, files: Files, shared: Mapping[str, Shared], rank: int | None):
-        self.form, self.version, self.pieces = files.form, None, {}
+    def __init__(self, files: Files, shared: Mapping[str, Shared], checksums: Sequence[Checksums], rank: int | None):
+        self.form, self.version, self.pieces, self.told = files.form, None, {}, True
         (paths,) = files.groups
-        self._opened = _Opened(paths)
+        self._opened = _Opened(paths, checksums)
         opened = {number: self._opened[number] for number in range(len(paths)) if rank in (None, number)}
         layouts = {one: one.layout(rank or 0) for one in dict.fromkeys(shared.values())}
         for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
@@ -231,6 +234,8 @@ class SavedShards(Checkpoint):
                 without = ", ".join(str(file.path) for number, file in opened.items() if number not in found)
                 raise CheckpointError(f"{name} is missing in {without}")
             for number, one in found.items():
+                if cut.axis >= len(one.stored[name].shape):
+                    raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index cuts it on axis {cut.axis}")
                 if name in shared and one.stored[name].shape[cut.axis] != cut.length(number):
                     raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index gives this rank "
                                           f"{cut.length(number)} of {cut.size} on axis {cut.axis}")
@@ -264,15 +269,19 @@ class SavedShards(Checkpoint):
         self.pieces[name] = Pieces(name, (Values(name, found, shape, quant_format(format), transposed, dtype),))
         return list(stored.values())
 
-    def fault(self, name: str, cut: Cut | None, wanted: tuple[int, ...]) -> str | None:
-        """Why what is stored of `name` does not make up a tensor of shape `wanted`; None where it does."""
+    def fault(self, name: str, cut: Cut | None, wanted: tuple[int, ...], dtype: torch.dtype | None) -> str | None:
+        """Why what is stored of `name` does not make up a tensor of shape `wanted` in `dtype` (None: any floating); None where it does."""
         if name not in self.pieces:
             return f"missing  {name}"
         file = self.pieces[name].files[0]
         files = file.files if isinstance(file, Joined) else {0: file}
         shared = file.shared if isinstance(file, Joined) else alone(cut.axis, sum(cut.sizes)) if cut else None
+        if shared and cut and (shared.axis, shared.size) != (cut.axis, sum(cut.sizes)):
+            return f"misshaped  {name}: {shared.size} on axis {shared.axis}, the model has {sum(cut.sizes)} on axis {cut.axis}"
         for rank, one in files.items():
-            shape = one.stored[name].shape
+            shape, found = one.stored[name].shape, one.stored[name].dtype
+            if found != dtype if dtype else not found.is_floating_point:
+                return f"misshaped  {name}: {found}, the model has {dtype or 'floating values'}"
             if shared is None:
                 like = shape == wanted
             else:

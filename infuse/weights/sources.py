@@ -1,6 +1,7 @@
 """Which files a checkpoint is: a folder in one of the usual forms, a list, a glob, or DeepSpeed's JSON description.
 
-Nothing is read here but indexes and descriptions. CheckpointError names what was looked for and all that is missing.
+Nothing is read here but indexes and descriptions. CheckpointError names what was looked for and all that is missing. What an index
+names lies inside of its folder; paths of a description are the user's own and may lie anywhere.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from infuse.errors import CheckpointError
 
@@ -25,15 +28,28 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 class Files:
     """`groups`: each is one file, or the files of several ranks, in their order, that hold the pieces of the same tensors.
 
-    `version` is that of a Megatron checkpoint, by which its packed q, k, v lie.
+    `version` is that of a Megatron checkpoint, by which its packed q, k, v lie. `where`: tensor → its file, where an index says so.
     """
 
     form: str
     groups: tuple[tuple[Path, ...], ...]
     version: float | None = None
+    where: Mapping[str, Path] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Path]:
         return (path for group in self.groups for path in group)
+
+
+class _Description(BaseModel):
+    """DeepSpeed's JSON: the keys that are read."""
+
+    checkpoints: Path | tuple[Path, ...] | dict[str, Path | tuple[Path, ...]]
+    type: str | None = None
+    version: float | None = None
+    base_dir: Path | None = None
+    parallelization: str | None = None
+    tp_size: Annotated[int, Field(ge=1)] | None = None
+    mp_size: Annotated[int, Field(ge=1)] | None = None
 
 
 def find_files(source: Any, base_dir: str = "") -> Files:
@@ -41,23 +57,30 @@ def find_files(source: Any, base_dir: str = "") -> Files:
 
     Relative paths begin at `base_dir`; those inside a description at its own "base_dir" or, without one, beside it.
     """
+    try:
+        return _present(_found(source, base_dir))
+    except (OSError, ValueError) as error:  # names that the system does not take: too long, or with a zero byte
+        raise CheckpointError(f"{source!s:.200}: cannot be looked up: {error}") from error
+
+
+def _found(source: Any, base_dir: str) -> Files:
     base = Path(base_dir or ".")
     if isinstance(source, Mapping):
-        return _present(_described(source, base, "the description"))
+        return _described(source, base, "the description")
     if not isinstance(source, (str, os.PathLike)):
-        return _present(_listed([base / path for path in source], "a list"))
+        return _listed([base / path for path in source], "a list")
     path = base / source
     if glob.has_magic(str(path)) and not path.exists():
         found = sorted(Path(name) for name in glob.glob(str(path)))
         if not found:
             raise CheckpointError(f"{path}: no file matches")
-        return _present(_listed(found, "a glob"))
+        return _listed(found, "a glob")
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; possible: a folder, a file, a glob, or a JSON description")
     if path.is_dir():
-        return _present(_folder(path))
+        return _folder(path)
     if path.suffix == ".json":
-        return _present(_described(read_json(path), Path(base_dir) if base_dir else path.parent, str(path)))
+        return _described(read_json(path), Path(base_dir) if base_dir else path.parent, str(path))
     return Files("a file", ((path,),))
 
 
@@ -67,12 +90,20 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: truncated or corrupt: not valid JSON: {error}") from error
 
 
+def inside(folder: Path, name: str, index: Path) -> Path:
+    """The file that an index names. CheckpointError for a name that leads out of the folder; links of the user's own may."""
+    named = PurePath(name)
+    if not named.parts or named.is_absolute() or ".." in named.parts:
+        raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
+    return folder / named
+
+
 def _present(files: Files) -> Files:
-    missing = [str(path) for path in dict.fromkeys(files) if not path.is_file()]
+    missing = [str(path) for path in dict.fromkeys(files) if not os.path.isfile(path)]
     if missing:
         raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
     return files
@@ -81,18 +112,17 @@ def _present(files: Files) -> Files:
 def _folder(path: Path) -> Files:
     for name in INDEXES:
         if (path / name).is_file():
-            index = read_json(path / name)
-            if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-                raise CheckpointError(f'{path / name}: has no "weight_map"')
-            return Files(f"the shards of {path / name}", tuple((path / file,) for file in sorted(set(index["weight_map"].values()))))
+            where = _weight_map(path / name)
+            return Files(f"the shards of {path / name}", tuple((file,) for file in sorted(set(where.values()))), where=where)
     for name in SINGLE:
         if (path / name).is_file():
             return Files("a folder", ((path / name,),))
     if (path / "latest").is_file():
         tag = (path / "latest").read_text(encoding="utf-8").strip()
-        if not (path / tag).is_dir():
-            raise CheckpointError(f"{path / 'latest'}: names {tag!r}, and {path / tag} is no folder")
-        path = path / tag
+        step = inside(path, tag, path / "latest")
+        if not step.is_dir():
+            raise CheckpointError(f"{path / 'latest'}: names {tag!r}, and {step} is no folder")
+        path = step
     ranks = sorted(path.glob("mp_rank_*_model_states.pt")) or sorted(path.glob("mp_rank_*/model*.pt"))
     if ranks:
         return Files(f"the training checkpoint {path}", (tuple(ranks),))
@@ -103,6 +133,18 @@ def _folder(path: Path) -> Files:
     raise CheckpointError(f"{path}: no checkpoint; looked for {looked}")
 
 
+def _weight_map(path: Path) -> dict[str, Path]:
+    """Tensor → the file that the index of a folder names for it."""
+    index = read_json(path)
+    given = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(given, dict) or not given:
+        raise CheckpointError(f'{path}: has no "weight_map"')
+    wrong = [f"{name}: {file!r:.100}" for name, file in given.items() if not isinstance(file, str)]
+    if wrong:
+        raise CheckpointError(f'{path}: "weight_map" names no files for {", ".join(wrong)}')
+    return {name: inside(path.parent, file, path) for name, file in given.items()}
+
+
 def _listed(paths: Sequence[Path], form: str) -> Files:
     wrong = [str(path) for path in paths if path.suffix not in _SUFFIXES]
     if wrong or not paths:
@@ -110,22 +152,28 @@ def _listed(paths: Sequence[Path], form: str) -> Files:
     return Files(form, tuple((path,) for path in paths))
 
 
-def _described(description: Any, base: Path, name: str) -> Files:
+def _described(given: Any, base: Path, name: str) -> Files:
     """DeepSpeed's JSON. A list holds whole tensors or, of type Megatron or with parallelization "tp", one file for each rank."""
-    files = description.get("checkpoints") if isinstance(description, Mapping) else None
-    if not files or not isinstance(files, (list, tuple, dict, str)):
+    if not isinstance(given, Mapping) or not given.get("checkpoints"):
         raise CheckpointError(f'{name}: has no "checkpoints": a list of files, or a dict of lists')
-    base = base / str(description.get("base_dir") or "")
-    kind, version = str(description.get("type", "")), description.get("version")
-    if isinstance(files, str):
-        return find_files(str(base / files))
-    ranked = kind.lower() == "megatron" or description.get("parallelization") == "tp"
-    parts: Mapping[str, Any] = files if isinstance(files, dict) else {"tp" if ranked else "non_tp": files}
+    try:
+        description = _Description.model_validate(dict(given))
+    except ValidationError as error:
+        lines = dict.fromkeys(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
+        raise CheckpointError(f"{name}: is no description of a checkpoint: {'; '.join(lines)}") from error
+    files, kind = description.checkpoints, (description.type or "").lower()
+    base = base / (description.base_dir or "")
+    if isinstance(files, Path):
+        if files.suffix == ".json":
+            raise CheckpointError(f"{name}: names another description, {files}; give that one")
+        return _found(str(base / files), "")
+    ranked = kind == "megatron" or description.parallelization == "tp"
+    parts = files if isinstance(files, dict) else {"tp" if ranked else "non_tp": files}
     groups: list[tuple[Path, ...]] = []
     for key, listed in parts.items():
-        paths = [base / file for file in ([listed] if isinstance(listed, str) else listed)]
-        size = int(description.get("tp_size") or description.get("mp_size") or len(paths)) if key == "tp" else 1
+        paths = [base / file for file in ([listed] if isinstance(listed, Path) else listed)]
+        size = (description.tp_size or description.mp_size or len(paths) or 1) if key == "tp" else 1
         if len(paths) % size:
             raise CheckpointError(f"{name}: {len(paths)} files under {key!r} for tp_size {size}; possible: a multiple of it")
         groups += [tuple(paths[i : i + size]) for i in range(0, len(paths), size)]
-    return Files(name, tuple(dict.fromkeys(groups)), float(version) if kind.lower() == "megatron" and version is not None else None)
+    return Files(name, tuple(dict.fromkeys(groups)), description.version if kind == "megatron" else None)

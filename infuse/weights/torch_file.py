@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,39 @@ class TorchFile:
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{self.path}: holds a {type(loaded).__name__}; possible: a dict of tensors")
         inner = next((loaded[key] for key in _INNER if isinstance(loaded.get(key), Mapping)), loaded)
-        return dict(_flat(inner))
+        try:
+            return self._judged(list(_flat(inner)))
+        except RecursionError as error:
+            raise CheckpointError(f"{self.path}: its dicts are nested too deeply") from error
+
+    def _judged(self, found: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors by name; CheckpointError for a name that stands twice and for tensors without plain values."""
+        tensors = dict(found)
+        if len(tensors) < len(found):
+            twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+            raise CheckpointError(f"{self.path}: names {', '.join(twice)} more than once")
+        wrong = [f"{name} ({reason})" for name, tensor in found if (reason := _not_plain(tensor))]
+        if wrong:
+            raise CheckpointError(f"{self.path}: holds tensors that are not dense values: {', '.join(wrong)}; save them with "
+                                  "their values, dense and on a device")
+        return {name: tensor.detach() for name, tensor in found}
 
 
-def _flat(values: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Tensor]]:
     """Nested dicts as dotted names, as Megatron nests them; what is not a tensor is left out."""
     for key, value in values.items():
         if isinstance(value, Tensor):
             yield f"{at}{key}", value
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{at}{key}.")
+
+
+def _not_plain(tensor: Tensor) -> str | None:
+    """Why a tensor has no plain values that can be read; None where it has."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return type(tensor).__name__
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized" if tensor.is_quantized else "nested"
+    return None if tensor.device.type == "cpu" else f"on {tensor.device}"

@@ -1,5 +1,5 @@
-"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install where there is a
-compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower
+"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install or at first use where there is
+a compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower
 instruction set than the machine has (with ! behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infuse.device import Device
+from infuse.ops.cpu import first_use
 
 BINARY = Path(__file__).with_name("_kernels.so")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,16 +22,25 @@ CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the o
 
 @cache
 def kernels() -> Any:
-    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded at the first question."""
+    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded, or built, at the first question."""
     if os.environ.get("INFUSE_CPU_ISA") == "off":
         return "INFUSE_CPU_ISA=off"
-    if not BINARY.exists():
-        return "the C++ kernels are not built (no C++20 compiler at install)"
+    unfit = _load(BINARY) if BINARY.exists() else ""
+    if unfit is None:
+        return torch.ops.infuse_cpu
+    found = first_use.obtain()  # also where those of a wheel do not load, as on a system that is older than it
+    if isinstance(found, str):
+        return unfit or found
+    return _load(found) or torch.ops.infuse_cpu
+
+
+def _load(library: Path) -> str | None:
+    """Load the operators; why they do not load, None where they do."""
     try:
-        torch.ops.load_library(str(BINARY))
+        torch.ops.load_library(str(library))
     except OSError as error:
         return f"the C++ kernels do not load: {error}".partition("\n")[0]
-    return torch.ops.infuse_cpu
+    return None
 
 
 def needs(device: Device, dtype: torch.dtype) -> str | None:
@@ -59,8 +69,13 @@ def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
 
 
 def described() -> dict[str, str]:
-    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none."""
-    found = kernels()
+    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none.
+
+    Builds nothing.
+    """
+    off = os.environ.get("INFUSE_CPU_ISA") == "off"
+    path = BINARY if BINARY.exists() else first_use.kept()
+    found = kernels() if off or path else first_use.outlook()
     if isinstance(found, str):
         return {"C++ kernels": f"none: {found}"}
     levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; why it cannot be had follows
@@ -75,4 +90,5 @@ def described() -> dict[str, str]:
         "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
         **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
         "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
+        "  from": str(path),
     }

@@ -1,0 +1,88 @@
+"""Quantized weights on CPUs without kernels: dequantized once, when they are put in, so that products cost what PyTorch's own cost.
+
+The values are those of the reference, which dequantizes at every call. They take the memory of a plain weight; the codes can be had back.
+There is a body for each dtype, since a layout does not know for which activations it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infuse import pages
+from infuse.device import Device
+from infuse.ops.activation import activation, gated_activation
+from infuse.ops.embedding import quantized_embedding
+from infuse.ops.linear import quantized_linear
+from infuse.ops.linear_activation import quantized_linear_activation
+from infuse.ops.op import DEQUANTIZED, Layout
+from infuse.quant.format import QuantizedWeight
+
+HELD: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name.removeprefix("dequantized_")) for name in DEQUANTIZED})
+
+
+def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
+    return None if device.kind == "cpu" and dtype == held else ""  # elsewhere nobody expects it
+
+
+def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
+    """The weight with its values in place of the codes; None where the codes could not be had back, as of scales that are not finite."""
+    held = _gathered(dtype, [weight], weight.shape)
+    return held if torch.equal(_codes(held).data, weight.data) else None
+
+
+def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
+    """The same from parts of the rows, one after the other. Unchecked: in float32 and bfloat16 the codes come back."""
+    whole: QuantizedWeight | None = None
+    first = 0
+    for part in parts:
+        if whole is None:
+            scale, zero = (None if given is None else given.new_empty(shape[0], given.shape[1]) for given in (part.scale, part.zero))
+            assert scale is not None
+            whole = QuantizedWeight(pages.empty(shape, dtype), scale, zero, shape, part.format)
+        here = slice(first, first + part.shape[0])
+        first = here.stop
+        whole.data[here], whole.scale[here] = part.format.dequantize(part, dtype), part.scale
+        if whole.zero is not None and part.zero is not None:
+            whole.zero[here] = part.zero
+    assert whole is not None and first == shape[0], (first, shape)
+    return whole
+
+
+def _codes(held: QuantizedWeight) -> QuantizedWeight:
+    return replace(held, data=held.format.codes(held.data, held.scale, held.zero))
+
+
+def _linear(
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+) -> Tensor:
+    return F.linear(x, data if data.dtype is x.dtype else data.to(x.dtype), bias)
+
+
+def _linear_activation(x: Tensor, *given: Any) -> Tensor:
+    *weight, name, gated = given
+    return (gated_activation if gated else activation).reference(_linear(x, *weight), name)
+
+
+def _embedding(
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+) -> Tensor:
+    return data.index_select(0, index.reshape(-1)).to(dtype).view(*index.shape, width)
+
+
+for _name, _dtype in HELD.items():
+    # float16 loses the codes of tiny scales: it takes a weight whole, and looks.
+    _layout = Layout(partial(_values, _dtype), _codes)
+    if _dtype is not torch.float16:
+        _layout = replace(_layout, part_rows=1, gather=partial(_gathered, _dtype))
+    for _op, _function in (
+        (quantized_linear, _linear), (quantized_linear_activation, _linear_activation), (quantized_embedding, _embedding),
+    ):  # fmt: skip
+        _op.implement(_name, partial(_needs, _dtype), _layout)(_function)

@@ -1,0 +1,187 @@
+"""The state dict of a replaced module, in the names, shapes and packing of the original: `source_tensors` on saving, `filled` on loading.
+
+Hooks of the new module do it, so that `state_dict`, `save_pretrained` and `load_state_dict` of any model around it need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.errors import UnsupportedCall
+from infuse.spec.packing import Fill
+from infuse.weights.fill import filled, quantized, source_tensors
+from infuse.weights.names import placed
+from infuse.weights.reader import Part
+
+Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
+_KEY = "infuse"  # among a module's hooks, whose own keys are numbers
+_BUFFERS = ("data", "scale", "zero")  # of a quantized weight
+
+
+@dataclass
+class Original:
+    """What a replaced module at `path` held, by the names that it had there: `shapes`, and the fills that were made of it.
+
+    `dequantized` is set while quantized weights may be saved in `dtype`: the tensors made so far, by the address of their codes, so that
+    tied weights stay tied.
+    """
+
+    path: str
+    fills: tuple[Fill, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    bodies: Mapping[str, str]
+    dequantized: WeakValueDictionary[int, Tensor] | None = None
+
+    def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+        """State-dict hook: replace our tensors in `state` by the original's."""
+        self._refuse_parts("A state dict")
+        made: dict[str, Tensor] = {}
+        for fill in self.fills:
+            target = self._target(fill, module, state, prefix)
+            if target is not None:
+                made |= source_tensors(fill, target, self.shapes)
+        state.update({prefix + name: made[name] for name in self.shapes if name in made})
+
+    def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
+        """The target of `fill`, taken out of `state`; None where another module stands in its place now."""
+        owner = fill.target.rpartition(".")[0]
+        if fill.format is None:
+            return state.pop(prefix + fill.target, None)
+        at = f"{prefix}{owner}." if owner else prefix
+        if f"{at}data" not in state:
+            return None
+        for name in _BUFFERS:
+            state.pop(f"{at}{name}", None)
+        if self.dequantized is None:
+            raise UnsupportedCall(
+                f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have them as "
+                f"{', '.join(fill.sources)}. Either save our shards, which keep them quantized: init_inference(..., "
+                "save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, with the rounding that they have: "
+                "`with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
+            )
+        weight = module.get_submodule(owner).held()  # type: ignore[operator]
+        place = module.get_submodule(owner)._buffers["data"]
+        assert place is not None
+        found = self.dequantized.get(place.data_ptr())
+        if found is None:
+            found = self.dequantized[place.data_ptr()] = weight.format.dequantize(weight, self.dtype)
+        return found
+
+    @torch.no_grad()
+    def load(
+        self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Load hook: replace the original's tensors in `state` by ours; quantized weights are quantized anew, in place."""
+        self._refuse_parts("load_state_dict")
+        given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
+        for name, wanted in self.shapes.items():
+            if name in given and tuple(given[name].shape) != wanted:
+                found = given.pop(name)
+                errors.append(f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, the model's is {wanted}.")
+            elif name not in given and not self._is_given_as_ours(name, state, prefix):
+                missing.append(prefix + name)
+        for fill in self.fills:
+            if any(name in given for name in fill.sources):
+                self._fill(fill, module, state, prefix, given)
+            else:
+                self._keep(fill, module, state, prefix)
+
+    def _fill(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]) -> None:
+        """Give `state` the target of `fill`, made of what is given and, for the rest, of what is there."""
+        owner = fill.target.rpartition(".")[0]
+        place: Any = module.get_submodule(owner)
+        if any(name not in given for name in fill.sources):
+            there = module.get_parameter(fill.target) if fill.format is None else place.held().format.dequantize(place.held(), self.dtype)
+            given = {**source_tensors(fill, there, self.shapes), **given}
+        if fill.format is None:
+            state[prefix + fill.target] = filled(fill, _Given(given, None), None)
+            return
+        before = dict(place._buffers)
+        quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
+        place.hold(quantized(fill, _Given(given, place.data.device), quantize, place.part_rows))
+        for name in _BUFFERS:  # in the memory that is there: a tied embedding and graphs have it too
+            old, new = before[name], place._buffers[name]
+            if old is not None and new is not None and old.shape == new.shape:
+                place._buffers[name] = old.copy_(new)
+        self._keep(fill, module, state, prefix)
+
+    def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+        """Give `state` the target of `fill` as the module has it, where it has none."""
+        owner, _, leaf = fill.target.rpartition(".")
+        place, at = module.get_submodule(owner), f"{prefix}{owner}." if owner else prefix
+        for name in (leaf,) if fill.format is None else _BUFFERS:
+            held = place._parameters.get(name, place._buffers.get(name))
+            if held is not None:
+                state.setdefault(f"{at}{name}", held.detach())
+
+    def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
+        """Whether `state` has the target that `name` is a source of, under our own name."""
+        fill = next(fill for fill in self.fills if name in fill.sources)
+        return prefix + (fill.target if fill.format is None else f"{fill.target.rpartition('.')[0]}.data".lstrip(".")) in state
+
+    def _refuse_parts(self, what: str) -> None:
+        if any(fill.cut is not None for fill in self.fills):
+            raise UnsupportedCall(
+                f"{what} needs whole tensors, and this rank holds a part of {self.path or 'the model'}. Save with init_inference(..., "
+                "save_mp_checkpoint_path=FOLDER) or `infuse shard`, which any number of ranks reads; load with checkpoint=FOLDER"
+            )
+
+
+class _Given:
+    """A source of tensors that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None):
+        self._tensors, self._device = tensors, device
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        found = self._tensors[name].detach()
+        found = found[part] if part else found
+        return found if self._device is None else found.to(self._device)
+
+
+def keep_names(
+    new: nn.Module, old: nn.Module, path: str, fills: Iterable[Fill], *, dtype: torch.dtype, bodies: Mapping[str, str], put: Put
+) -> None:
+    """Make the state dict of `new`, filled by `fills`, that of `old`, which it replaces at `path`.
+
+    `put(mapping, key, value)` sets each hook, so that it can be taken back.
+    """
+    held = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
+    saved = tuple(fill for fill in fills if all(name in held for name in fill.sources))
+    sources = {name for fill in saved for name in fill.sources}
+    original = Original(path, saved, {name: shape for name, shape in held.items() if name in sources}, dtype, bodies)
+    handle = new.register_load_state_dict_pre_hook(original.load)
+    put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
+    put(new._state_dict_hooks, _KEY, original.save)
+    new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # the user's hooks expect the original's names
+
+
+@contextmanager
+def dequantized(model: nn.Module) -> Iterator[None]:
+    """Let `state_dict()`, `save_pretrained()` and the like of `model` give quantized weights back in the plan's dtype, while inside.
+
+    The values are those that the quantized weights stand for. The whole state dict is in memory at once.
+    """
+    hooks = [hook for module in model.modules() for key, hook in module._state_dict_hooks.items() if key == _KEY]
+    originals: list[Original] = [hook.__self__ for hook in hooks]  # type: ignore[attr-defined]
+    made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+    try:
+        for original in originals:
+            original.dequantized = made
+        yield
+    finally:
+        for original in originals:
+            original.dequantized = None

@@ -1,0 +1,205 @@
+"""An installation without kernels builds them when they are first used: once, for all processes, and says what it does.
+
+A stand-in for the compiler, which copies the kernels of this checkout and counts its runs, makes that quick; one slow test compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from infuse.ops import cpu
+from infuse.ops.cpu import BINARY, build, first_use
+
+ROOT = Path(__file__).parent.parent
+pytestmark = [
+    pytest.mark.skipif(not BINARY.exists(), reason="the stand-in for the compiler copies the kernels of this checkout"),
+    pytest.mark.skipif(os.name != "posix", reason="kernels are built on Linux and macOS"),
+]
+
+# Writes what -o names: the kernels of this checkout where it is to link. With BROKEN in its folder it fails like a compiler.
+COMPILER = f"""#!{sys.executable}
+import os, pathlib, shutil, sys, time
+here = pathlib.Path(__file__).parent
+if "--version" in sys.argv:
+    sys.exit(print("stand-in 1.0"))
+if (here / "BROKEN").exists() and "-c" in sys.argv and "binding" in sys.argv[-3]:
+    sys.exit("binding.cpp:1:1: error: 'concept' does not name a type")
+into = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
+if "-shared" in sys.argv:
+    time.sleep(0.5)  # as long as it takes the others to come
+    with open(here / "linked", "a") as runs:
+        runs.write("x")
+    shutil.copy({str(BINARY)!r}, into)
+else:
+    into.touch()
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in, named by CXX, beside an empty cache; `kernels` asks anew before and after."""
+    path = tmp_path / "compiler" / "c++"
+    path.parent.mkdir()
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    for name in ("INFUSE_BUILD", "INFUSE_CPU_ISA", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    return path
+
+
+def links(compiler: Path) -> int:
+    """How many times a library was linked."""
+    counted = compiler.with_name("linked")
+    return len(counted.read_text()) if counted.exists() else 0
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A copy of the package without kernels."""
+    shutil.copytree(ROOT / "infuse", tmp_path / "site" / "infuse", ignore=shutil.ignore_patterns("_kernels.so", "__pycache__"))
+    return tmp_path / "site"
+
+
+def start(installed: Path, code: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment, cwd=installed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out, err
+
+
+USE = "from infuse.ops import cpu; assert 'site' in cpu.__file__, cpu.__file__; print(cpu.isa())"
+
+
+def test_processes_that_start_together_build_once_and_the_next_finds_it(compiler: Path, installed: Path) -> None:
+    told = [end(process) for process in [start(installed, USE) for _ in range(3)]]
+    assert {out.strip() for out, _ in told} == {cpu.isa()}
+    assert sum("building the C++ kernels" in err for _, err in told) == 1 and links(compiler) == 1
+    assert end(start(installed, USE)) == (f"{cpu.isa()}\n", "") and links(compiler) == 1
+
+
+def test_neither_the_import_nor_env_builds(compiler: Path, installed: Path) -> None:
+    out, err = end(start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli import app; app()"))
+    assert not links(compiler) and "building" not in err
+    assert "not built yet" in out and "stand-in" not in out and "infuse build" in " ".join(out.split())
+
+
+def test_a_change_of_sources_or_flags_builds_anew(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = first_use.obtain()
+    monkeypatch.setenv("CXXFLAGS", "-O0")
+    assert first_use.kept() is None and first_use.obtain() != first and links(compiler) == 2
+
+
+def test_a_failure_is_told_once_and_tried_again_when_something_changed(compiler: Path) -> None:
+    broken = compiler.with_name("BROKEN")
+    broken.touch()
+    with pytest.warns(UserWarning, match="(?s)could not be built.*'concept' does not name a type"):
+        why = first_use.obtain()
+    assert isinstance(why, str) and "`infuse build` tries again" in why and "\n" not in why
+    broken.unlink()
+    assert first_use.obtain() == why == first_use.outlook()  # without a warning; the compiler has the same name and version
+    compiler.write_text(COMPILER.replace("stand-in 1.0", "stand-in 1.1"))
+    assert isinstance(first_use.obtain(), Path)
+    assert first_use.kept() is not None
+
+
+def test_infuse_build_tries_again(compiler: Path) -> None:
+    compiler.with_name("BROKEN").touch()
+    with pytest.warns(UserWarning):
+        first_use.obtain()
+    compiler.with_name("BROKEN").unlink()
+    assert isinstance(first_use.obtain(), str) and isinstance(first_use.obtain(again=True), Path)
+    assert isinstance(first_use.obtain(again=True), Path) and links(compiler) == 2
+
+
+def test_reasons(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFUSE_BUILD", "0")
+    assert first_use.obtain() == first_use.outlook() == "the C++ kernels are not built: INFUSE_BUILD=0"
+    monkeypatch.delenv("INFUSE_BUILD")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "CXX=no-such-compiler is not a program" in str(first_use.obtain())
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "neither g++ nor clang++ is on PATH" in str(first_use.obtain())
+
+
+def test_a_home_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary folder serves, if nobody else may write to ours in it."""
+    monkeypatch.delenv("INFUSE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(first_use.tempfile, "gettempdir", lambda: str(tmp_path))
+    ours = tmp_path / f"infuse-{os.getuid()}"
+    ours.mkdir()
+    ours.chmod(0o777)  # as one that somebody else made for us
+    why = first_use.obtain()
+    assert isinstance(why, str) and "others may write there" in why and "INFUSE_CACHE_DIR" in why and not links(compiler)
+    ours.chmod(0o700)
+    found = first_use.obtain()
+    assert isinstance(found, Path) and found.is_relative_to(ours) and first_use.kept() == found
+
+
+def test_an_interrupted_build_leaves_nothing_behind(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(build, "compile_kernels", interrupted)
+        first_use.obtain()
+    assert first_use.kept() is None and isinstance(first_use.obtain(), Path)
+    assert {path.name for path in Path(os.environ["INFUSE_CACHE_DIR"]).rglob("*") if path.is_file()} == {"lock", "_kernels.so"}
+
+
+def test_a_library_that_does_not_load_here_is_built_here(compiler: Path, installed: Path) -> None:
+    """As a wheel's on a system that is older than it."""
+    (installed / "infuse/ops/cpu/_kernels.so").write_bytes(b"no library")
+    out, err = end(start(installed, USE))
+    assert out.strip() == cpu.isa() and "building" in err and links(compiler) == 1
+
+
+@pytest.mark.slow
+def test_installed_without_pytorch_in_the_build(compiler: Path, tmp_path: Path) -> None:
+    """As `pip install .` in a fresh environment: the wheel has the sources, and the first use builds them."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "infuse", source / "infuse", ignore=shutil.ignore_patterns("__pycache__"))  # with stale kernels in the tree
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    fresh = tmp_path / "fresh"
+    venv.create(fresh, with_pip=False)
+    python = fresh / "bin/python"
+    packages = os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    environment = os.environ | {"PYTHONPATH": packages}  # setuptools; PyTorch does not lie in the environment's own folders
+    run = dict(env=environment, check=True, capture_output=True, cwd=tmp_path)
+    subprocess.run([*pip, "install", "--no-index", "--no-build-isolation", "--no-deps", str(source)], **run)
+    site = next(fresh.glob("lib/python*/site-packages/infuse"))
+    assert not list(site.rglob("_kernels.so")) and (site / "py.typed").exists() and (site / "ops/cpu/src/kernels.cpp").exists()
+    out = subprocess.run([python, "-c", USE.replace("'site'", "'fresh'")], **run).stdout
+    assert out.decode().strip() == cpu.isa() and links(compiler) == 1
+
+
+@pytest.mark.slow
+def test_the_compiler_builds_what_loads(tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXXFLAGS", "-O0")  # compiles in a quarter of the time
+    if reason := build.why_not(first_use._torch()):
+        pytest.skip(reason)
+    build_command = "import sys; sys.argv = ['infuse', 'build']; from infuse.cli import app; app()"
+    out, err = end(start(installed, build_command))
+    assert "_kernels.so" in out and "building" in err
+    started = time.time()
+    assert end(start(installed, USE)) == (f"{cpu.isa()}\n", "") and time.time() - started < 60

@@ -1,0 +1,131 @@
+"""After `set_attn_implementation` a replaced model attends by the function that it names, called as the original calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, inputs
+from tolerance import assert_near
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache
+from transformers.integrations import flex_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import infuse
+from infuse.layers.attention import Attention
+from infuse.layers.cache import KVCache
+from infuse.layers.named_attention import calls_by_name
+
+SERVES_NO_OTHER = ("gpt-neo", "gptj", "codegen", "bloom", "falcon", "mpt")
+Call = dict[str, Any]
+
+
+@pytest.fixture
+def calls() -> Iterator[list[Call]]:
+    """What the attention function "recorded" is called with, whose result is half of sdpa's."""
+    made: list[Call] = []
+
+    def recorded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+        made.append({"class": type(module).__name__, "query": query, "key": key, "value": value, "mask": mask, **kwargs})
+        known = {name: kwargs[name] for name in ("dropout", "scaling", "is_causal") if name in kwargs}
+        return 0.5 * sdpa_attention_forward(module, query, key, value, mask, **known)[0], None
+
+    AttentionInterface.register("recorded", recorded)
+    AttentionMaskInterface.register("recorded", sdpa_mask)
+    yield made
+    del AttentionInterface._global_mapping["recorded"], AttentionMaskInterface._global_mapping["recorded"]
+
+
+def pair(name: str, **config: Any) -> tuple[Any, Any]:
+    """The original and the replaced model."""
+    family = BY_NAME[name]
+    engine = infuse.init_inference(family.make(**config), dtype="fp32")
+    assert any(isinstance(module, Attention) for module in engine.module.modules())
+    return family.make(**config), engine.module
+
+
+def run(model: Any, given: Call) -> Tensor:
+    with torch.no_grad():
+        return next(value for value in model(**given).values() if isinstance(value, Tensor))
+
+
+def same(name: str, ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, Tensor) and theirs.is_floating_point():
+        assert_near(ours, theirs, theirs.dtype)
+    else:
+        assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == pytest.approx(theirs), name
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.name.startswith(SERVES_NO_OTHER)], ids=lambda family: family.name)
+def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, calls: list[Call]) -> None:
+    results, made = [], []
+    for model in pair(family.name):
+        model.set_attn_implementation("recorded")
+        results.append(run(model, inputs(family, padding="left")))
+        made.append(list(calls))
+        calls.clear()
+    assert_near(results[1], results[0], torch.float32)
+    assert len(made[0]) == len(made[1]) > 0
+    for theirs, ours in zip(*made, strict=True):
+        if family.name.startswith("opt"):  # which scales its queries itself
+            ours["query"], ours["scaling"] = ours["query"] * ours["scaling"], 1.0
+        for name in ("use_cache", "output_attentions", "encoder_hidden_states"):  # which say nothing to an attention function
+            theirs.pop(name, None), ours.pop(name, None)
+        assert theirs.keys() == ours.keys()
+        for name in theirs:
+            same(name, ours[name], theirs[name])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))])
+def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, replaced = pair(name)
+    # Compiled, it needs seconds for each shape; what it computes is the same.
+    monkeypatch.setattr(flex_attention.WrappedFlexAttention, "__call__", lambda self: torch.nn.attention.flex_attention.flex_attention)
+    original.set_attn_implementation("flex_attention")
+    replaced.set_attn_implementation("flex_attention")
+    given = inputs(BY_NAME[name], padding="left")
+    assert_near(run(replaced, given), run(original, given), torch.float32)
+    if name == "llama":
+        settings = dict(max_new_tokens=2, do_sample=False)
+        assert torch.equal(replaced.generate(**given, **settings), original.generate(**given, **settings))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_back_and_forth(name: str, calls: list[Call]) -> None:
+    """Each implementation gives the original's logits, in any order, over one cache."""
+    given = inputs(BY_NAME[name])["input_ids"]
+    results = []
+    for model in pair(name):
+        cache, logits = DynamicCache(config=model.config), []
+        for names, ids in zip(("sdpa", "recorded", "eager", "recorded"), given.split((5, 1, 4, 1), dim=1), strict=True):
+            model.set_attn_implementation(names)
+            logits.append(run(model, {"input_ids": ids, "past_key_values": cache}))
+        results.append(torch.cat(logits, dim=1))
+    assert_near(results[1], results[0], torch.float32)
+
+
+def test_attention_that_is_not_called_by_name_says_so() -> None:
+    """Their original ignores the name, or does not let itself be set to it."""
+    for name in ("gptj", "falcon-7b"):
+        _, replaced = pair(name)
+        assert not any(calls_by_name(module) for module in replaced.modules() if isinstance(module, Attention))
+        replaced.config._attn_implementation = "flex_attention"
+        with pytest.raises(infuse.UnsupportedCall, match="flex_attention"):
+            replaced.transformer.h[0](torch.randn(1, 3, 48))
+
+
+def test_a_cache_of_rows_of_different_lengths_needs_our_attention(calls: list[Call]) -> None:
+    _, replaced = pair("llama")
+    cache = KVCache()
+    ids = inputs(BY_NAME["llama"])["input_ids"]
+    run(replaced, {"input_ids": ids, "past_key_values": cache})
+    cache.crop_rows(torch.tensor([4, 7]))
+    replaced.set_attn_implementation("recorded")
+    with pytest.raises(infuse.UnsupportedCall, match="rows of different lengths"):
+        run(replaced, {"input_ids": ids[:, :1], "past_key_values": cache, "position_ids": torch.tensor([[4], [7]])})

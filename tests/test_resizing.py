@@ -1,0 +1,43 @@
+"""resize_token_embeddings of a replaced model: it works on plain weights, and quantized ones refuse it before anything is changed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME
+
+import infuse
+
+PROMPT = torch.tensor([[5, 7, 9, 11]])
+
+
+def replaced(name: str, **keys: Any) -> Any:
+    return infuse.init_inference(BY_NAME[name].make(), dtype=torch.float32, verify="off", progress=False, **keys).module
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bert"])
+def test_a_quantized_vocabulary_keeps_its_size(name: str) -> None:
+    model = replaced(name, quant="int8:16")
+    again = pickle.loads(pickle.dumps(model))
+    for each in (model, again):
+        wanted = each(PROMPT).logits
+        with pytest.raises(infuse.UnsupportedCall, match=r"resize_token_embeddings\(100\): .* 96 tokens, is quantized \(int8:16\)"):
+            each.resize_token_embeddings(100)
+        for same in (None, 96):
+            assert each.resize_token_embeddings(same) is each.get_input_embeddings()
+        assert torch.equal(each(PROMPT).logits, wanted)
+    assert again.get_input_embeddings() is not model.get_input_embeddings()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bert"])
+def test_a_plain_vocabulary_is_resized(name: str) -> None:
+    model, original = replaced(name), BY_NAME[name].make()
+    for each in (model, original):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(100)
+    found, wanted = model(PROMPT).logits, original(PROMPT).logits
+    assert found.shape[-1] == 100
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
