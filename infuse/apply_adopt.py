@@ -1,4 +1,4 @@
-"""Make a new module stand where an old one stood: its attributes, its hooks and, for a block, its class."""
+"""Make a new module stand where an old one stood: its attributes, hooks, requires_grad and, for a block, its class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from infuse.layers.block import Block
 
 
 def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
-    """Make `new` stand where `old` stood: its attributes, its hooks and, for a block, its class.
+    """Make `new` stand where `old` stood: its attributes, hooks, requires_grad and, for a block, its class.
 
     transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
     instance of the class that it replaces; models read attributes such as `attention_type` from their layers.
     """
     _take_over(new, old)
+    _require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
         new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
@@ -31,6 +32,15 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
             object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
         elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
             object.__setattr__(new, name, value)
+
+
+def _require_grad(new: nn.Module, old: nn.Module) -> None:
+    """Let parameters of its own require a gradient where the old ones did, so that a backward pass is refused and not cut short."""
+    handed_on = {id(parameter) for parameter in old.parameters()}
+    required = any(parameter.requires_grad for parameter in old.parameters())
+    for parameter in new.parameters():
+        if id(parameter) not in handed_on and parameter.is_floating_point():
+            parameter.requires_grad_(required)
 
 
 def _mix_in(new: nn.Module, old: nn.Module) -> None:

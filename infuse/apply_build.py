@@ -22,7 +22,8 @@ def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
     bodies, shape, format = dict(step.bodies), step.shape, step.formats.get("weight")
     with torch.device("meta"):
         if isinstance(shape, LayerShape):
-            return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer)
+            skips = step.skips_padding
+            return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
         if isinstance(shape, SplitShape):
             return build_part(step, over(group))
         if isinstance(shape, EmbeddingShape):

@@ -69,8 +69,8 @@ class InferenceConfig(Section):
     except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is proven before it is put
     in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps).
     dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises ConfigError with all problems.
-    infuse's own keys: verify (which steps are proven before the swap), device (None: where the model is) and progress
-    (None: bars on a terminal only).
+    infuse's own keys: verify (which steps are proven before the swap), device (None: where the model is), progress
+    (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at the padding instead of computing it).
     """
 
     aliases = MappingProxyType({
@@ -112,6 +112,7 @@ class InferenceConfig(Section):
     verify: Literal["sample", "all", "strict", "off"] = "sample"
     device: values.DeviceName = None
     progress: bool | None = None
+    skip_padding: bool = False
 
     def __init__(self, config: Any = None, /, **kwargs: Any):
         try:
@@ -271,6 +272,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
      "groups lie along the inputs"),
     ("base_dir", lambda config, kind: bool(config.base_dir) and config.checkpoint_files[0] is None, "no checkpoint is given"),
+    ("skip_padding", lambda config, kind: config.skip_padding and kind not in ("", "cpu"), "a GPU would have to wait for the host"),
     ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
 )
 

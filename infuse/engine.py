@@ -17,6 +17,7 @@ from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.layers.block import Block
+from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import QuantizedLinear, linears
 from infuse.load import load, load_values
 from infuse.logs import log, warn
@@ -92,7 +93,10 @@ class InferenceEngine(nn.Module):
                     loaded = load(model, settings, device, mesh, self.group, progress)
                     decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
                 self.module = model
-                self.eval()  # as the model is: who asks the engine must not hear otherwise
+                self.eval()  # keeps engine.training in sync with the model
+                replaced = next((one for one in model.modules() if isinstance(one, InferenceModule)), None)
+                if replaced is not None:
+                    replaced.warns_of_training = True
                 caches = any(decodes(step) for step in self.plan.steps)
                 graphs = self._graphs(settings, device)
                 limit, least = settings.max_out_tokens, settings.min_out_tokens
@@ -173,7 +177,7 @@ class InferenceEngine(nn.Module):
             load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
-        """Give the memory back, also where others still hold the module: its weights are gone afterwards."""
+        """Give the memory back, also where others still hold the module: its weights are gone, and calls raise InfuseError."""
         if self._times is not None:
             self._times.stop()
             self._times = None
@@ -182,6 +186,9 @@ class InferenceEngine(nn.Module):
         uninstall(self.module, self._handles)
         self._handles = []
         self.module.to("meta")
+        for name in ("forward", "generate"):
+            if hasattr(self.module, name):
+                setattr(self.module, name, _after_destroy)
         self._profiles.clear()
 
     def _graphs(self, settings: InferenceConfig, device: Device) -> GraphUse | None:
@@ -211,6 +218,10 @@ class InferenceEngine(nn.Module):
         if not self.plan.steps:
             reasons = "; ".join(dict.fromkeys(left.why for left in self.plan.left)) or "it has no layers that infuse knows"
             warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
+
+
+def _after_destroy(*args: Any, **kwargs: Any) -> None:
+    raise InfuseError("destroy() was called on this engine, so its weights are gone: load the model and call init_inference again")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Step:
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the cache; `shares` is
     the path of the head whose weight an embedding looks its rows up in. Where ranks share the module, `shape` and `fills` are this rank's,
     and `whole` is the shape of all of it; `others` are further readings of a layer that is split, for the proof to choose from, unless it
-    was `proven` when it was saved.
+    was `proven` when it was saved. `skips_padding`: an encoder's layer returns zeros at the padding instead of computing it.
     """
 
     path: str
@@ -58,6 +58,7 @@ class Step:
     whole: Shape | None = None
     others: tuple[Step, ...] = ()
     proven: bool = False
+    skips_padding: bool = False
 
     @property
     def kind(self) -> tuple:
@@ -102,7 +103,10 @@ class Plan:
 
     def digest(self) -> str:
         """A fingerprint of the decision: equal on every rank that decided alike."""
-        steps = [(step.path, step.depth, step.layer, step.whole or step.shape, step.formats, step.bodies, step.why) for step in self.steps]
+        steps = [
+            (step.path, step.depth, step.layer, step.whole or step.shape, step.formats, step.bodies, step.why, step.skips_padding)
+            for step in self.steps
+        ]
         return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
     def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int) -> Plan:
@@ -124,6 +128,8 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     decision.visit(model, "", None)
     decision.hook(model)
     notes = decision.formats.check(model)
+    if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
+        notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
     steps = tuple(decision.steps)
     return Plan(
@@ -201,7 +207,8 @@ class _Decision:
             parts = [layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple) for rank in self.mesh.ranks()]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
-        return Step(path, BLOCK, name, shape, fills, bodies, f"spec of {name}", bound.index, bound.attn, whole=whole)
+        skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
+        return Step(path, BLOCK, name, shape, fills, bodies, f"spec of {name}", bound.index, bound.attn, whole=whole, skips_padding=skips)
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
         """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot be."""

@@ -97,7 +97,8 @@ def _step_text(step: Step) -> tuple[str, str, str]:
     for name, body in step.bodies:
         by_body.setdefault(body, []).append(name)
     bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
-    return (_formats_text(step), bodies, step.why)
+    skips = "; rows of padding are skipped: their output is zero" if step.skips_padding else ""
+    return (_formats_text(step), bodies, step.why + skips)
 
 
 def _formats_text(step: Step) -> str:

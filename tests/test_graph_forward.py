@@ -19,12 +19,6 @@ import infuse
 from infuse.errors import InfuseError, OutOfMemory
 
 
-@pytest.fixture(autouse=True)
-def padding_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where counting the real tokens would make the host wait."""
-    monkeypatch.setattr("infuse.layers.block.real_tokens", lambda *args: None)
-
-
 def tensors(output: Any) -> list[Tensor]:
     """All tensors of an output, in order."""
     if isinstance(output, Tensor):

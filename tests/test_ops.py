@@ -6,6 +6,7 @@ is tested in test_ops_by_hand.py.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,19 +214,45 @@ def test_op_is_complete(name: str) -> None:
     made = cases(name, torch.float32)
     assert made and len({case.label for case in made}) == len(made), "each case has a label of its own"
     arguments = getattr(torch.ops.infuse, name).default._schema.arguments
-    assert all(len(case.args) == len(arguments) for case in made)
+    assert arguments[-1].name == "body" and all(len(case.args) == len(arguments) - 1 for case in made)
 
 
 def test_preference_ends_with_the_reference() -> None:
     assert PREFERENCE[-1] == REFERENCE and len(set(PREFERENCE)) == len(PREFERENCE)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_registered_form(name: str) -> None:
+@pytest.mark.parametrize(("name", "body"), [*BODIES, *((name, REFERENCE) for name in OPS)])
+def test_registered_form(name: str, body: str) -> None:
+    """Its schema is true of the body (what is written to, no result that is a view), and its fake has the body's shapes and strides."""
+    runs(name, body, torch.float32)
+    op, registered_form = registered()[name], getattr(torch.ops.infuse, name).default
     made = cases(name, torch.float32)
-    for case in {0: made[0], 1: made[len(made) // 2], 2: made[-1]}.values():
-        torch.library.opcheck(getattr(torch.ops.infuse, name).default, case.args, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(getattr(torch.ops.infuse, name).default, made[1].args)
+    few = {0, 1, len(made) // 2, len(made) - 1}
+    for i in few:
+        function, given = op.prepared(body, made[i].args)
+        taken = body if function is op.body(body) else REFERENCE  # the body's layout may decline the weight
+        tests = {} if i == 1 else {"test_utils": ("test_schema", "test_faketensor")}
+        torch.library.opcheck(registered_form, (*given, taken), **tests)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_traced_graph_has_the_registered_form(name: str) -> None:
+    """What layers hold is the body in eager mode, and in a graph one node that names it and gives what it gives."""
+    graphs: list[Any] = []
+
+    def recorded(graph: Any, given: Any) -> Any:
+        graphs.append(graph.graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    case, bound, mutated = cases(name, torch.float32)[1], registered()[name].bound(REFERENCE), written(name)
+    found = results(torch.compile(lambda *args: bound(*args), fullgraph=True, backend=recorded), own(case.args, []), mutated)
+    for a, b in zip(found, results(registered()[name].reference, own(case.args, []), mutated), strict=True):
+        assert torch.equal(a, b)
+    (node,) = (node for node in graphs[0].nodes if "infuse" in str(node.target))
+    assert node.target is getattr(torch.ops.infuse, name).default and node.args[-1] == REFERENCE
+    again = pickle.loads(pickle.dumps(bound))
+    assert again._function is bound._function is registered()[name].reference
 
 
 # ---- the choice of a body ----

@@ -1,10 +1,12 @@
-"""Padded batches of encoders: the linears see the real tokens alone, and every row is what it is by itself."""
+"""Padded batches of encoders: every row is the original's; with `skip_padding` the linears see the real tokens alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from families import BY_NAME
+from families import BY_NAME, FAMILIES
 from torch import Tensor, nn
 
 import infuse
@@ -33,12 +35,40 @@ def rows_seen(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[list[int], T
         return seen, model(input_ids=ids, attention_mask=mask)[0]
 
 
+def error(model: nn.Module, original: nn.Module, ids: Tensor, mask: Tensor) -> float:
+    """How far the model is from the original over all rows, padding included; relative to the largest value."""
+    with torch.no_grad():
+        found, wanted = (one(input_ids=ids, attention_mask=mask)[0] for one in (model, original))
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.kind == "encoder"])
+def test_rows_of_padding_are_the_originals(name: str, side: str, attention: str) -> None:
+    original = BY_NAME[name].make(attn_implementation=attention)
+    model = infuse.init_inference(BY_NAME[name].make(attn_implementation=attention), dtype="fp32").module
+    ids, mask = padded(side)
+    assert error(model, original, ids, mask) < TOLERANCE
+    mask[1] = 0  # a sequence of padding alone
+    assert error(model, original, ids, mask) < TOLERANCE
+
+
+def test_hidden_states_and_attentions_of_padding_are_the_originals() -> None:
+    original, model = BY_NAME["bert"].make(), infuse.init_inference(BY_NAME["bert"].make(), dtype="fp32").module
+    ids, mask = padded("right")
+    with torch.no_grad():
+        found, wanted = (one(ids, attention_mask=mask, output_hidden_states=True) for one in (model, original))
+    for a, b in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        assert (a - b).abs().max() < TOLERANCE * b.abs().max()
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
-def test_padding_is_not_computed(name: str, side: str, attention: str) -> None:
+def test_padding_is_not_computed_where_it_is_to_be_skipped(name: str, side: str, attention: str) -> None:
     original = BY_NAME[name].make(attn_implementation=attention)
-    model = infuse.init_inference(BY_NAME[name].make(attn_implementation=attention), dtype="fp32").module
+    model = infuse.init_inference(BY_NAME[name].make(attn_implementation=attention), dtype="fp32", skip_padding=True).module
     ids, mask = padded(side)
     seen, found = rows_seen(model, ids, mask)
     firsts = int((mask[:, 0] == 0).sum())  # of padded rows: what a pooler takes
@@ -50,8 +80,42 @@ def test_padding_is_not_computed(name: str, side: str, attention: str) -> None:
         assert (found[row][real] - exact[real]).abs().max() < TOLERANCE * exact.abs().max()
 
 
+def test_a_layer_that_skips_padding_returns_zeros_there() -> None:
+    model = infuse.init_inference(BY_NAME["albert"].make(), dtype="fp32", skip_padding=True).module
+    ids, mask = padded("right")
+    with torch.no_grad():
+        hidden = model(input_ids=ids, attention_mask=mask)[0]
+    assert torch.equal(hidden.any(-1), mask.bool())
+
+
+def test_the_plan_says_whether_padding_is_skipped() -> None:
+    plans = {skip: infuse.plan(BY_NAME["bert"].make(), dtype="fp32", skip_padding=skip) for skip in (False, True)}
+    assert "padding" not in str(plans[False]) and "rows of padding are skipped: their output is zero" in str(plans[True])
+    assert plans[False].digest() != plans[True].digest(), "ranks must skip the same rows"
+    causal = str(infuse.plan(BY_NAME["llama"].make(), dtype="fp32", skip_padding=True))
+    assert "rows of padding are skipped" not in causal and "skip_padding: no effect here" in causal
+
+
+def test_skipped_padding_is_a_choice_of_each_run_not_of_the_shards(tmp_path: Path) -> None:
+    infuse.init_inference(BY_NAME["bert"].make(), dtype="fp32", skip_padding=True, save_mp_checkpoint_path=str(tmp_path))
+    ids, mask = padded("right")
+    for skip in (False, True):
+        with torch.device("meta"):
+            empty = BY_NAME["bert"].make()
+        loaded = infuse.init_inference(empty, checkpoint=str(tmp_path), skip_padding=skip)
+        assert ("rows of padding are skipped" in str(loaded.plan)) == skip
+        seen, _ = rows_seen(loaded.module, ids, mask)
+        assert set(seen) == {int(mask.sum()) if skip else ids.numel()}
+
+
+@pytest.mark.parametrize("value", ["maybe", 3, None])
+def test_skip_padding_is_a_bool(value: object) -> None:
+    with pytest.raises(infuse.ConfigError, match="skip_padding"):
+        infuse.plan(BY_NAME["bert"].make(), skip_padding=value)
+
+
 def test_batches_without_padding_are_left_as_they_are() -> None:
-    model = infuse.init_inference(BY_NAME["bert"].make(), dtype="fp32").module
+    model = infuse.init_inference(BY_NAME["bert"].make(), dtype="fp32", skip_padding=True).module
     ids, mask = padded("right")
     seen, _ = rows_seen(model, ids, torch.ones_like(mask))
     assert set(seen) == {ids.numel()}

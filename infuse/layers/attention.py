@@ -33,7 +33,7 @@ def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
 
 
 class Packed(NamedTuple):
-    """The real tokens of a padded batch, by their rows in [B T]: what a layer computes of each token alone, it computes of these."""
+    """The real tokens of a padded batch, by their rows in [B T]: norms and linears then run on these alone."""
 
     rows: Tensor
     batch: int
@@ -91,9 +91,9 @@ class Attention(Pickled):
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.positions = make_positions(shape.position)
-        self._rotary = ops.rotary.body(bodies.get("rotary", ops.REFERENCE))
-        self._append = ops.rotary_append.body(bodies.get("rotary_append", ops.REFERENCE))
-        self._attend = ops.attention.body(bodies.get("attention", ops.REFERENCE))
+        self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
+        self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
+        self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
         # Inside a graph: who takes the place of an append, and the number of keys, without reading it on the host.
         self._appends_at_place = bodies.get("rotary_append", ops.REFERENCE) != "cpu"
         self._counts_keys = bodies.get("attention") == "triton"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
@@ -28,6 +29,7 @@ from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.encoder_call import make_encoder_call
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.named_attention import arguments_of_named, names_ours
@@ -47,7 +49,7 @@ def block_ops(shape: LayerShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*norms, *attention_ops(shape.attn), *mlp_ops(shape.mlp))))
 
 
-class Block(nn.Module):
+class Block(InferenceModule):
     """Built on meta from a LayerShape; weights are filled in by `weights.fill`."""
 
     def __init__(
@@ -59,9 +61,11 @@ class Block(nn.Module):
         group: Group = LOCAL,
         path: str = "",
         layer: str = "the layer",
+        *,
+        skips_padding: bool = False,
     ):
         super().__init__()
-        self.shape = shape
+        self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
         self._sum = Sum(group, f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
@@ -84,6 +88,8 @@ class Block(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
+        if torch.is_grad_enabled() and is_recorded(self, hidden_states):
+            return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:
             kwargs = named(self.shape.arguments, args, kwargs, self._layer)
         attention = self._modules[self._attention_name]
@@ -112,10 +118,14 @@ class Block(nn.Module):
             None,
             more,
         )
+        if is_compiling():  # graphs have the parts as ops, and nothing that depends on the values in a mask
+            result = self._run(self, attention, hidden_states, inputs)
+            return result if self.shape.returns == TUPLE else result[0]
         ours = more is None
         if ours and self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
             return (out, None) if self.shape.returns == TUPLE else out
-        packed = None if self.shape.attn.causal or not ours else real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+        skips = ours and self._skips_padding
+        packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states) if skips else None
         if packed is None and ours and self._encoder_call is not None:
             out = self._encoder_call(self, attention, hidden_states, inputs)
             if out is not None:

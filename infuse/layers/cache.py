@@ -61,9 +61,15 @@ class KVSlot(CacheLayerMixin):
         storage = self.key_storage
         if self.length:
             assert storage is not None
-            if storage.shape[0] != batch:  # a batch of one would be spread over all rows without a word
-                raise InfuseError(f"the cache holds a batch of {storage.shape[0]}, a batch of {batch} was given")
-            if storage.shape[2] < needed:
+            rows, heads, room, held_width = storage.shape
+            if rows != batch:  # a batch of one would be spread over all rows without a word
+                raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
+            if heads != kv_heads or held_width != width or storage.dtype != like.dtype or storage.device != like.device:
+                held = f"{heads} heads of {held_width} in {storage.dtype} on {storage.device}"
+                given = f"{kv_heads} heads of {width} in {like.dtype} on {like.device}"
+                what = f"the cache was filled with {held}, and this layer makes {given}"
+                raise UnsupportedCall(f"past_key_values: {what}; fill a new cache with this model, or reset() this one")
+            if room < needed:
                 self._grow(batch, needed, kv_heads, width, like)
         elif storage is None or not self._fits(storage, (batch, kv_heads, width), tokens, like):
             self._grow(batch, needed, kv_heads, width, like)

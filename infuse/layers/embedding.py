@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers.combine import Combine
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
 from infuse.layers.pickling import Pickled
 from infuse.quant.format import QuantizedWeight, quant_format
 from infuse.spec.unknown import EmbeddingShape
 
 
-class QuantizedEmbedding(Pickled):
+class QuantizedEmbedding(InferenceModule, Pickled):
     """index [...] → rows [..., width] of a quantized table, in the dtype that the model computes in."""
 
     data: Tensor
@@ -35,7 +36,7 @@ class QuantizedEmbedding(Pickled):
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
-        self._body = self._chosen.function
+        self._body = ops.quantized_embedding.bound(self._chosen.name)
 
     @property
     def part_rows(self) -> int | None:
@@ -53,7 +54,7 @@ class QuantizedEmbedding(Pickled):
 
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
         self.data, self.scale, self.zero = source.data, source.scale, source.zero
-        self._body = self._chosen.function if prepared else ops.quantized_embedding.reference
+        self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
 
     @property
     def prepared(self) -> bool:
@@ -105,7 +106,7 @@ def _refuse_resizing(table: Any, format: str, new_num_tokens: int | None = None,
     )
 
 
-class RankEmbedding(nn.Module):
+class RankEmbedding(InferenceModule):
     """index [...] → rows [..., width] of a table of which each rank has some rows."""
 
     weight: nn.Parameter
@@ -121,6 +122,8 @@ class RankEmbedding(nn.Module):
         self._parameters["weight"] = head._parameters["weight"]
 
     def forward(self, index: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, index):
+            return unrecorded(RankEmbedding.forward, self, index)
         return looked_up(index, self.shape, lambda own: F.embedding(own, self.weight), self._combine)
 
     def extra_repr(self) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.layers.attention import in_order
@@ -69,15 +71,21 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
-    if unserved(kwargs, _KNOWN) or dropout or query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]:
+    recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    uneven = query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]
+    if recorded or dropout or uneven or unserved(kwargs, _KNOWN):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    ran[body] += 1
+    if is_compiling():  # a graph has the op, and counts nothing
+        run: Callable = ops.attention.bound(body)
+    else:
+        ran[body] += 1
+        run = ops.attention.body(body)
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal:
         key, value = in_order(query.shape[2], key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ops.attention.body(body)(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None
+    return run(query, key, value, attention_mask, None, scale, causal, 0, 0.0), None

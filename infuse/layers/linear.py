@@ -7,10 +7,12 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
 from infuse.layers.combine import Combine
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.ops.op import Body
@@ -103,13 +105,13 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
     return prepared or first, prepared is not None
 
 
-class Linear(Pickled, nn.Linear):
+class Linear(InferenceModule, Pickled, nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
-        self._body = ops.linear.body(bodies.get("linear", ops.REFERENCE))
+        self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
         self.fused_body = _body_that_fuses(ops.fused_linear, bodies)
         self._combine = combine
 
@@ -119,6 +121,8 @@ class Linear(Pickled, nn.Linear):
         return held["weight"], held["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
+            return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
         held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
         y = self._body(x, held["weight"], held["bias"])
         return y if self._combine is None else self._combine(y)
@@ -129,7 +133,7 @@ class Linear(Pickled, nn.Linear):
         return self.fused_body(x, self.weight, self.bias, *around)
 
 
-class QuantizedLinear(Pickled):
+class QuantizedLinear(InferenceModule, Pickled):
     """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
 
     data: Tensor
@@ -145,7 +149,8 @@ class QuantizedLinear(Pickled):
             self.register_buffer(name, None)
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
-        self._body = self._chosen.function
+        self._body = ops.quantized_linear.bound(self._chosen.name)
+        self.prepared = True
         self.fused_body = _body_that_fuses(ops.fused_quantized_linear, bodies)
 
     @property
@@ -159,7 +164,8 @@ class QuantizedLinear(Pickled):
         `parts` are its rows, in order, in as many parts as one likes where there are `part_rows`.
         """
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
-        self._body = self._chosen.function if prepared else ops.quantized_linear.reference
+        self.prepared = prepared
+        self._body = ops.quantized_linear.bound(self._chosen.name if prepared else ops.REFERENCE)
         if not prepared:
             self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
@@ -168,12 +174,7 @@ class QuantizedLinear(Pickled):
         """Take the weight of `other`, which has the same shape, format and body."""
         assert (other.out_features, other.in_features, other.format) == (self.out_features, self.in_features, self.format)
         self.data, self.scale, self.zero = other.data, other.scale, other.zero
-        self._body, self.fused_body = other._body, other.fused_body
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the weight lies in the layout of the chosen body; else the reference runs."""
-        return self._body is self._chosen.function
+        self.prepared, self._body, self.fused_body = other.prepared, other._body, other.fused_body
 
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
@@ -191,6 +192,8 @@ class QuantizedLinear(Pickled):
         return (held["data"], held["scale"], held["zero"], self._parameters["bias"], self.out_features, self.in_features, self.format)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_recorded(self, x):
+            return unrecorded(QuantizedLinear.forward, self, x)
         y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
@@ -205,4 +208,4 @@ class QuantizedLinear(Pickled):
 
 def _body_that_fuses(op: ops.Op, bodies: Mapping[str, str]) -> Callable[..., Tensor] | None:
     name = bodies.get(op.name, ops.REFERENCE)
-    return None if name == ops.REFERENCE else op.body(name)
+    return None if name == ops.REFERENCE else op.bound(name)

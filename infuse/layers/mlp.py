@@ -25,10 +25,11 @@ class MLP(Pickled):
     def __init__(self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None):
         super().__init__()
         act = ops.gated_activation if shape.gated else ops.activation
-        self._act = act.body(bodies.get(act.name, ops.REFERENCE))
+        self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
         format = formats.get("mlp.up.weight")
         fused = ops.quantized_linear_activation if format else ops.linear_activation
-        self._fused = fused.body(bodies.get(fused.name, ops.REFERENCE))
+        self._fused = fused.bound(bodies.get(fused.name, ops.REFERENCE))
+        self._fused_reference = fused.bound(ops.REFERENCE)  # for weights that the body has no layout for
         self._activation, self._gated = shape.activation, shape.gated
         self._around = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         rows = shape.inner * (2 if shape.gated else 1)
@@ -43,7 +44,7 @@ class MLP(Pickled):
 
     def _inner(self, x: Tensor, up: nn.Module) -> Tensor:
         if isinstance(up, (Linear, QuantizedLinear)) and untouched(up):
-            fused = self._fused if not isinstance(up, QuantizedLinear) or up.prepared else ops.quantized_linear_activation.reference
+            fused = self._fused if not isinstance(up, QuantizedLinear) or up.prepared else self._fused_reference
             return fused(x, *up.arguments(), self._activation, self._gated)
         return self._act(direct(up, x), self._activation)
 

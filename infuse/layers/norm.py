@@ -31,8 +31,8 @@ class Norm(Pickled):
         self.shape = shape
         rms = shape.kind == RMS
         alone, fused = (ops.rms_norm, ops.add_rms_norm) if rms else (ops.layer_norm, ops.add_layer_norm)
-        self._alone = alone.body(bodies.get(alone.name, ops.REFERENCE))
-        self._fused = fused.body(bodies.get(fused.name, ops.REFERENCE))
+        self._alone = alone.bound(bodies.get(alone.name, ops.REFERENCE))
+        self._fused = fused.bound(bodies.get(fused.name, ops.REFERENCE))
         self.register_parameter("weight", _empty(shape.weight))
         self.register_parameter("bias", _empty(shape.weight if shape.bias else None))
         self._rms, self._eps, self._offset = rms, shape.eps, shape.offset

@@ -64,7 +64,7 @@ def gated_activation(gate_up_R2I: Tensor, name: str) -> Tensor:
 
 @activation.fake
 def _like_x(x: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @gated_activation.fake

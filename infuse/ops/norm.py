@@ -100,13 +100,13 @@ def _add_layer_norm_torch(
 @rms_norm.fake
 @layer_norm.fake
 def _like_x(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @add_rms_norm.fake
 @add_layer_norm.fake
 def _like_x_twice(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
+    return _like_x(x), _like_x(x)
 
 
 _SHAPES = ((1, 64), (3, 7, 96), (2, 1, 33), (0, 64), (2, 5, 4, 16))

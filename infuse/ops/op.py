@@ -1,7 +1,7 @@
 """An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
 
-Bodies are chosen when a plan is made and called directly; the registered `torch.ops.infuse.*` form serves tracing and
-`opcheck`. No op calls another registered op.
+Bodies are chosen when a plan is made and called directly. While torch.compile or torch.export trace, the same call becomes one node
+of the graph, `torch.ops.infuse.<op>(..., body)`, which runs that body. No op calls another registered op.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
@@ -74,8 +76,38 @@ class Case:
 CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 
 
+class Bound:
+    """An op with its body, as layers call it: the body itself, or the registered op while a graph is traced. Pickles by name."""
+
+    __slots__ = ("_op", "_body", "_function")
+
+    def __init__(self, op: str, body: str):
+        self._op, self._body, self._function = op, body, _OPS[op].body(body)
+
+    def __call__(self, *args: Any) -> Any:
+        if is_compiling():
+            return getattr(torch.ops.infuse, self._op).default(*args, self._body)
+        try:
+            return self._function(*args)
+        except (RuntimeError, TypeError) as error:
+            if torch._C._get_tracing_state() is None:
+                raise
+            raise UnsupportedCall(
+                f"torch.jit.trace cannot record the op {self._op}, {self._body}; export the model with torch.export.export instead"
+            ) from error
+
+    def __reduce__(self) -> tuple:
+        return _bound, (self._op, self._body)
+
+
+def _bound(op: str, body: str) -> Bound:
+    """What a pickle makes of a Bound; UnsupportedCall where the body cannot run in this process."""
+    _runnable(op, body)
+    return Bound(op, body)
+
+
 class Op:
-    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives the function of a body."""
+    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives a body's function, `bound(name)` what layers hold."""
 
     def __init__(self, schema: str, reference: Callable):
         self.schema = schema
@@ -91,6 +123,18 @@ class Op:
 
     def body(self, name: str) -> Callable:
         return self.bodies[name].function
+
+    def bound(self, name: str) -> Bound:
+        """The body for layers, which graphs can be traced through."""
+        return Bound(self.name, name)
+
+    def run(self, *args: Any) -> Any:
+        """The registered form: the arguments, then the name of a body. Results are contiguous and never views of an argument."""
+        *given, body = args
+        results = self.bodies[body].function(*given)
+        if isinstance(results, tuple):
+            return tuple(_own(result, given) for result in results)
+        return _own(results, given)
 
     def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
         """The function of a body and its arguments, the quantized weight among them in its layout.
@@ -110,9 +154,9 @@ class Op:
         return chosen.function, (*args[:data], laid.data, laid.scale, laid.zero, *args[data + 3 :])
 
     def fake(self, function: Callable) -> Callable:
-        """Declare the shapes and dtypes of the result, for tracing."""
+        """Declare the shapes and dtypes of the result, for tracing. It must be contiguous, as `run` returns it."""
         self.fake_function = function
-        torch.library.register_fake(f"infuse::{self.name}", function, lib=_LIBRARY)
+        torch.library.register_fake(f"infuse::{self.name}", lambda *args: function(*args[:-1]), lib=_LIBRARY)
         return function
 
     def cases(self, maker: CaseMaker) -> CaseMaker:
@@ -151,8 +195,9 @@ def op(schema: str) -> Callable[[Callable], Op]:
     def declare(reference: Callable) -> Op:
         made = Op(schema, reference)
         assert made.name not in _OPS, f"{made.name} is declared twice"
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(made.name, reference, "CompositeExplicitAutograd")
+        arguments, _, results = schema.rpartition(") -> ")
+        _LIBRARY.define(f"{arguments}, str body) -> {results}")
+        _LIBRARY.impl(made.name, made.run, "CompositeExplicitAutograd")
         _OPS[made.name] = made
         return made
 
@@ -194,6 +239,16 @@ def by_name(value: Any) -> Any:
                 if value is body or value is body.function:
                     return BodyName(op.name, body.name, value is body)
     return value
+
+
+def _own(result: Tensor | None, given: list[Any]) -> Tensor | None:
+    """`result` contiguous, in a storage that none of the arguments has."""
+    if result is None:
+        return None
+    storage = result.untyped_storage().data_ptr()
+    if any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == storage for arg in given):
+        return result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous()
 
 
 def registered() -> dict[str, Op]:

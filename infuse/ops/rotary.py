@@ -34,7 +34,7 @@ def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) 
 
 
 @op(
-    "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads, bool interleaved)"
+    "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, int heads, bool interleaved)"
     " -> Tensor"
 )
 def rotary_append(

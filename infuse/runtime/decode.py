@@ -144,8 +144,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     lent = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if installed.buckets is not None and not _is_watched(self) and names_ours(self):
-            forward = vars(self).get("forward")
+        forward = vars(self).get("forward")
+        compiled = hasattr(forward, "_torchdynamo_orig_callable")  # by torch.compile, which makes graphs of its own
+        if installed.buckets is not None and not compiled and not _is_watched(self) and names_ours(self):
             call = forward.run if isinstance(forward, Forward) else self.forward
             lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
         cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
@@ -230,7 +231,7 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
     if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:  # requests of a continuous batch
         return
-    held = max((given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length")), default=0)
+    held = max([0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))])
     if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
         return
     if held + given.shape[1] > limit_tokens:

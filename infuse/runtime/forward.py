@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from infuse.errors import OutOfMemory
 from infuse.parallel.collectives import Group
@@ -34,7 +35,14 @@ class Forward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.run)
 
+    @property
+    def __code__(self) -> CodeType:
+        """Where the forward stands, which torch.export asks for."""
+        return type(self).__call__.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # torch.compile makes graphs of its own
+            return self.run(*args, **kwargs)
         try:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:

@@ -1,0 +1,195 @@
+"""torch.compile of a replaced model: one graph without breaks, the original's numbers, no more graphs than the original needs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, FAMILIES, GQA, enlarge, inputs
+from graphed import graphed
+from tolerance import assert_near
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, MixtralConfig, MixtralForCausalLM, StaticCache
+
+import infuse
+from infuse.layers.cache import KVCache
+from infuse.ops import registered
+
+# Both passes of a model are a few hundred sums away from each other.
+TIMES = 8
+# The residual shapes (gemma2 with soft caps and windows), then transposed weights, ALiBi, windows of an encoder.
+FORMS = ("llama", "bert", "gpt-neox", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "modernbert")))
+LAYERS = {"llama": 1, "llama-bias": 1, "bert": 1, "gpt-neox": 1, "gemma2": 2}  # enough to see each kind of layer
+MOST_GRAPHS = 3  # as the original: for the prompt, the first step, and steps at any length
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep each of its thousands of lines
+
+
+def pair(name: str, **keys: Any) -> tuple[nn.Module, nn.Module]:
+    """The original and a replaced copy of it."""
+    changes = {"num_hidden_layers": LAYERS[name]} if name in LAYERS else {}
+    original = BY_NAME[name].make(**changes)
+    return original, infuse.init_inference(copy.deepcopy(original), **{"dtype": "fp32", **keys}).module
+
+
+def arguments(name: str, **how: Any) -> dict[str, Any]:
+    family = BY_NAME[name]
+    return {**inputs(family, **how), **({"use_cache": False} if family.kind == "decoder" else {})}
+
+
+def first(model: Callable, given: dict[str, Any]) -> Tensor:
+    """The first output, padding aside."""
+    with torch.no_grad():
+        out = model(**given)[0]
+    mask = given.get("attention_mask")
+    return out if mask is None or mask.shape != out.shape[:2] else out[mask.bool()]
+
+
+def graphs() -> int:
+    """How many were compiled since the test began."""
+    return counters["stats"]["unique_graphs"]
+
+
+def operations(backend: CompileCounterWithBackend) -> set[str]:
+    return {str(node.target) for graph in backend.graphs for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_one_graph_serves_batches_of_any_length(name: str) -> None:
+    original, model = pair(name)
+    recorded = CompileCounterWithBackend("aot_eager" if name == "bert" else "eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorded)
+    for batch, tokens, padding in ((2, 11, "left"), (3, 17, "right")):
+        given = arguments(name, batch=batch, tokens=tokens, padding=padding)
+        assert_near(first(compiled, given), first(original, given), torch.float32, name, TIMES)
+    assert graphs() == 1
+    assert "infuse.attention.default" in operations(recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name != "llama-dynamic"])  # whose original breaks the graph
+def test_each_family_in_one_graph(name: str) -> None:
+    original, model = pair(name)
+    given = arguments(name, padding="left")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_near(first(compiled, given), first(original, given), torch.float32, name, TIMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "keys"), [("llama", {}), ("llama", {"quant": "int8:16"}), ("bert", {"dtype": "bf16"})], ids=str)
+def test_inductor(name: str, keys: dict[str, Any]) -> None:
+    _, model = pair(name, **keys)
+    given = arguments(name, padding="left")
+    compiled = torch.compile(model, fullgraph=True)
+    assert_near(first(compiled, given), first(model, given), torch.bfloat16 if "dtype" in keys else torch.float32, name, TIMES)
+
+
+def caches(config: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "dynamic": lambda: DynamicCache(config=config),
+        "static": lambda: StaticCache(config=config, max_cache_len=32),
+        "ours": KVCache,
+    }
+
+
+def in_steps(model: Callable, cache: Any, ids: Tensor) -> Tensor:
+    """Logits of a prompt of 5 tokens, then token by token."""
+    with torch.no_grad():
+        parts = [ids[:, :5], *ids[:, 5:].split(1, dim=1)]
+        return torch.cat([model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "ours"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom"))])
+def test_steps_over_a_cache(name: str, kind: str) -> None:
+    original, model = pair(name)
+    ids = inputs(BY_NAME[name], tokens=12)["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    wanted = first(original, {"input_ids": ids})
+    for _ in range(2):  # of the second sequence nothing is new
+        assert_near(in_steps(compiled, caches(model.config)[kind](), ids), wanted, torch.float32, kind, TIMES)
+    assert graphs() <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("quant", ["int8:16", "int4:16:asymmetric"])
+def test_quantized_weights_stay_quantized_in_the_graph(quant: str) -> None:
+    """Those of a tied table and head among them, which int4 leaves as they are."""
+    _, model = pair("llama-bias", quant=quant)
+    recorded = CompileCounterWithBackend("aot_eager")
+    given = arguments("llama-bias", padding="left")
+    found = first(torch.compile(model, fullgraph=True, backend=recorded), given)
+    assert_near(found, first(model, given), torch.float32)
+    kept = {"infuse.quantized_linear.default"} | ({"infuse.quantized_embedding.default"} if quant == "int8:16" else set())
+    assert kept <= operations(recorded)
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    for op in registered().values():
+        monkeypatch.delitem(op.bodies, "cpu", raising=False)
+    original, model = pair("llama")
+    ids = inputs(BY_NAME["llama"], tokens=7)["input_ids"]
+    found = in_steps(torch.compile(model, fullgraph=True, backend="aot_eager"), KVCache(), ids)
+    assert_near(found, first(original, {"input_ids": ids}), torch.float32, times=TIMES)
+
+
+def test_layers_that_stay() -> None:
+    """Their attention goes through our hook, their linears through ours."""
+    torch.manual_seed(0)
+    original = MixtralForCausalLM(MixtralConfig(**{**GQA, "num_hidden_layers": 1}, num_local_experts=2)).eval()
+    enlarge(original)
+    model = infuse.init_inference(copy.deepcopy(original), dtype="fp32").module
+    recorded = CompileCounterWithBackend("eager")
+    given = {"input_ids": torch.randint(3, 90, (2, 11)), "use_cache": False}
+    found = first(torch.compile(model, fullgraph=True, backend=recorded), given)
+    assert_near(found, first(original, given), torch.float32, times=TIMES)
+    assert "infuse.attention.default" in operations(recorded)
+
+
+def test_generate_compiles_a_static_cache_by_itself() -> None:
+    original, model = pair("llama")
+    ids = inputs(BY_NAME["llama"], padding="left")
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True  # transformers' own switch for its tests; without it only GPUs compile
+    keys: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, cache_implementation="static")
+    found = model.generate(**ids, **keys, compile_config=compiled)
+    assert torch.equal(found, original.generate(**ids, **keys, disable_compile=True))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("what", ["module", "forward"])
+def test_generate_over_a_compiled_forward(what: str, with_graphs: bool) -> None:
+    """`model.compile()`, and `model.forward = torch.compile(model.forward)` as transformers' documentation has it."""
+    original, model = pair("llama")
+    if with_graphs:
+        model = graphed(copy.deepcopy(original))[0].module
+    if what == "module":
+        model.compile(fullgraph=True, backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    ids = inputs(BY_NAME["llama"])["input_ids"]
+    found = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, original.generate(ids, max_new_tokens=12, do_sample=False))
+    assert 1 <= graphs() <= MOST_GRAPHS
+
+
+def test_graphs_of_our_own_and_caps_do_not_break_the_graph() -> None:
+    original = BY_NAME["llama"].make(num_hidden_layers=1)
+    engine, backend = graphed(copy.deepcopy(original), forward=True, limit_tokens=64)
+    compiled = torch.compile(engine.module, fullgraph=True, backend="eager")
+    given = arguments("llama")
+    for _ in range(4):
+        assert_near(first(compiled, given), first(original, given), torch.float32, times=TIMES)
+    assert not backend.captures

