@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse import pages, verify
+from infuse import interrupts, pages, verify
 from infuse.apply_adopt import adopt
-from infuse.apply_split import build_part, over, proven, put_part, together
+from infuse.apply_build import build
+from infuse.apply_shared import Made
+from infuse.apply_split import proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, RankError
-from infuse.layers.block import Block
-from infuse.layers.combine import SideBySide, Sum
-from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
+from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, install_hook, ran
-from infuse.layers.linear import Linear, QuantizedLinear, make_linear
+from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
 from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
+from infuse.plan_shared import Sharing
 from infuse.saved import is_packed, packed_fill
-from infuse.spec.layer import LayerShape
-from infuse.spec.split import SplitShape
 from infuse.spec.unknown import EmbeddingShape, LinearShape
 from infuse.verify_split import split_cases
+from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
 from infuse.weights.reader import LiveReader, Reader
@@ -57,13 +57,20 @@ def apply(
     swapped then. RankError: another rank decided otherwise, or is gone.
     """
     group.agree(plan.digest(), "the plan")
+    if group.size > 1 and placing is None:  # of a checkpoint it is compared before
+        agree_on_weights(group, model, live_sums(model))
     run = _Run(plan, model, config, placing, group)
     with torch.no_grad():
         if placing is not None:
             placing.place_rest(progress)
         run.prove(progress)
         accepted = run.accepted()
+        run.made = Made(Sharing(model, accepted))
         for done, step in enumerate(accepted):
+            if placing is not None:  # which gives everything back
+                interrupts.check()
+            else:
+                interrupts.tell("the layers are being replaced")
             run.swap(step)
             if progress:
                 progress(done + 1, len(accepted), "replacing")
@@ -85,6 +92,7 @@ class _Run:
     swapped: list[Step] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     readings: dict[tuple, int] = field(default_factory=dict)
+    made: Made | None = None
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
@@ -109,6 +117,7 @@ class _Run:
         steps = list(samples.values())
         cases: dict[str, list[verify.Case] | str] = {}
         for done, step in enumerate(steps):
+            interrupts.check()
             if done % _RECORDED_AT_ONCE == 0:
                 cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
             found = cases.pop(step.path, [])
@@ -215,11 +224,14 @@ class _Run:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype, self.group)
-        stored = [fill for fill in step.fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
-        made = [fill for fill in step.fills if fill not in stored]
+        fills = step.fills if self.made is None else self.made.share(step, module)  # proofs fill each module by itself
+        stored = [fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
+        made = [fill for fill in fills if fill not in stored]
         fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
         if self.placing is not None and stored:
             fill_saved(module, step.path, stored, self.placing.stored, self.plan.dtype)
+        if self.made is not None:
+            self.made.remember(step, module, fills)
         module.train(False)
         if step.depth != SPLIT:
             adopt(module, source, step.attn)
@@ -305,23 +317,6 @@ def traits(layer: nn.Module) -> tuple:
         for name, value in sorted(vars(module).items())
         if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
     )
-
-
-def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-    """The empty module of a step, on meta; an embedding looks up in `dtype`. `group`: the ranks that share it."""
-    bodies, shape, format = dict(step.bodies), step.shape, step.formats.get("weight")
-    with torch.device("meta"):
-        if isinstance(shape, LayerShape):
-            skips = step.skips_padding
-            return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
-        if isinstance(shape, SplitShape):
-            return build_part(step, over(group))
-        if isinstance(shape, EmbeddingShape):
-            of_all = Sum(group, step.path) if shape.all_rows else None
-            return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
-        assert shape is not None, step
-        joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
-        return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
 
 
 def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:

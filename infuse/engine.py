@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from infuse import ops
+from infuse import interrupts, ops
 from infuse.apply import Progress, apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
@@ -43,7 +43,8 @@ def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
     """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. Of ranks: rank 0's."""
     settings = InferenceConfig.make(config, **kwargs)
     _check_model(model)
-    return make_plan(model, settings, Device.of(settings.device or _device_of(model)), Mesh(tp=settings.tp_size))
+    with interrupts.held_back():  # layers without a spec are run on meta, with hooks on them
+        return make_plan(model, settings, Device.of(settings.device or _device_of(model)), Mesh(tp=settings.tp_size))
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -82,27 +83,28 @@ class InferenceEngine(nn.Module):
             with all_or_none(self.group, "init_inference"):
                 check_folder(save_path)
         with _bar(settings.progress) as progress:
-            if source is None:
-                with all_or_none(self.group, "init_inference"):
-                    decided = make_plan(model, settings, device, mesh)
-                    model.to(device.torch_device).eval()
-                    self.plan = apply(decided, model, settings, progress, group=self.group)
-            else:
-                loaded = load(model, settings, device, mesh, self.group, progress)
-                decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
+            with interrupts.held_back():  # until the model is complete
+                if source is None:
+                    with all_or_none(self.group, "init_inference"):
+                        decided = make_plan(model, settings, device, mesh)
+                        model.to(device.torch_device).eval()
+                        self.plan = apply(decided, model, settings, progress, group=self.group)
+                else:
+                    loaded = load(model, settings, device, mesh, self.group, progress)
+                    decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
+                self.module = model
+                self.eval()  # keeps engine.training in sync with the model
+                replaced = next((one for one in model.modules() if isinstance(one, InferenceModule)), None)
+                if replaced is not None:
+                    replaced.warns_of_training = True
+                caches = any(decodes(step) for step in self.plan.steps)
+                graphs = self._graphs(settings, device)
+                limit, least = settings.max_out_tokens, settings.min_out_tokens
+                self._handles = install(model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs, group=self.group)
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
-        self.module = model
         if settings.triton_autotune and ops.linear.choose(device, self.plan.dtype).body == "triton":
             tuning.search(linears(model), self.plan.dtype, device.torch_device)
-        self.eval()  # keeps engine.training in sync with the model
-        replaced = next((one for one in model.modules() if isinstance(one, InferenceModule)), None)
-        if replaced is not None:
-            replaced.warns_of_training = True
-        caches = any(decodes(step) for step in self.plan.steps)
-        graphs = self._graphs(settings, device)
-        limit, least = settings.max_out_tokens, settings.min_out_tokens
-        self._handles = install(model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs, group=self.group)
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._tell(decided)
@@ -171,7 +173,8 @@ class InferenceEngine(nn.Module):
             raise ConfigError("load_model_with_checkpoint: the engine was made without checkpoint=, which says what to read")
         if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
             raise ConfigError("load_model_with_checkpoint: r_module is replaced already, and has its values; give a model as it was made")
-        load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
+        with interrupts.held_back():
+            load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
         """Give the memory back, also where others still hold the module: its weights are gone, and calls raise InfuseError."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.apply import Progress, apply, build
+from infuse.apply import Progress, apply
+from infuse.apply_build import build
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
@@ -23,6 +24,7 @@ from infuse.saved import is_packed, open_shards, packed_fill, packed_paths, save
 from infuse.saved_index import read_index
 from infuse.saved_plan import as_saved, saved_plan
 from infuse.spec.split import SplitShape
+from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
 from infuse.weights.names import held, model_reader
@@ -77,6 +79,9 @@ def _load(
     inside = tuple(f"{path}." for step in packed for path in packed_paths(step))
     _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
     reader = model_reader(model, checkpoint, _unread(decided, checkpoint))
+    if group.size > 1:
+        group.agree(decided.digest(), "the plan")  # what the ranks read depends on it
+        agree_on_weights(group, model, sampled_sums(reader) if index is None or folder is None else index_sum(folder / SAVED))
     layers = (step.path for step in decided.steps if step.shape is not None)
     with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
         model.eval()

@@ -25,6 +25,7 @@ from infuse.plan_found import config_around, path_of, shared_weights
 from infuse.plan_held import held_bytes, refused_bodies, without_kernels
 from infuse.plan_html import plan_html
 from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
+from infuse.plan_shared import Sharing
 from infuse.plan_split import Splits
 from infuse.plan_text import plan_lines
 from infuse.spec import Bound, bind_any, specs_for
@@ -139,7 +140,8 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         steps=steps,
         left=tuple(decision.left),
         declined=decision.declines(),
-        notes=(*config.notes(device), *notes, *decision.formats.idle(device, dtype), *without_kernels(decision.choices, steps, device)),
+        notes=(*config.notes(device), *notes, *Sharing(model, steps).notes(), *decision.formats.idle(device, dtype),
+               *without_kernels(decision.choices, steps, device)),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,

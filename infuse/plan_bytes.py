@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infuse.plan_held import held_bytes
+from infuse.plan_shared import Sharing
 from infuse.spec.split import SplitShape
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
     """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
-    total, seen = 0, set()
+    steps = list(steps)
+    total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
     for step in steps:
         if step.shape is None:
             continue
@@ -32,11 +34,14 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
             continue
         seen.add(id(module))
         quantized = held_bytes(step.fills, step.shape, step.bodies)
-        total += 0 if step.shares else sum(quantized.values())
         for fill in step.fills:
+            key = sharing.key(step, fill)
+            again = key is not None and key in made
+            made.add(key)
+            total += 0 if step.shares or again else quantized.get(fill.target, 0)
             sources = [_tensor(module, name) for name in fill.sources]
             seen.update(id(source) for source in sources)
-            if fill.target not in quantized and not step.shares:
+            if fill.target not in quantized and not step.shares and not again:
                 numel = sum(source.numel() for source in sources)
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length

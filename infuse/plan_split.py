@@ -12,7 +12,9 @@ from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.plan_cut import split_parts
 from infuse.plan_formats import Formats
+from infuse.plan_found import shared_weights
 from infuse.plan_ranks import Part
+from infuse.plan_shared import refuse_shared
 from infuse.spec import specs_for
 from infuse.spec.packing import Fill
 from infuse.spec.roles import Policy, Roles, find_roles, layer_paths, matches, own_plan, planned_roles, policy_names, policy_problems
@@ -40,6 +42,7 @@ class Splits:
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
         """The roles of the layer's linears, and for each reading the whole and every rank's part. SpecMismatch: it cannot be split."""
+        refuse_shared(self._model, path, self._shared)
         layer = self._model.get_submodule(path)
         rows = policy_names(self._policy, layer)
         if rows is not None and not any(matches(name, row) for name, _ in linears(layer) for row in rows):
@@ -48,6 +51,10 @@ class Splits:
         roles = find_roles(layer, self._traces.get(path), rows, planned)
         multiple = partial(_multiple, formats, path)
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
+
+    @cached_property
+    def _shared(self) -> dict[str, tuple[str, ...]]:
+        return shared_weights(self._model)
 
     @cached_property
     def _plan(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from infuse import interrupts
 from infuse.errors import CheckpointError, RankError, UnsupportedCall
 from infuse.in_dtype import in_dtype
 from infuse.layers.cache import KVCache
@@ -248,6 +249,7 @@ def run_and_record(
 
     def record(path: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            interrupts.check()
             if path in remaining:  # a shared layer runs several times: its first call speaks for it
                 kwargs = {name: _CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
                 args = tuple(_CACHE if isinstance(value, Cache) else value for value in args)

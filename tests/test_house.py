@@ -15,7 +15,7 @@ HOUSE = ROOT / "infuse"
 
 # Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
 LEVELS = {
-    "errors": 0, "device": 0, "logs": 0, "pages": 0,
+    "errors": 0, "interrupts": 0, "device": 0, "logs": 0, "pages": 0,
     "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
     "ops": 2,
     "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,
@@ -36,8 +36,8 @@ NEIGHBOURS = {
 }
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/choose.py", "runtime/decode.py",
-    "runtime/loop.py", "runtime/straight.py", "verify.py", "weights/names.py",
+    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/agreement.py", "runtime/choose.py",
+    "runtime/decode.py", "runtime/loop.py", "runtime/straight.py", "verify.py", "weights/names.py",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60  # a file holds one idea; a longer one is worth a look
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}

@@ -170,6 +170,12 @@ class QuantizedLinear(InferenceModule, Pickled):
             self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
+    def share(self, other: QuantizedLinear) -> None:
+        """Take the weight of `other`, which has the same shape, format and body."""
+        assert (other.out_features, other.in_features, other.format) == (self.out_features, self.in_features, self.format)
+        self.data, self.scale, self.zero = other.data, other.scale, other.zero
+        self.prepared, self._body, self.fused_body = other.prepared, other._body, other.fused_body
+
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
         shape = (self.out_features, self.in_features)

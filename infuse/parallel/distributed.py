@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infuse import interrupts
 from infuse.errors import RankError
 from infuse.parallel.peers import Peers
 from infuse.parallel.waiting import Patience, RollCall, names
@@ -177,6 +178,7 @@ class Distributed:
             except RuntimeError:  # the slice is over, or the operation has failed
                 if work.is_completed():
                     break
+            interrupts.check()
             ended = self.peers.ended() if self.peers else []
             if ended:
                 raise RankError(f"{where}: the process of {names(ended)} has ended")

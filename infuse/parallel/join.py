@@ -42,7 +42,7 @@ def all_or_none(group: Group, what: str) -> Iterator[None]:
         yield
     except RankError:
         raise
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         with suppress(RankError):  # all of them see that this is not what they do, this rank too
             group.barrier(f"{what} was given up by rank {group.rank}: {type(error).__name__}: {error}")
         raise

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infuse import interrupts
 from infuse.errors import RankError
 from infuse.ops.cpu import DTYPES, kernels
 from infuse.parallel.distributed import gathered_shape
@@ -122,6 +123,7 @@ class SharedMemory:
         patience = Patience(self._timeout_s)
         try:
             while outcome == WAITING:
+                interrupts.check()
                 self._look_around(what, patience)
                 outcome = operation(self._region, self.rank, *args, tag, SLICE_US)
         except BaseException as error:

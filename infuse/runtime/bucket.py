@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse import interrupts
 from infuse.layers.cache import KVCache
 from infuse.runtime.capture import Backend, Captured, without_autocast_cache
 from infuse.runtime.choose import Choose
@@ -123,8 +124,9 @@ class Bucket:
         step = self._steps.setdefault(key, _Step())
         if step.captured is not None and step.choose is not None:
             step.choose.take(choose)
+        if step.captured is None:
+            step.choose = choose  # whose tensors a graph will read
         self._run(backend, step, lambda: self._advance(forward, choose))
-        step.choose = step.choose or (choose if step.captured is not None else None)  # the graph reads its tensors
         self.place += 1
         self.column += 1
 
@@ -148,7 +150,7 @@ class Bucket:
                 step.warmed += 1
                 return backend.warm(work)
             if step.captured is None:
-                with without_autocast_cache():
+                with interrupts.held_back(), without_autocast_cache():
                     step.captured, step.result = backend.capture(work)
             step.captured.replay()
             return step.result

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
+from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.named_attention import names_ours
 from infuse.parallel.collectives import LOCAL, Group
-from infuse.runtime.agreement import agree_before, agreed
+from infuse.runtime.agreement import agree_before, agree_to_generate
 from infuse.runtime.buckets import Buckets
 from infuse.runtime.capture import Backend
 from infuse.runtime.continuous import NAMES, install_continuous
@@ -103,6 +104,7 @@ def install(
     return handles
 
 
+@interrupts.held_back()
 def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
     """Take everything off again."""
     for handle in handles:
@@ -127,7 +129,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["self"]
     installed: Installed = self._infuse
     if installed.group.size > 1:
-        agreed(installed.group, "the arguments of generate", (), kwargs, installed.buckets)
+        settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
+        agree_to_generate(installed.group, (), kwargs, settings, installed.buckets)
         installed.group.share_random_state()
     asked = _Asked(self, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()

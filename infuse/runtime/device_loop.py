@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse import logs
+from infuse import interrupts, logs
 from infuse.errors import RankError
 from infuse.runtime.bucket import NEVER, Given, State
 from infuse.runtime.buckets import Buckets
@@ -31,6 +31,7 @@ TOKENS_AHEAD = 8  # steps between two looks at what was made
 class Run:
     """One call of `generate` on a bucket: which steps it makes, and the bucket that it is in, which growth changes."""
 
+    @interrupts.held_back()
     def __init__(self, call: Callable[..., Any], buckets: Buckets, batch: int, tokens: int):
         """`call` is the model's forward itself: its hooks are the caller's affair."""
         self.buckets, self.bucket = buckets, buckets.take(batch, tokens)
@@ -77,7 +78,8 @@ class Run:
         """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it stood."""
         with self.buckets.backend.turn():
             if not self.bucket.room():
-                state, self.bucket = self.bucket.state(), self.buckets.grown(self.bucket)
+                state = self.bucket.state()
+                self._grow()
                 self.bucket.prepare(state)
             self.bucket.advance(self.buckets.backend, self._forward, self._key, choose)
 
@@ -86,11 +88,15 @@ class Run:
         with self.buckets.backend.turn():
             self.bucket.stand(inputs.place)
             if not self.bucket.room():
-                self.bucket = self.buckets.grown(self.bucket)
+                self._grow()
             found: list[Tensor] = []
             result = self.bucket.given(self.buckets.backend, forward, key, inputs)
             signature(result, found)
             return rebuilt(result, iter([tensor.clone() for tensor in found]))
+
+    @interrupts.held_back()  # else the old bucket could be given back a second time
+    def _grow(self) -> None:
+        self.bucket = self.buckets.grown(self.bucket)
 
     def end(self) -> None:
         """Give the bucket back."""

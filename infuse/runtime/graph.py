@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import logs
+from infuse import interrupts, logs
 from infuse.errors import RankError
 from infuse.runtime.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
@@ -134,6 +134,7 @@ class Graphs:
             self._entries.popitem(last=False)
         return entry
 
+    @interrupts.held_back()  # an entry has its graph, inputs and results, or none of them
     def _capture(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether it worked; what did not has warned."""
         with torch.inference_mode(False), torch.no_grad():

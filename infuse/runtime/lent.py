@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse import interrupts
 from infuse.errors import RankError
 from infuse.layers.cache import KVCache, KVSlot
 from infuse.runtime.bucket import Given
@@ -39,6 +40,7 @@ class LentCache(KVCache):
     def layers(self, layers: list[KVSlot]) -> None:  # type: ignore[override]
         self._own = layers
 
+    @interrupts.held_back()
     def end(self, keep: bool) -> None:
         """The run is over, and the next one may have the bucket: `keep` a copy of what the cache holds, or nothing."""
         if self.run is not None:

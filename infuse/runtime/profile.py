@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
+from infuse import interrupts
 from infuse.runtime.probe import read_bandwidth
 
 _PROBE_BYTES = 1 << 28  # larger than any cache, small beside a model
@@ -79,6 +80,7 @@ class Profile:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
 
+    @interrupts.held_back()
     def __enter__(self) -> Profile:
         for module in self._module.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -89,10 +91,11 @@ class Profile:
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._profiler.__exit__(*exception)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        with interrupts.held_back():
+            self._profiler.__exit__(*exception)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
         self.bandwidth = read_bandwidth(device=self._device, size_bytes=_PROBE_BYTES).best
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

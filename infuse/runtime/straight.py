@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from infuse import interrupts
 from infuse.layers.cache import KVCache
 from infuse.layers.linear import all_are_heard
 from infuse.runtime.course import Course, Record
@@ -72,6 +73,7 @@ class Straight:
             return False
         return not all_are_heard() and [_face(module) for module in self._outer] == self._faces
 
+    @interrupts.held_back()
     def _recorded(self, inputs: dict[str, Any]) -> Tensor:
         """The logits of an ordinary step, whose course is noted."""
         record, handles = Record(*[inputs[name] for name in _STEP]), []

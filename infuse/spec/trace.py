@@ -102,8 +102,10 @@ def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace
 
 
 def _all_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():  # a module in several places once: else functional_call gives it back what is on meta
+        for leaf, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                yield f"{path}.{leaf}" if path else leaf, value
 
 
 def _on_meta(kind: str, shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infuse import pages
+from infuse import interrupts, pages
 from infuse.errors import CheckpointError
 from infuse.parallel.shard import Cut
 from infuse.weights.names import ModelReader
@@ -66,9 +66,13 @@ class Placing:
                 self._names[id(placeholder)] = names[id(held)]
                 self._spots.setdefault(id(placeholder), []).append((module, leaf))
                 self.put(module._parameters, leaf, placeholder)
-        for owner, leaf, value in self._computed:
-            self.put(owner, leaf, value.to(self.device))
-        self._place_buffers()
+        try:
+            for owner, leaf, value in self._computed:
+                self.put(owner, leaf, value.to(self.device))
+            self._place_buffers()
+        except BaseException as error:  # `with` does not call __exit__ then
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -143,6 +147,7 @@ class Placing:
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
         waiting = [key for key in keys if self._spots[key][0][0]._parameters[self._spots[key][0][1]].is_meta]  # type: ignore[union-attr]
         for done, key in enumerate(waiting):
+            interrupts.check()
             owner, leaf = self._spots[key][0]
             placeholder = owner._parameters[leaf]
             assert placeholder is not None

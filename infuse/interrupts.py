@@ -1,0 +1,64 @@
+"""Ctrl-C while a model is being changed: held back, and raised where the model is the original or complete.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread, also inside `finally`, so that no `try` can undo a change
+reliably. Other threads are never interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class _Held:
+    """The handler of SIGINT meanwhile: it remembers the signal for `before`, the handler that was there."""
+
+    def __init__(self, before: Callable[[int, FrameType | None], Any]):
+        self.before, self.pending, self.told = before, False, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.pending = True
+
+    def deliver(self) -> None:
+        """Hand a remembered signal to the handler that was there: Python's own raises KeyboardInterrupt."""
+        if self.pending:
+            self.pending = False
+            self.before(signal.SIGINT, sys._getframe())
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold SIGINT back for as long as the `with` runs; it is delivered at its end, or by `check` inside."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(before) or isinstance(before, _Held):
+        yield
+        return
+    held = _Held(before)
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        held.deliver()
+
+
+def check() -> None:
+    """Deliver a SIGINT that is being held back: called where what was begun can be undone."""
+    held = signal.getsignal(signal.SIGINT)
+    if isinstance(held, _Held) and threading.current_thread() is threading.main_thread():
+        held.deliver()
+
+
+def tell(what: str) -> None:
+    """Log, once, that a SIGINT waits for the end of `what`, which cannot be undone."""
+    held = signal.getsignal(signal.SIGINT)
+    if isinstance(held, _Held) and held.pending and not held.told:
+        held.told = True
+        logging.getLogger("infuse").warning("interrupted; %s, which is completed first (SIGTERM ends the process at once)", what)

@@ -1,0 +1,96 @@
+"""Checksums of weights, by which ranks see whether they were given the same model.
+
+A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared: `SAMPLED_ROWS` rows,
+spread over the first axis, or all of a small one. Of our own shards, whose files differ from rank to rank, the index is compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infuse.parallel.collectives import Group
+from infuse.weights.names import ModelReader
+
+SAMPLED_ROWS, SMALL_VALUES = 8, 1 << 12
+_BLOCK = 1 << 12  # of 8 bytes: added up first, so that little memory is needed
+_OWN = ("transformers_version",)  # of a config: each rank may have its own
+
+
+def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) -> None:
+    """RankError that names the first tensor, or the config, that differs from rank 0's; nothing for one rank."""
+    sums = {"the model's config": _config_sum(getattr(model, "config", None)), **sums}
+    names = zlib.crc32("\n".join(sums).encode())
+    counts = group.numbers([names, len(sums)], "the names of the weights")
+    if any(count != counts[0] for count in counts):
+        raise group.lost("the weights: their names differ from rank to rank; give all ranks the same model")
+    rows = group.numbers(list(sums.values()), "the weights")
+    for number, name in enumerate(sums):
+        if others := [str(rank) for rank in range(group.size) if rows[rank][number] != rows[0][number]]:
+            raise group.lost(f"the weights: {name} on rank {', '.join(others)} differs from rank 0's; give all ranks the same model")
+
+
+def live_sums(model: nn.Module) -> dict[str, int]:
+    """A checksum of all values of each parameter and buffer; tensors of other classes (quantized elsewhere) count by their shape."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {name: _sum(tensor) for name, tensor in tensors.items()}
+    devices = {tensor.device for tensor in found.values()}
+    on_host: dict[str, int] = {}
+    for device in devices:  # one wait for each
+        names = [name for name, tensor in found.items() if tensor.device == device]
+        on_host |= dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True))
+    return {name: on_host[name] for name in tensors}
+
+
+def sampled_sums(reader: ModelReader) -> dict[str, int]:
+    """A checksum of some rows of each tensor that the checkpoint has for the model."""
+    return {name: _sampled(reader, name) for name in sorted(reader.shapes)}
+
+
+def index_sum(path: Path) -> dict[str, int]:
+    """A checksum of the index of our shards."""
+    return {path.name: zlib.crc32(path.read_bytes())}
+
+
+def _sampled(reader: ModelReader, name: str) -> int:
+    shape = reader.shapes[name]
+    if torch.Size(shape).numel() <= SMALL_VALUES:
+        return int(_sum(reader.read(name)))
+    rows = max(SMALL_VALUES // SAMPLED_ROWS, 1) if len(shape) == 1 else 1
+    starts = torch.linspace(0, max(shape[0] - rows, 0), SAMPLED_ROWS).long().unique().tolist()
+    return sum(int(_sum(reader.read(name, (slice(start, start + rows),)))) for start in starts) & (1 << 62) - 1
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """A number, int64, that depends on every bit of a plain tensor and, but for whole blocks' insides, on their order."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return torch.tensor(zlib.crc32(f"{type(tensor).__name__} {tuple(tensor.shape)}".encode()))
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8 or data.numel() % 8:
+        data = F.pad(data, (0, -data.numel() % 8))
+    words = data.view(torch.int64)
+    whole = len(words) // _BLOCK * _BLOCK
+    blocks = words[:whole].view(-1, _BLOCK).sum(dim=1)
+    return _weighted(blocks) + 31 * _weighted(words[whole:])
+
+
+def _weighted(values: Tensor) -> Tensor:
+    """The sum of all values, each times an odd number of its own; it wraps around."""
+    return (values * (2 * torch.arange(len(values), device=values.device) + 1)).sum()
+
+
+def _config_sum(config: Any) -> int:
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return zlib.crc32(repr(sorted(_effective(values).items())).encode())
+
+
+def _effective(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Without what is private (paths, among others): it may differ from host to host."""
+    kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _OWN}
+    return {name: sorted(_effective(value).items()) if isinstance(value, Mapping) else value for name, value in kept.items()}
