@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class _Session:
     """A few calls of the model in a row, as some user makes them; what its layers are passed becomes a case.
 
     `tokens` are the new tokens of each call. The model runs on a cache of `make_cache`, and new modules on those of `also` as well,
-    where the same arguments mean the same. `texts`: two texts in each row, by a 4-d mask. `window`: sliding windows are that short.
+    where the same arguments mean the same. `texts`: two texts in each row, by a 4-d mask; `paged`: as a step of continuous batching
+    packs them, with the cache that it passes to the attention function. `window`: sliding windows are that short.
     An `optional` session that the model itself refuses makes no case.
     """
 
@@ -82,13 +83,14 @@ class _Session:
     also: tuple[Callable[[], Cache], ...] = ()
     padded: bool = False
     texts: bool = False
+    paged: bool = False
     window: int | None = None
     optional: bool = True
 
     @property
     def batch(self) -> int:
         """Unpadded so many rows that kernels for many take the first call (more than 28), padded those for few."""
-        return 2 if self.padded or self.texts else 3
+        return 1 if self.paged else 2 if self.padded or self.texts else 3
 
 
 def _sessions(config: Any, decodes: bool) -> list[_Session]:
@@ -105,6 +107,7 @@ def _sessions(config: Any, decodes: bool) -> list[_Session]:
         _Session("padded", (first, *later), _our_cache, padded=True, optional=False),
         _Session("a static cache", (WINDOW, *later), lambda: StaticCache(config=config, max_cache_len=TOKENS), padded=True),
         texts,
+        replace(texts, label="a continuous batch", paged=True),
     ]
     window = getattr(config, "sliding_window", None)
     if isinstance(window, int) and window > WINDOW:  # a shorter one is full in the sessions above
@@ -191,6 +194,8 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, session: _Session) -> I
     elif session.padded:
         mask[0, -PADDING:] = 0
     caching: dict[str, Any] = {"use_cache": False} if session.texts else {}
+    if session.paged:
+        caching |= _packed(session.tokens[0], sample.device)
     if cache is not None:
         caching = {"past_key_values": cache, "use_cache": True}
     for i, tokens in enumerate(session.tokens):
@@ -201,9 +206,31 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, session: _Session) -> I
         yield text | {"attention_mask": given.to(sample.device)} | caching, None if i else mask.bool()
 
 
+def _first_text(tokens: int) -> int:
+    """How many tokens of a row are its first text."""
+    return tokens // 3
+
+
+def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
+    """What continuous batching tells the model of two texts in one row, with a paged cache that holds nothing yet."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache  # here: it takes long to import
+
+    class Empty(PagedAttentionCache):
+        def __init__(self) -> None:
+            pass
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    first = _first_text(tokens)
+    positions = torch.cat((torch.arange(first), torch.arange(tokens - first)))[None]
+    ends = torch.tensor([0, first, tokens], dtype=torch.int32)
+    return {"position_ids": positions.to(device), "cu_seq_lens_q": ends.to(device), "max_length_q": tokens - first, "cache": Empty()}
+
+
 def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, 1, T, T] to be added to scores: the first third of each row is a text, the rest another; each in causal order."""
-    text = torch.arange(mask_BT.shape[1]) >= mask_BT.shape[1] // 3
+    text = torch.arange(mask_BT.shape[1]) >= _first_text(mask_BT.shape[1])
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
     return hidden.expand(mask_BT.shape[0], 1, -1, -1)

@@ -17,6 +17,7 @@ from infuse.apply import apply
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ProofError
+from infuse.layers.attention import Attention
 from infuse.layers.block import Block
 from infuse.ops import Body, cpu, registered
 from infuse.plan import Plan, make_plan
@@ -244,6 +245,19 @@ def test_a_layer_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(model.transformer.h[1].mlp, "forward", None)
     done = applied(model, verify="all")
     assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(done)
+
+
+def test_handing_on_to_continuous_batching_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys that are swapped on their way to the attention function are found."""
+    attend = Attention._by_name
+
+    def swapped(self: Attention, qkv: Tensor, *rest: Any) -> Any:
+        return attend(self, qkv.flip(2), *rest)
+
+    model = BY_NAME["llama"].make()
+    monkeypatch.setattr(Attention, "_by_name", swapped)
+    done = applied(model)
+    assert blocks(model) == [] and "a continuous batch, prefill" in str(done)
 
 
 def test_a_call_that_the_model_itself_refuses_is_no_part_of_the_proof() -> None:
