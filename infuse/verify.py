@@ -130,6 +130,8 @@ def recorded_cases(owner: nn.Module, layers: Mapping[str, nn.Module], decodes: b
     """For each path in `layers` (layers of the model `owner`): the cases that `owner` makes of random inputs."""
     cases: dict[str, list[Case]] = {path: [] for path in layers}
     for session in _sessions(getattr(owner, "config", None), decodes):
+        if session.texts and _reads_pixels(owner):
+            continue
         cache = session.make_cache() if session.make_cache else None
         seen: dict[str, list[Call]] = {path: [] for path in layers}
         try:
@@ -183,7 +185,7 @@ def _model_inputs(owner: nn.Module, cache: Cache | None, session: _Session) -> I
     generator = torch.Generator().manual_seed(SEED)
     sample, batch = like(owner), session.batch
     config: Any = getattr(owner, "config", None)
-    if getattr(owner, "main_input_name", "input_ids") == "pixel_values":
+    if _reads_pixels(owner):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
         yield {"pixel_values": pixels.to(sample)}, None
@@ -234,6 +236,10 @@ def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
     return hidden.expand(mask_BT.shape[0], 1, -1, -1)
+
+
+def _reads_pixels(owner: nn.Module) -> bool:
+    return getattr(owner, "main_input_name", "input_ids") == "pixel_values"
 
 
 def _text(owner: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
