@@ -21,15 +21,20 @@ from infuse.apply_split import proven, put_part, together
 from infuse.config import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, RankError
+from infuse.in_dtype import cast_buffers, cast_parameters
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.hook import hook_name, install_hook, ran
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.parallel.collectives import LOCAL, Group
-from infuse.plan import ATTENTION, BLOCK, SPLIT, Left, Plan, Step, fallback
+from infuse.plan import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Plan, Step, fallback
 from infuse.plan_bytes import parameter_bytes
+from infuse.plan_found import model_around, traits
 from infuse.plan_shared import Sharing
 from infuse.saved import is_packed, packed_fill
+from infuse.spec.adapters import merging_refused
+from infuse.spec.foreign import quantized_by
 from infuse.spec.unknown import EmbeddingShape, LinearShape
+from infuse.verify_in_place import Caller, find_callers, in_place_fault, proven_alone
 from infuse.verify_split import split_cases
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
@@ -39,7 +44,6 @@ from infuse.weights.state import keep_names
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 _RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some hundred rows of hidden states each
-_PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
 
 
 def apply(
@@ -63,6 +67,7 @@ def apply(
     with torch.no_grad():
         if placing is not None:
             placing.place_rest(progress)
+            cast_buffers(model, plan.dtype, run.put)  # parameters are placed in this dtype
         run.prove(progress)
         accepted = run.accepted()
         run.made = Made(Sharing(model, accepted))
@@ -76,8 +81,10 @@ def apply(
                 progress(done + 1, len(accepted), "replacing")
         if placing is not None:
             placing.place_left()
-        cast_rest(model, plan.dtype)
-    return plan.with_left(run.left, run.swapped, parameter_bytes(model))
+        if quantized_by(model) is None:
+            cast_parameters(model, plan.dtype)
+            cast_buffers(model, plan.dtype, run.put)
+    return plan.with_left(run.left, run.swapped, parameter_bytes(model), run.notes)
 
 
 @dataclass
@@ -93,10 +100,14 @@ class _Run:
     steps: list[Step] = field(default_factory=list)
     readings: dict[tuple, int] = field(default_factory=dict)
     made: Made | None = None
+    callers: dict[str, Caller] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
-        return (step.path, step.depth) if self.config.verify == "all" else (step.kind, traits(self.model.get_submodule(step.path)))
+        if self.config.verify == "all":
+            return (step.path, step.depth)
+        return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
 
     def prove(self, progress: Progress | None) -> None:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
@@ -116,6 +127,8 @@ class _Run:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
         cases: dict[str, list[verify.Case] | str] = {}
+        self.callers, reasons = find_callers(self.model, [step.path for step in steps if step.depth == LINEAR], self.running)
+        self.notes += proven_alone(reasons)
         for done, step in enumerate(steps):
             interrupts.check()
             if done % _RECORDED_AT_ONCE == 0:
@@ -140,7 +153,7 @@ class _Run:
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
-                owner = self.owner(step.path) if step.depth == BLOCK else None  # what is split runs in the model as a whole
+                owner = model_around(self.model, step.path) if step.depth == BLOCK else None  # what is split runs in the model as a whole
                 by_owner.setdefault((owner, verify.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
                 found[step.path] = verify.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
@@ -185,15 +198,6 @@ class _Run:
         """Where the module that `step` replaces has its values."""
         return nullcontext() if self.placing is None else self.placing.loaded(step.path, None)
 
-    def owner(self, path: str) -> str:
-        """The path of the nearest model around a layer: what has embeddings and a config."""
-        while path:
-            path = path.rpartition(".")[0]
-            module = self.model.get_submodule(path)
-            if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-                return path
-        return ""
-
     def fault(self, step: Step, cases: list[verify.Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
         old = self.model.get_submodule(step.path)
@@ -203,11 +207,21 @@ class _Run:
                 plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
                 # A linear has no structure to be wrong: what it computes is the next comparison.
                 structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-                return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+                fault = structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+            caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
+            return fault if fault or caller is None else self.in_place_fault(step, caller)
         except (CheckpointError, RankError):
             raise
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+
+    def in_place_fault(self, step: Step, caller: Caller) -> str | None:
+        """Why the module that calls a linear is not the same with the new one, None if it is."""
+        dtype = next(self.model.get_submodule(step.path).parameters()).dtype
+        with self.original(step):  # in the model's own dtype, for which the chosen bodies need not be
+            new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
+        with self.running():
+            return in_place_fault(caller, new)
 
     def split_fault(self, step: Step, cases: list[verify.Case]) -> str | None:
         """Why no reading of a layer that is split is the original, None if one is, which is remembered."""
@@ -301,29 +315,11 @@ class _Run:
             for name, child in module._modules.items():
                 if child is old:
                     self.put(module._modules, name, new)
+                    for method, refusal in merging_refused(module, step.formats).items():
+                        self.put(vars(module), method, refusal)
 
     def put(self, modules: MutableMapping[Any, Any], name: Any, new: Any) -> None:
         if self.placing is not None:  # which gives the old back should anything fail from here on
             self.placing.put(modules, name, new)
         else:
             modules[name] = new
-
-
-def traits(layer: nn.Module) -> tuple:
-    """What tells layers of one class apart: their plain attributes but for their place, by which a spec may have gone wrong."""
-    return tuple(
-        (path, name, value)
-        for path, module in layer.named_modules()
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
-    )
-
-
-def cast_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters outside of blocks. Buffers stay: rotary frequencies must not be rounded.
-
-    `requires_grad` stays too: PyTorch's linear copies the whole weight for a strided x where it is False (2 s for an lm_head).
-    """
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)

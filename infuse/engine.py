@@ -31,6 +31,7 @@ from infuse.plan_text import memory, title
 from infuse.runtime.capture import backend_for
 from infuse.runtime.profile import ForwardTimes, Profile
 from infuse.saved import check_folder, save
+from infuse.spec.foreign import offloaded, quantized_by
 from infuse.verify import decodes
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class InferenceEngine(nn.Module):
         source, _, save_path = settings.checkpoint_files
         if source is None:
             _check_weights(model)
+        elif library := quantized_by(model):
+            raise ConfigError(f"checkpoint= cannot be read into a model that is already quantized by {library}: leave it out")
         device = Device.of(settings.device or _device_of(model))
         mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s)
         if save_path:
@@ -87,7 +90,8 @@ class InferenceEngine(nn.Module):
                 if source is None:
                     with all_or_none(self.group, "init_inference"):
                         decided = make_plan(model, settings, device, mesh)
-                        model.to(device.torch_device).eval()
+                        _move(model, device.torch_device)
+                        model.eval()
                         self.plan = apply(decided, model, settings, progress, group=self.group)
                 else:
                     loaded = load(model, settings, device, mesh, self.group, progress)
@@ -263,11 +267,23 @@ def _check_model(model: Any) -> None:
 
 def _check_weights(model: nn.Module) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if on_meta and offloaded(model):
+        raise ConfigError(
+            f"accelerate has offloaded {len(on_meta)} parameters ({on_meta[0]}, ...) to the CPU or to disk: load the model whole, without "
+            "a device_map that offloads, or make it on meta and give checkpoint="
+        )
     if on_meta:
         raise ConfigError(
             f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give checkpoint=; "
             "infuse.plan works without"
         )
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move the model to `device`, if it is not there: some quantized models refuse even that."""
+    tensors = (*model.parameters(), *model.buffers())
+    if any(tensor.device.type != device.type or device.index not in (None, tensor.device.index) for tensor in tensors):
+        model.to(device)
 
 
 def _device_of(model: nn.Module) -> torch.device:

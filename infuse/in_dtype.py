@@ -1,8 +1,9 @@
-"""Run a module in another dtype for a while: its weights are cast as they are needed, in parts, so that memory hardly grows."""
+"""Run a module in another dtype for a while: its weights are cast as they are needed, in parts, so that memory hardly grows; or cast it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_STRICT = "_keep_in_fp32_modules_strict"
 _PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
 _PART_VALUES = 1 << 20  # 4 MiB in float32: memory that an allocator keeps, where larger parts are paid in page faults each time
 
@@ -56,6 +58,38 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all parameters, for good. `requires_grad` stays: PyTorch's linear copies the whole weight for a strided x where it is False
+    (2 s for an lm_head)."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]) -> None:
+    """Cast the buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, but for those that stay exact.
+
+    These are rotary frequencies, which must not be rounded, those that classes of transformers name for this dtype
+    (`_keep_in_fp32_modules`), and those of our own modules.
+    """
+    attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
+    named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
+    kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
+    cast: dict[int, Tensor] = {}  # buffers that modules share stay shared
+    for path, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "infuse":  # scales have a dtype of their own
+            continue
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is None or not buffer.is_floating_point() or buffer.dtype == dtype or kept.search(f"{path}.{leaf}"):
+                continue
+            put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
+
+
+def _names(module: nn.Module, attribute: str) -> Iterable[str]:
+    found = getattr(module, attribute, None)
+    return found if isinstance(found, (list, tuple, set)) else ()
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:

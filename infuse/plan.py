@@ -29,6 +29,8 @@ from infuse.plan_shared import Sharing
 from infuse.plan_split import Splits
 from infuse.plan_text import plan_lines
 from infuse.spec import Bound, bind_any, specs_for
+from infuse.spec.adapters import adapted, adapter_notes, adapter_parts, is_adapter
+from infuse.spec.foreign import quantized_by
 from infuse.spec.packing import Fill
 from infuse.spec.unknown import embedding_shape, linear_shape, linears
 
@@ -109,8 +111,8 @@ class Plan:
         ]
         return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
-    def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int) -> Plan:
-        return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes)
+    def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()) -> Plan:
+        return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
@@ -125,9 +127,13 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     """
     dtype = config.resolved_dtype(device)
     decision = _Decision(model, config, device, dtype, mesh)
-    decision.visit(model, "", None)
-    decision.hook(model)
-    notes = decision.formats.check(model)
+    notes: list[str] = []
+    if library := quantized_by(model):
+        decision.left.append(Left("", f"already quantized by {library}: nothing is replaced, quantized or cast"))
+    else:
+        decision.visit(model, "", None)
+        decision.hook(model)
+        notes = decision.formats.check(model)
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
@@ -141,7 +147,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         left=tuple(decision.left),
         declined=decision.declines(),
         notes=(*config.notes(device), *notes, *Sharing(model, steps).notes(), *decision.formats.idle(device, dtype),
-               *without_kernels(decision.choices, steps, device)),
+               *adapter_notes(model), *without_kernels(decision.choices, steps, device)),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,
@@ -169,7 +175,10 @@ class _Decision:
         specs = specs_for(module)
         if isinstance(module, Block):
             self.left.append(Left(path, "already replaced"))
-        elif self.splits.takes(path):
+        elif specs and (adapters := adapted(module)):
+            self.left.append(Left(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}"))
+            self.linears(module, path)
+        elif self.splits.takes(path) and not adapted(module):
             self.split(module, path, config)
         elif specs and not self.config.replace_with_kernel_inject:
             self.left.append(Left(path, "not as a whole block: replace_with_kernel_inject is False"))
@@ -194,7 +203,8 @@ class _Decision:
                 self.left.append(Left(path, f"{type(module).__name__} has parameters of its own: {', '.join(module._parameters)}"))
             config = getattr(module, "config", config)
             for name, child in module.named_children():
-                self.visit(child, f"{path}.{name}" if path else name, config)
+                if name not in adapter_parts(module):
+                    self.visit(child, f"{path}.{name}" if path else name, config)
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
@@ -255,7 +265,9 @@ class _Decision:
             if unlike:  # the embedding stays whole, and the head has a copy of its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
             bodies = self.bodies(linear_ops(fills))
-            if split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
+            if shape.transposed and not fills[0].format and is_adapter(self.model.get_submodule(name.rpartition(".")[0])):
+                self.left.append(Left(name, "its adapter (peft) merges into a transposed weight"))
+            elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
                     tied = [self.embedding(other, name, fills[0].format) for other in others]  # takes their earlier steps away

@@ -6,14 +6,19 @@ from typing import Any
 
 from torch import nn
 
+from infuse.spec.adapters import base_path, is_adapter
+
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
+
 
 def path_of(model: Any, getter: str) -> str | None:
-    """The path of what `model.getter()` gives, None where it has no such module."""
+    """The path of what `model.getter()` gives, or of what an adapter there wraps; None where it has no such module."""
     try:
         wanted = getattr(model, getter)()
     except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
         return None
-    return next((name for name, module in model.named_modules() if module is wanted), None)
+    path = next((name for name, module in model.named_modules() if module is wanted), None)
+    return None if path is None else base_path(model, path)
 
 
 def shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -31,3 +36,30 @@ def config_around(model: nn.Module, path: str) -> Any:
     """The config of the nearest model around a module."""
     owners = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
     return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
+
+
+def model_around(model: nn.Module, path: str) -> str:
+    """The path of the nearest model around a module: what has embeddings and a config."""
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            return path
+    return ""
+
+
+def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
+    """What tells modules of one kind apart: their plain attributes but for their place, by which a spec may have gone wrong; of a linear
+    its name and what the module around it is made of, since that is what calls it."""
+    own = tuple(
+        (place, name, value)
+        for place, module in model.get_submodule(path).named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
+    )
+    if not is_linear:
+        return (own,)
+    where, _, name = path.rpartition(".")
+    around = model.get_submodule(where)
+    inside = around.named_modules() if is_adapter(around) else around.named_children()
+    return own, type(around), None if name.isdecimal() else name, tuple((place, type(module)) for place, module in inside)

@@ -43,7 +43,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     else:
         yield "  nothing is replaced"
     for path, why in left_rows(plan):
-        yield f"  left  {path}: {why}"
+        yield f"  left  {path}: {why}" if path else f"  left  {why}"
     for body, names, reason in declined_rows(plan):
         yield f"  declined  {body}, for {names}: {reason}"
     for note in plan.notes:

@@ -18,7 +18,8 @@ def split_cases(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
     for label, padded in (("alone", False), ("padded", True)):
         make_cache = cache_maker(model) if not padded else None
         seen: dict[str, list[Call]] = {path: [] for path in layers}
-        inputs, mask = _inputs(model, padded)
+        inputs = random_inputs(model, padded)
+        mask = inputs["attention_mask"].bool().cpu() if "attention_mask" in inputs else None
         cache: dict[str, Any] = {} if make_cache is None else {"past_key_values": make_cache(), "use_cache": True}
         run_and_record(model, layers, inputs | cache, mask, seen)
         if cache:
@@ -29,7 +30,8 @@ def split_cases(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, 
     return cases
 
 
-def _inputs(model: nn.Module, padded: bool) -> tuple[dict[str, Tensor], Tensor | None]:
+def random_inputs(model: nn.Module, padded: bool = False) -> dict[str, Tensor]:
+    """Random arguments of the model's forward, by name."""
     generator = torch.Generator().manual_seed(SEED)
     sample, rows = like(model), _rows(model)
 
@@ -43,9 +45,7 @@ def _inputs(model: nn.Module, padded: bool) -> tuple[dict[str, Tensor], Tensor |
             mask[0, -PADDING:] = 0
         return mask.to(sample.device)
 
-    inputs = model_inputs(model, make)
-    mask = inputs.get("attention_mask")
-    return inputs, None if mask is None else mask.bool().cpu()
+    return model_inputs(model, make)
 
 
 def _one_more(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ SERVED = frozenset({
 NEUTRAL = frozenset({
     "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
     "tokenizer", "assistant_tokenizer",  # transformers' decoding loops hand them on
+    "logits_to_keep",  # of the head; models of images and text hand it on to all below (GOT-OCR 2)
 })  # fmt: skip
 
 

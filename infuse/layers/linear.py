@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.errors import UnsupportedCall
 from infuse.layers.combine import Combine
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
@@ -185,6 +186,11 @@ class QuantizedLinear(InferenceModule, Pickled):
     @property
     def weight(self) -> Tensor:
         return self.data.view(torch.int8)  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the weight that is there
+            raise UnsupportedCall(f"the weight of a quantized linear ({self.format}) cannot be replaced: do so before init_inference")
 
     def arguments(self) -> tuple:
         """What an op with a quantized weight takes after x."""

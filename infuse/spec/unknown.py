@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from infuse.spec.adapters import adapter_parts
 from infuse.spec.packing import Fill
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -69,8 +70,12 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, LinearShape]]:
-    """All plain linears in `module`, by their paths from the root of which `path` is the module's own."""
+    """All plain linears in `module` that are no adapter's, by their paths from the root of which `path` is the module's own."""
+    adapters: tuple[str, ...] = ()
     for name, child in module.named_modules():
+        if f"{name}.".startswith(adapters):
+            continue
+        adapters += tuple(f"{name}.{part}.".removeprefix(".") for part in adapter_parts(child))
         shape = linear_shape(child)
         if shape is not None:
             yield ".".join(part for part in (path, name) if part), shape

@@ -1,0 +1,72 @@
+"""Adapters of PEFT inside a model: which modules are the adapters', which are the user's own below them, and what merging may do.
+
+PEFT is not imported: its classes are known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from infuse.errors import UnsupportedCall
+
+_OWN = ("base_model", "model", "base_layer", "original_module")  # the children of PEFT's modules that are the user's
+_MERGES = ("merge", "unmerge")
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether the module is PEFT's: one that wraps a layer or a model, or a part of an adapter."""
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
+
+
+def adapter_parts(module: nn.Module) -> tuple[str, ...]:
+    """The children of a module of PEFT's that belong to adapters; () for any other module."""
+    return tuple(name for name, _ in module.named_children() if name not in _OWN) if is_adapter(module) else ()
+
+
+def adapted(module: nn.Module) -> list[str]:
+    """The paths of the outermost modules of PEFT's inside `module`."""
+    return [name for name, _ in _outermost(module, "")]
+
+
+def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        if is_adapter(child):
+            yield where, child
+        else:
+            yield from _outermost(child, where)
+
+
+def adapter_notes(model: nn.Module) -> list[str]:
+    """One sentence for the plan of a model that has adapters."""
+    there = any(is_adapter(module) for module in model.modules())
+    return ["adapters (peft) stay as they are: what gets kernels and formats are their base layers"] if there else []
+
+
+def base_path(model: nn.Module, path: str) -> str:
+    """The path of the user's own module where `path` is an adapter's around it."""
+    module = model.get_submodule(path)
+    while is_adapter(module):
+        inner = next((name for name in ("base_layer", "original_module") if name in module._modules), None)
+        if inner is None:
+            return path
+        path, module = f"{path}.{inner}", module.get_submodule(inner)
+    return path
+
+
+def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, Any]:
+    """The methods of an adapter that would write to its base layer, as errors, where that is now quantized in one of `formats`."""
+    if not formats or not is_adapter(module):
+        return {}
+    return {name: partial(_refuse, name, *formats.values()) for name in _MERGES if hasattr(module, name)}
+
+
+def _refuse(name: str, format: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedCall(
+        f"{name}: this adapter's base layer is quantized ({format}), and nothing can be added to its weights: merge the adapters before "
+        "init_inference, or leave `quant` out; adapters that are not merged work, and unload() takes them off"
+    )

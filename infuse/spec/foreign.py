@@ -1,0 +1,47 @@
+"""Models that another library has quantized or offloaded: known by names, so that none of these libraries is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+# The first part of a class's module → the library's name. Modules and parameters of these classes hold quantized weights.
+_LIBRARIES = {
+    "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ",
+    "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM", "eetq": "EETQ",
+    "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
+}  # fmt: skip
+_BITS = {"Linear8bitLt": ", 8 bits", "Linear4bit": ", 4 bits"}
+
+
+def quantized_by(model: nn.Module) -> str | None:
+    """The library that quantized the model or a part of it, None where none did."""
+    found = next(_evidence(model), None)
+    if found is None and getattr(model, "is_quantized", False) is True:  # as transformers says of what it loaded
+        config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+        method = method or getattr(model, "quantization_method", None)
+        return str(getattr(method, "value", method) or "another library")
+    return found
+
+
+def _evidence(model: nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        cls = type(module)
+        if cls.__module__.startswith("torch.ao.nn."):
+            yield "torch.ao"
+        if isinstance(module, nn.Module) and (library := _LIBRARIES.get(cls.__module__.partition(".")[0])):
+            yield f"{library}{_BITS.get(cls.__name__, '')}"
+        for parameter in module._parameters.values():
+            for held in () if parameter is None else (parameter, parameter.data):
+                if library := _LIBRARIES.get(type(held).__module__.partition(".")[0]):
+                    yield library
+
+
+def offloaded(model: nn.Module) -> bool:
+    """Whether accelerate keeps weights of the model elsewhere and brings each before it is used."""
+    hooks = [vars(module).get("_hf_hook") for module in model.modules()]
+    inner = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]  # of hooks in sequence
+    return any(getattr(hook, "offload", False) for hook in inner)
