@@ -21,7 +21,7 @@ from infuse.layers.block import Block, block_ops
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan_bytes import bytes_after, parameter_bytes
 from infuse.plan_formats import Formats, is_matrix, linear_ops, linears_of, matrix_shape
-from infuse.plan_found import config_around, path_of, shared_weights
+from infuse.plan_found import config_around, path_of, shared_weights, users_own
 from infuse.plan_held import held_bytes, refused_bodies, without_kernels
 from infuse.plan_html import plan_html
 from infuse.plan_ranks import Part, Shape, layer_part, output_part, table_part
@@ -208,7 +208,8 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        if differences := [text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))]:
+        differences = [text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))]
+        if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
         parts = [Part(bound.shape, bound.fills)]
         if self.mesh.tp > 1:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from infuse.spec.adapters import base_path, is_adapter
+from infuse.spec.unknown import patched
 
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
 
@@ -36,6 +37,20 @@ def config_around(model: nn.Module, path: str) -> Any:
     """The config of the nearest model around a module."""
     owners = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
     return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
+
+
+def users_own(layer: nn.Module, attn: str) -> list[str]:
+    """What somebody put on parts of a layer and a whole block would not call: forwards set on instances, and hooks.
+
+    The hooks of the layer and of its attention, at `attn`, move to the block.
+    """
+    found = []
+    for path, module in layer.named_modules():
+        if patched(module):
+            found.append(f"{path or 'the layer'} has a forward set on the instance")
+        elif path not in ("", attn) and (module._forward_hooks or module._forward_pre_hooks):
+            found.append(f"{path} has a hook, which a whole block would not call")
+    return found
 
 
 def model_around(model: nn.Module, path: str) -> str:

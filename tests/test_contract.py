@@ -109,6 +109,48 @@ def test_queries_that_see_all_keys_see_those_of_a_static_cache_too(pair: Any, ca
     assert_near(results[1], results[0], torch.float32)
 
 
+# ---- what users put on a layer before ----
+
+
+def test_a_forward_that_a_user_set_goes_on_being_called() -> None:
+    """As accelerate's dispatch sets it, too; the other layers are replaced."""
+    model, calls = BY_NAME["llama"].make(), []
+    mlp, linear = model.model.layers[1].mlp, model.model.layers[2].self_attn.q_proj
+    mlp.forward, linear.forward = louder(mlp, calls), louder(linear, calls)
+    wanted = model(torch.ones(1, 4, dtype=torch.long)).logits
+    engine = infuse.init_inference(model, dtype="fp32", quant="int8:16")
+    assert not isinstance(model.model.layers[1], Block) and isinstance(model.model.layers[0], Block)
+    assert "mlp has a forward set on the instance" in str(engine.plan)
+    assert model.model.layers[2].self_attn.q_proj is linear, "not quantized: its forward is the user's"
+    calls.clear()
+    with torch.no_grad():
+        assert_near(engine(torch.ones(1, 4, dtype=torch.long)).logits, wanted, torch.bfloat16)
+    assert calls == [linear, mlp] or calls == [mlp, linear]
+
+
+def louder(module: nn.Module, calls: list[nn.Module]) -> Any:
+    forward = module.forward
+
+    def own(*args: Any) -> Any:
+        calls.append(module)
+        return forward(*args)
+
+    return own
+
+
+@pytest.mark.parametrize("part", ["", "self_attn", "mlp", "mlp.up_proj", "input_layernorm"])
+def test_a_hook_from_before_goes_on_being_heard(part: str) -> None:
+    model, heard = BY_NAME["llama"].make(), []
+    layer = model.model.layers[0]
+    layer.get_submodule(part).register_forward_hook(lambda module, args, out: heard.append(part))
+    engine = infuse.init_inference(model, dtype="fp32")
+    heard.clear()
+    with torch.no_grad():
+        engine(torch.ones(1, 4, dtype=torch.long))
+    assert heard == [part]
+    assert isinstance(model.model.layers[0], Block) == (part in ("", "self_attn")), str(engine.plan)
+
+
 # ---- layers that stay: the attention hook ----
 
 

@@ -242,7 +242,7 @@ def test_a_model_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_layer_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     model = BY_NAME["gpt2"].make()
-    monkeypatch.setattr(model.transformer.h[1].mlp, "forward", None)
+    monkeypatch.setattr(model.transformer.h[1].mlp, "act", None)
     done = applied(model, verify="all")
     assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(done)
 

@@ -51,16 +51,21 @@ class EmbeddingShape:
 
 def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
     """The shape of a plain nn.Embedding, None for any other module."""
-    if type(module) is not nn.Embedding or module.max_norm is not None:
+    if type(module) is not nn.Embedding or module.max_norm is not None or patched(module):
         return None
     return EmbeddingShape(module.num_embeddings, module.embedding_dim)
+
+
+def patched(module: nn.Module) -> bool:
+    """Whether somebody gave the module a forward of its own, as users do and accelerate's hooks: it must go on being called."""
+    return "forward" in vars(module)
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
     """The shape of a plain linear (nn.Linear or transformers' Conv1D), None for any other module."""
     cls = type(module)
     transposed = f"{cls.__module__}.{cls.__qualname__}" == _CONV1D
-    if cls is not nn.Linear and not transposed:
+    if (cls is not nn.Linear and not transposed) or patched(module):
         return None
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if weight is None or weight.dim() != 2:
