@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 import infuse
 from infuse.errors import InfuseError, OutOfMemory
+from infuse.runtime.decode import uninstall
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -50,6 +51,21 @@ def test_encoders(family: Family) -> None:
     for found, exact in kept:
         assert_same(found, exact)
     assert len(backend.captures) == 2 and backend.replays == 6
+
+
+def test_a_backward_pass_through_a_graph_is_refused() -> None:
+    """A replay records nothing: without a refusal a head on top would train, and the model below would not, without a word."""
+    family = BY_NAME["bert"]
+    engine, backend = graphed(family.make(), forward=True)
+    head = nn.Linear(96, 2)
+    for step in range(4):
+        hidden = engine.module(**inputs(family, seed=step)).logits
+        with pytest.raises(infuse.UnsupportedCall, match="backward"):
+            head(hidden).sum().backward()
+    assert backend.replays == 2
+    engine.module.requires_grad_(False)
+    head(engine.module(**inputs(family)).logits).sum().backward()
+    assert head.weight.grad is not None
 
 
 @pytest.mark.parametrize("arguments", [dict(output_hidden_states=True), dict(return_dict=False)], ids=str)
@@ -94,7 +110,7 @@ def test_the_module_keeps_its_face() -> None:
         copied.classifier.bias.add_(1)
         assert_same(copied(**given).logits, original(**given).logits + 1)
         assert_same(model(**given), original(**given))
-    engine.destroy()
+    uninstall(model, engine._handles)
     assert "forward" not in vars(model) and "forward" in vars(copied)
 
 
@@ -120,7 +136,7 @@ def test_a_forward_that_was_put_on_the_module_is_kept() -> None:
             x = torch.randn(2, 64)
             assert torch.allclose(engine(x), exact(x) * 2, atol=1e-5)
     assert len(backend.captures) == 1
-    engine.destroy()
+    uninstall(model, engine._handles)
     assert vars(model)["forward"] is own
 
 

@@ -40,11 +40,12 @@ def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args:
         result = forward(module, x, *args, **kwargs)
     name = type(module).__name__
     if isinstance(result, tuple):
-        return tuple(_refusing(one, x, name) if isinstance(one, Tensor) else one for one in result)
-    return _refusing(result, x, name)
+        return tuple(refusing(one, x, name) if isinstance(one, Tensor) else one for one in result)
+    return refusing(result, x, name)
 
 
-def _refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
+def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
+    """`result`, whose backward pass raises UnsupportedCall for the replaced module `name`; `x` is what it was computed from."""
     if torch.compiler.is_compiling():  # a traced graph can neither look at views nor make leaves
         return _Refusal.apply(result.clone(), x, None, name)
     own = result.clone() if result._is_view() or result is x else result  # views that a Function returns cannot be changed in place

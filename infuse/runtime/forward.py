@@ -9,14 +9,16 @@ from types import CodeType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse.errors import OutOfMemory
+from infuse.layers.gradient import refusing
 from infuse.parallel.collectives import Group
 from infuse.runtime.capture import Backend
 from infuse.runtime.graph import Graphs, Places
 from infuse.runtime.lent import LentCache
+from infuse.runtime.signature import Unsupported, rebuilt, signature
 
 
 class Forward:
@@ -47,9 +49,25 @@ class Forward:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:
                 return output
-            return (self.graphs or self.run)(*args, **kwargs)
+            if self.graphs is None:
+                return self.run(*args, **kwargs)
+            output = self.graphs(*args, **kwargs)
+            return self._refusing(output) if torch.is_grad_enabled() else output
         except torch.OutOfMemoryError as error:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
+
+    def _refusing(self, output: Any) -> Any:
+        """The output of a graph, which records nothing: its backward pass raises where the module's own would compute gradients."""
+        if all(not parameter.requires_grad for parameter in self._module.parameters()):
+            return output
+        found: list[Tensor] = []
+        try:
+            signature(output, found)
+        except Unsupported:  # it holds a cache, so that no graph made it
+            return output
+        name = type(self._module).__name__
+        made = (refusing(one, one, name) if one.is_floating_point() and not one.requires_grad else one for one in found)
+        return rebuilt(output, made)
 
     def clear(self) -> None:
         """Give the memory of the graphs back."""

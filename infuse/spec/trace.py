@@ -55,8 +55,7 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     names = list(parameters)[1:]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if getattr(model, "main_input_name", "") == "pixel_values" or ("pixel_values" in names and "input_ids" not in names):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
-        return {"pixel_values": make("values", (BATCH, config.num_channels, *size))}
+        return {"pixel_values": make("values", _images(config))}
     if "input_features" in names and hasattr(config, "num_mel_bins"):
         given = {"input_features": make("values", (BATCH, config.num_mel_bins, 2 * config.max_source_positions))}
         return given | ({"decoder_input_ids": make("ids", (BATCH, TOKENS))} if "decoder_input_ids" in names else {})
@@ -69,11 +68,19 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     if main == "input_ids" and not table:
         main = "inputs_embeds" if "inputs_embeds" in names else main
     given = {main: values}
+    if "pixel_values" in names and hasattr(config, "logit_scale_init_value"):  # it compares texts with images, and needs both
+        given["pixel_values"] = make("values", _images(config.vision_config))
     if "attention_mask" in names or anything:
         given["attention_mask"] = make("mask", (BATCH, tokens))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         given["decoder_input_ids"] = make("ids", (BATCH, tokens))
     return given
+
+
+def _images(config: Any) -> tuple[int, ...]:
+    """The shape of a batch of images."""
+    size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+    return (BATCH, config.num_channels, *size)
 
 
 def _first_inputs(model: nn.Module) -> int:
