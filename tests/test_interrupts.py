@@ -26,7 +26,7 @@ import infuse
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TRACED = (str(Path(infuse.__file__).parent), "contextlib.py", "torch/utils/hooks.py", "torch/nn/modules/module.py")
 GIVEN = inputs(BY_NAME["llama"])
-POINTS, MANY = 16, 300  # in each test; in the slow ones
+POINTS, MANY = 16, 100  # in each test; in each slow one
 
 
 class Interrupted:
