@@ -190,7 +190,7 @@ class InferenceEngine(nn.Module):
         uninstall(self.module, self._handles)
         self._handles = []
         self.module.to("meta")
-        for name in ("forward", "generate"):
+        for name in ("forward", "generate", "generate_batch", "init_continuous_batching"):
             if hasattr(self.module, name):
                 setattr(self.module, name, _after_destroy)
         self._profiles.clear()

@@ -137,19 +137,16 @@ def test_ranks_generate_the_same_and_what_one_generates(mode: dict[str, Any], ra
     assert all(torch.equal(result, wanted) for result in results)
 
 
-class Prefers(t.LogitsProcessor):
-    """As a rank whose rounding says otherwise: it would take `token` always."""
-
-    def __init__(self, token: int):
-        self.token = token
+class PrefersItsOwn(t.LogitsProcessor):
+    """As a rank whose rounding says otherwise: each would take a token of its own always."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.scatter(1, torch.full_like(input_ids[:, :1], self.token), 1e4)
+        return scores.scatter(1, torch.full_like(input_ids[:, :1], 40 + torch.distributed.get_rank()), 1e4)
 
 
 def generated_against_rank_0() -> Tensor:
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", mp_size=2)
-    own = t.LogitsProcessorList([Prefers(40 + torch.distributed.get_rank())])
+    own = t.LogitsProcessorList([PrefersItsOwn()])
     return engine.generate(**inputs(BY_NAME["llama"]), max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=own)
 
 

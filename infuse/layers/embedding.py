@@ -37,6 +37,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
             self.register_buffer(name, None)
         self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
         self._body = ops.quantized_embedding.bound(self._chosen.name)
+        self.prepared = True
 
     @property
     def part_rows(self) -> int | None:
@@ -54,12 +55,8 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
     def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
         self.data, self.scale, self.zero = source.data, source.scale, source.zero
+        self.prepared = prepared
         self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
-
-    @property
-    def prepared(self) -> bool:
-        """As QuantizedLinear.prepared."""
-        return self._body is self._chosen.function
 
     def held(self) -> QuantizedWeight:
         """As QuantizedLinear.held."""

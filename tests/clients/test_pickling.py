@@ -174,7 +174,8 @@ def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
     assert torch.equal(logits, hooked(PROMPT).logits)
     for case, engine, theirs_found in zip(CASES, engines, found, strict=True):
         wanted = answers(engine.module, BY_NAME[case[0]])
-        assert all(torch.equal(one, other) for one, other in zip(theirs_found, wanted, strict=True)), case
+        # Another process may have another number of threads, and PyTorch's own products then add in another order.
+        assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(theirs_found, wanted, strict=True)), case
 
 
 @pytest.mark.skipif(isinstance(cpu.kernels(), str), reason="there are no kernels")
