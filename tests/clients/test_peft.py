@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,21 @@ def test_a_quantized_base_layer_says_why_nothing_is_merged_into_it() -> None:
     assert torch.equal(logits(peft), before)
     base = disabled(peft)
     assert torch.equal(logits(peft.unload()), base)
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+def test_adapters_are_saved_and_read_by_an_original(quant: str | None, tmp_path: Path) -> None:
+    peft = trained(adapted())
+    wanted = logits(peft)
+    infuse.init_inference(peft, dtype="fp32", **({"quant": quant} if quant else {}))
+    if quant is None:
+        peft.save_pretrained(tmp_path)
+    else:
+        with pytest.raises(infuse.UnsupportedCall, match="infuse.dequantized"):
+            peft.save_pretrained(tmp_path)
+        with infuse.dequantized(peft):
+            peft.save_pretrained(tmp_path)
+    assert_near(logits(PeftModel.from_pretrained(BY_NAME["llama"].make(), tmp_path)), wanted, torch.float32)
 
 
 def test_adapters_that_were_merged_before_are_part_of_a_quantized_weight() -> None:
