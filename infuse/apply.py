@@ -127,13 +127,17 @@ class _Run:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
         cases: dict[str, list[verify.Case] | str] = {}
-        self.callers, reasons = find_callers(self.model, [step.path for step in steps if step.depth == LINEAR], self.running)
-        self.notes += proven_alone(reasons)
+        # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes are not the model's.
+        in_place = self.group.size == 1 and self.placing is None
+        called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
         for done, step in enumerate(steps):
             interrupts.check()
             if done % _RECORDED_AT_ONCE == 0:
                 cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
             found = cases.pop(step.path, [])
+            if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
+                self.callers, reasons = find_callers(self.model, called, self.running)
+                self.notes, called = [*self.notes, *proven_alone(reasons)], []
             if step.depth == SPLIT and not isinstance(found, str):
                 fault = self.split_fault(step, found)  # on which the ranks have agreed
             else:
@@ -200,20 +204,24 @@ class _Run:
 
     def fault(self, step: Step, cases: list[verify.Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
-        old = self.model.get_submodule(step.path)
         try:
-            with self.original(step):
-                wanted = verify.expected(old, cases, self.plan.dtype)
-                plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
-                # A linear has no structure to be wrong: what it computes is the next comparison.
-                structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-                fault = structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+            fault = self.alone_fault(step, cases)
             caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
             return fault if fault or caller is None else self.in_place_fault(step, caller)
         except (CheckpointError, RankError):
             raise
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+
+    def alone_fault(self, step: Step, cases: list[verify.Case]) -> str | None:
+        """The same by what the module makes of `cases`."""
+        old = self.model.get_submodule(step.path)
+        with self.original(step):
+            wanted = verify.expected(old, cases, self.plan.dtype)
+            plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
+            # A linear has no structure to be wrong: what it computes is the next comparison.
+            structure = verify.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
+            return structure or verify.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
 
     def in_place_fault(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""

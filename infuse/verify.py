@@ -96,7 +96,7 @@ class _Session:
 def _sessions(config: Any, decodes: bool) -> list[_Session]:
     """The calls by which a layer is judged; those without a cache alone where it takes none."""
     first, most = _first_tokens(config), _most_tokens(config)
-    texts = _Session("two texts in a row", (min(first, 6),), texts=True)
+    texts = _Session("two texts in a row", (min(first, 4),), texts=True)
     if not decodes:
         return [
             _Session("alone", (first,), optional=False), _Session("padded", (first,), padded=True, optional=False), texts,

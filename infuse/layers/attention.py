@@ -153,6 +153,11 @@ class Attention(Pickled):
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original module calls it."""
         shape, cache = self.shape, inputs.cache
+        if shape.head_counts:  # such functions read the original's numbers of heads from the module
+            raise UnsupportedCall(
+                f'the config names the attention "{attribute(self, "config")._attn_implementation}" for this call, which is not served '
+                'over several ranks: call model.set_attn_implementation("sdpa") and generate(), or use one rank'
+            )
         attend = named_attention(self)
         if isinstance(cache, KVCache) and self._index is not None:
             slot = cache.slot(self._index)
@@ -163,9 +168,8 @@ class Attention(Pickled):
                     'call model.set_attn_implementation("sdpa"), or pass a padded batch with its mask'
                 )
         q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
-        mask = self._of_own_heads(inputs.mask) if shape.head_counts and isinstance(inputs.mask, Tensor) else inputs.mask
         passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
-        out_BTHD, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=shape.scale, **passed, **more)
+        out_BTHD, weights = attend(self, q, k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more)
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
