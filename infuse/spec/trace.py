@@ -68,8 +68,10 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     if main == "input_ids" and not table:
         main = "inputs_embeds" if "inputs_embeds" in names else main
     given = {main: values}
-    if "pixel_values" in names and hasattr(config, "logit_scale_init_value"):  # it compares texts with images, and needs both
-        given["pixel_values"] = make("values", _images(config.vision_config))
+    vision = getattr(config, "vision_config", None)
+    both = hasattr(config, "logit_scale_init_value") and hasattr(vision, "image_size") and hasattr(vision, "num_channels")
+    if both and "pixel_values" in names:  # it compares texts with images, and needs both
+        given["pixel_values"] = make("values", _images(vision))
     if "attention_mask" in names or anything:
         given["attention_mask"] = make("mask", (BATCH, tokens))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
