@@ -47,9 +47,9 @@ SANITIZERS = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recov
 sanitize: $(VENV)/.dev
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r infuse tests setup.py pyproject.toml README.md LICENSE build/sanitize
-	rm -f build/sanitize/infuse/ops/cpu/_kernels.so
+	rm -f build/sanitize/infuse/native/_kernels.so
 	cd build/sanitize && CXX=g++ CXXFLAGS="$(SANITIZERS)" $(abspath $(PY)) setup.py -q build_ext --inplace
-	test -f build/sanitize/infuse/ops/cpu/_kernels.so
+	test -f build/sanitize/infuse/native/_kernels.so
 	cd build/sanitize && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=. \
 	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_one_call.py tests/test_encoder_call.py tests/test_cpu_*.py

@@ -1,7 +1,7 @@
 """Builds the C++ kernels where there is a C++20 compiler and PyTorch is in the environment; says so in one line where there is not.
 
-Kernels that are missing after the installation are built when they are first used: infuse/ops/cpu/first_use.py. How they are compiled
-is in infuse/ops/cpu/build.py for both. `INFUSE_BUILD=0` skips them.
+Kernels that are missing after the installation are built when they are first used: infuse/native/first_use.py. How they are compiled
+is in infuse/native/build.py for both. `INFUSE_BUILD=0` skips them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
-PACKAGE = "infuse/ops/cpu"
+PACKAGE = "infuse/native"
 # By its path: importing infuse would import PyTorch, which an isolated build does not have.
 _spec = importlib.util.spec_from_file_location("build_kernels", Path(__file__).resolve().parent / PACKAGE / "build.py")
 assert _spec is not None and _spec.loader is not None
@@ -59,7 +59,7 @@ class BuildKernels(build_ext):
         return [str(library)] if library.exists() else []
 
     def get_source_files(self) -> list[str]:
-        return [str(path) for path in sorted(Path(PACKAGE, "src").iterdir())]
+        return [str(path) for path in sorted(Path("infuse/ops/cpu/src").iterdir())]
 
 
 class PlatformWheel(bdist_wheel):
@@ -77,7 +77,7 @@ class BinaryDistribution(Distribution):
 
 
 setup(
-    ext_modules=[Extension("infuse.ops.cpu._kernels", sources=[])],
+    ext_modules=[Extension("infuse.native._kernels", sources=[])],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     distclass=BinaryDistribution,
 )

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from infuse.ops.cpu import isa
-from infuse.parallel.collectives import Group, make_group
+from infuse.native import isa
+from infuse.parallel.group import Group, make_group
 
 SIZES_BYTES = (2, 4 << 10, 32 << 10, 128 << 10, 2 << 20, 16 << 20)
 WAYS = ("shared memory", "gloo", "torch.distributed")

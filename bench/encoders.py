@@ -18,7 +18,7 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.runtime.probe import matmul_rate
+from infuse.profile.probe import matmul_rate
 from report import in_turns, markdown, show
 
 TOKENS = 128

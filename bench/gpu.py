@@ -31,7 +31,7 @@ import infuse
 from gpu_kernels import Matrix, kernels, matrices
 from gpu_models import Plan, Row
 from gpu_runs import Bounds, Budget, bounds
-from infuse.runtime.decode import GraphUse, install, uninstall
+from infuse.generate.install import GraphUse, install, uninstall
 from report import markdown, show
 
 ROOT = Path(__file__).parent.parent

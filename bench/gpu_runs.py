@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infuse.runtime.probe import matmul_rate
+from infuse.profile.probe import matmul_rate
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from infuse.ops import Case
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, VOCABULARY = 2048, 8192, 32, 8, 64, 128256
 ROWS = (1, 8, 512)

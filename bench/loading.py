@@ -22,7 +22,7 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.plan_bytes import parameter_bytes
+from infuse.plan.bytes import parameter_bytes
 from models import SHAPES, made
 from report import markdown, memory_bytes, show
 

@@ -25,8 +25,8 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.plan_bytes import parameter_bytes
-from infuse.runtime.probe import Bandwidth, MemoryReader, matmul_rate
+from infuse.plan.bytes import parameter_bytes
+from infuse.profile.probe import Bandwidth, MemoryReader, matmul_rate
 from report import in_turns, markdown, memory_bytes, probed, show
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.

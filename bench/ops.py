@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infuse.device import Device
 from infuse.ops import REFERENCE, Case, Op, registered
-from infuse.runtime.probe import Bandwidth, MemoryReader, matmul_rate, read_bandwidth
+from infuse.profile.probe import Bandwidth, MemoryReader, matmul_rate, read_bandwidth
 from llama_cases import LLAMA_CASES
 from report import in_turns, markdown, probed, show
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infuse.device import Device
-from infuse.runtime.probe import matmul_rate, read_bandwidth
+from infuse.profile.probe import matmul_rate, read_bandwidth
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -24,8 +24,8 @@ import transformers
 
 import infuse
 from infuse.device import cpu_features
-from infuse.plan import Plan
-from infuse.plan_formats import format_bytes, matrix_shape
+from infuse.plan.formats import format_bytes, matrix_shape
+from infuse.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # the examples are no package of the environment

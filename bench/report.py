@@ -16,8 +16,8 @@ from rich.table import Table
 
 import infuse
 from infuse.device import cpu_features
-from infuse.ops.cpu import isa
-from infuse.runtime.probe import Bandwidth
+from infuse.native import isa
+from infuse.profile.probe import Bandwidth
 
 
 def in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:

@@ -4,7 +4,7 @@
     engine(**inputs); engine.generate(**inputs)
 """
 
-from infuse.config import InferenceConfig
+from infuse.config.inference import InferenceConfig
 from infuse.engine import InferenceEngine, init_inference, plan
 from infuse.errors import (
     CheckpointError,

@@ -12,30 +12,30 @@ from rich.console import Console
 from torch import nn
 
 from infuse import interrupts, ops
-from infuse.apply import Progress, apply
-from infuse.config import InferenceConfig
+from infuse.apply.apply import Progress, apply
+from infuse.apply.load import load, load_values
+from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
+from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError, InfuseError, NotAvailable
+from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import QuantizedLinear, linears
-from infuse.load import load, load_values
 from infuse.logs import log, warn
 from infuse.ops.triton import tuning
 from infuse.parallel.join import all_or_none, join
 from infuse.parallel.mesh import Mesh
-from infuse.plan import BLOCK, LINEAR, Plan, make_plan
-from infuse.plan_bytes import parameter_bytes
-from infuse.plan_html import Report
-from infuse.plan_text import memory, title
-from infuse.runtime.capture import backend_for
-from infuse.runtime.profile import ForwardTimes, Profile
-from infuse.saved import check_folder, save
-from infuse.spec.foreign import offloaded, quantized_by
-from infuse.verify import decodes
+from infuse.plan.bytes import parameter_bytes
+from infuse.plan.decide import make_plan
+from infuse.plan.plan import Plan, Report, memory, title
+from infuse.plan.step import BLOCK, LINEAR
+from infuse.profile.profiler import ForwardTimes, Profile
+from infuse.proof.proof import decodes
+from infuse.shards.save import check_folder, save
 
 if TYPE_CHECKING:
-    from infuse.runtime.decode import GraphUse
+    from infuse.generate.install import GraphUse
 
 _KEPT_CACHES = 16  # this part of a GPU's memory may be caches that wait for the next call: 9 GB of an H200, where an 8B model's take 1 to 2
 
@@ -68,7 +68,7 @@ class InferenceEngine(nn.Module):
     plan: Plan
 
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
-        from infuse.runtime.decode import install  # here: it needs transformers' modelling, which takes seconds to import
+        from infuse.generate.install import install  # here: it needs transformers' modelling, which takes seconds to import
 
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
@@ -185,7 +185,7 @@ class InferenceEngine(nn.Module):
         if self._times is not None:
             self._times.stop()
             self._times = None
-        from infuse.runtime.decode import uninstall
+        from infuse.generate.install import uninstall
 
         uninstall(self.module, self._handles)
         self._handles = []
@@ -204,7 +204,7 @@ class InferenceEngine(nn.Module):
         if (steps or forward) and (why := self.group.why_not_captured(device.torch_device)):
             self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
-        from infuse.runtime.decode import GraphUse
+        from infuse.generate.install import GraphUse
 
         return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fake_graph import FakeBackend, FakeCaptured
 from torch import Tensor
 
-from infuse.parallel.collectives import Group
 from infuse.parallel.distributed import gathered_shape
+from infuse.parallel.group import Group
 
 _BACKEND: list[FakeBackend] = []  # the one whose captures there are: operations know no objects
 _REPLAYED: list[int] = [-1]

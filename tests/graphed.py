@@ -8,7 +8,7 @@ from fake_graph import FakeBackend
 from torch import nn
 
 import infuse
-from infuse.runtime.decode import GraphUse, install, uninstall
+from infuse.generate.install import GraphUse, install, uninstall
 
 
 def graphed(model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, dtype: str = "fp32") -> tuple[Any, FakeBackend]:

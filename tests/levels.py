@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infuse.ops.cpu import isa
+from infuse.native import isa
 
 LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx")  # as in ops/cpu/src/detect.cpp, lowest first
 TILED = ("avx512_bf16", "avx512_amx")  # those that multiply many rows, and attend with many queries, by tiles

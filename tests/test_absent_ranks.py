@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import RankDied, Ranks
 
 from infuse.errors import RankError
-from infuse.parallel.collectives import Group, make_group
+from infuse.parallel.group import Group, make_group
 from infuse.parallel.peers import Home
 from infuse.parallel.waiting import BEAT_S, PAUSE_S, Patience, RollCall, _keeper
 

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import infuse
-from infuse.apply import apply
-from infuse.config import InferenceConfig
+from infuse import native
+from infuse.apply.apply import apply
+from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.layers.block import Block
-from infuse.ops import Body, cpu, registered
-from infuse.plan import Plan, make_plan
+from infuse.ops import Body, registered
+from infuse.plan.decide import make_plan
+from infuse.plan.plan import Plan
 from infuse.quant.format import CPU_BLOCK_VALUES
 
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
@@ -125,13 +127,13 @@ def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys:
 @pytest.mark.parametrize("verify", ["sample", "off"])
 @pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
 def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any], verify: str) -> None:
-    ratio = peak_ratio(held, 2, BLOCK_BYTES if isinstance(cpu.kernels(), str) else 0, verify=verify, **keys)
+    ratio = peak_ratio(held, 2, BLOCK_BYTES if isinstance(native.kernels(), str) else 0, verify=verify, **keys)
     assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
 
 
 @pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
 def test_peak_memory_while_quantizing_by_the_references(held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
     ratio = peak_ratio(held, 2, BLOCK_BYTES, **keys)
     # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized in one part.
     assert 1 < ratio <= 1.5, f"{ratio:.2f} of the largest layer beyond the model and a block"

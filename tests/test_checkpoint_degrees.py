@@ -17,13 +17,13 @@ from test_checkpoints import bin_shards, description, file_glob, on_meta, output
 from torch import Tensor
 
 import infuse
-from infuse.parallel.shard import Cut
-from infuse.plan import Step
-from infuse.plan_bytes import parameter_bytes
-from infuse.saved_plan import _format_of_part
-from infuse.spec.packing import Fill
+from infuse.architectures.packing import Fill
+from infuse.parallel.slices import Cut
+from infuse.plan.bytes import parameter_bytes
+from infuse.plan.step import Step
+from infuse.shards.plan import _format_of_part
 from infuse.weights.names import placed
-from infuse.weights.shards import Shared
+from infuse.weights.saved_shards import Shared
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 TOLERANCE = 5e-5  # over the root mean square of the original's
@@ -224,26 +224,26 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, int]:
     for file in ("infuse.json", f"rank-{rank:02d}-of-02.safetensors"):
         shutil.copyfile(Path(folder) / file, own / file)
     opened: list[Checkpoint] = []
-    from infuse.weights import shards as module
+    from infuse.weights import saved_shards as module
 
     class Counted(module.SavedShards):
         def __init__(self, *args: Any):
             super().__init__(*args)
             opened.append(self)
 
-    import infuse.saved
+    import infuse.shards.save
     from infuse.quant.integer import IntegerFormat
 
     def refuse(self: Any, weight: Tensor) -> Any:
         assert weight.is_meta, "quantized again"
         return quantize(self, weight)
 
-    before, infuse.saved.SavedShards = infuse.saved.SavedShards, Counted
+    before, infuse.shards.save.SavedShards = infuse.shards.save.SavedShards, Counted
     quantize, IntegerFormat.quantize = IntegerFormat.quantize, refuse
     try:
         engine = engine_of(name, str(own))
     finally:
-        infuse.saved.SavedShards, IntegerFormat.quantize = before, quantize
+        infuse.shards.save.SavedShards, IntegerFormat.quantize = before, quantize
     assert not any(left.why.startswith("refused") for left in engine.plan.left)
     return outputs(engine, name), opened[0].bytes_read
 
@@ -267,7 +267,7 @@ def bytes_by_rank(name: str, folder: str, keys: dict) -> int:
     from infuse.weights.checkpoint import Checkpoint
 
     opened: list[Checkpoint] = []
-    check, load = Checkpoint.__init__, importlib.import_module("infuse.load")
+    check, load = Checkpoint.__init__, importlib.import_module("infuse.apply.load")
     sums, sampled = load.sampled_sums, 0
 
     def counted(self: Checkpoint, *args: Any) -> None:

@@ -18,10 +18,10 @@ from test_checkpoints import bin_shards, loaded, on_meta, outputs, safetensors_s
 from torch import nn
 
 import infuse
+from infuse import native
+from infuse.architectures import specs_for
+from infuse.architectures.layer import NoPosition, Rotary
 from infuse.layers.block import Block
-from infuse.ops import cpu
-from infuse.spec import specs_for
-from infuse.spec.layer import NoPosition, Rotary
 from infuse.weights.names import ModelReader
 
 PLAN = importlib.import_module("infuse.plan")
@@ -239,7 +239,7 @@ def test_buffers_that_cannot_be_computed_are_told(tmp_path: Path) -> None:
 )
 def test_a_broken_spec_is_refused(name: str, change: dict, keys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the layers that stay have the checkpoint's values."""
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
     live = BY_NAME[name].make()
     live.save_pretrained(tmp_path)
     monkeypatch.setattr(PLAN, "specs_for", lambda layer: tuple(spec.but(**change) for spec in specs_for(layer)))

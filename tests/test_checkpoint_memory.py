@@ -26,7 +26,7 @@ import json, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import infuse, infuse.deepspeed as deepspeed
-from infuse.plan_bytes import parameter_bytes
+from infuse.plan.bytes import parameter_bytes
 
 torch.set_num_threads(1)
 path, keys, shape = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])

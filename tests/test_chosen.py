@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, MinNewTokensLengthLogitsProcessor
 
 import infuse
-from infuse.runtime.choose import Processed, ends_of
+from infuse.graphs.choose import Processed, ends_of
 
 PROMPT, NEW = 9, 10
 

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, Llam
 from typer.testing import CliRunner
 
 import infuse
-from infuse.cli import app
-from infuse.cli_bench import Speed, table
+from infuse.cli.app import app
+from infuse.cli.bench import Speed, table
 from infuse.device import Device
-from infuse.ops.cpu import BINARY
+from infuse.native import BINARY
 
 TEXT = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n"
 PROMPT = "def add("
@@ -87,7 +87,7 @@ def test_version():
 
 def test_completion_can_be_shown():
     environment = {**os.environ, "_INFUSE_COMPLETE": "complete_bash", "COMP_WORDS": "infuse pl", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv = ['infuse']; from infuse.cli import app; app(prog_name='infuse')"
+    program = "import sys; sys.argv = ['infuse']; from infuse.cli.app import app; app(prog_name='infuse')"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["plan"], done.stderr
 
@@ -108,7 +108,7 @@ def test_build_says_where_the_kernels_are():
 
 
 def test_build_fails_with_the_reason(monkeypatch, tmp_path):
-    monkeypatch.setattr("infuse.ops.cpu.BINARY", tmp_path / "absent.so")
+    monkeypatch.setattr("infuse.native.BINARY", tmp_path / "absent.so")
     monkeypatch.setenv("INFUSE_BUILD", "0")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
     assert "INFUSE_BUILD=0" in run("build", code=1)[1]
@@ -173,7 +173,7 @@ def test_env_tells_versions_and_devices():
 
 def env_with(**variables):
     """What `infuse env` prints in a process of its own: the kernels are chosen once in each."""
-    command = [sys.executable, "-c", "from infuse.cli import app; app()", "env"]
+    command = [sys.executable, "-c", "from infuse.cli.app import app; app()", "env"]
     environment = {**os.environ, "COLUMNS": "200", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

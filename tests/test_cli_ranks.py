@@ -18,7 +18,7 @@ GENERATE = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32")
 
 def start(*arguments: object) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    command = [sys.executable, "-m", "infuse.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "infuse.cli.app", *map(str, arguments)]
     return subprocess.Popen(
         command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -21,9 +21,9 @@ from tolerance import assert_near
 from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.ops.cpu import kernels
-from infuse.parallel import collectives
-from infuse.parallel.collectives import LOCAL, Group, make_group
+from infuse.native import kernels
+from infuse.parallel import group as collectives
+from infuse.parallel.group import LOCAL, Group, make_group
 from infuse.parallel.peers import Home
 from infuse.parallel.shared_memory import FOLDER
 

@@ -8,8 +8,9 @@ import warnings
 import pytest
 import torch
 
-from infuse.config import InferenceConfig, parse_dtype
-from infuse.config_quant import ModuleQuant
+from infuse.config.inference import InferenceConfig
+from infuse.config.quant import ModuleQuant
+from infuse.config.values import parse_dtype
 from infuse.errors import ConfigError
 
 make = InferenceConfig.make

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from infuse.config import InferenceConfig
+from infuse.config.inference import InferenceConfig
 from infuse.errors import ConfigError
 
 make = InferenceConfig.make

@@ -7,10 +7,11 @@ import pickle
 import pytest
 import torch
 
-from infuse.config import WITHOUT_EFFECT, InferenceConfig, parse_format
+from infuse.config.inference import WITHOUT_EFFECT, InferenceConfig
+from infuse.config.values import parse_format
 from infuse.device import Device
 from infuse.errors import ConfigError
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 make = InferenceConfig.make
 

@@ -22,7 +22,7 @@ from tolerance import assert_near
 
 from infuse import ops
 from infuse.device import cpu_features
-from infuse.ops.cpu import described, isa, kernels
+from infuse.native import described, isa, kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 LEVEL = "avx512_amx"
@@ -191,7 +191,7 @@ def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: s
         compiler = torch_version = staticmethod(lambda: "")
 
     monkeypatch.setenv("INFUSE_CPU_ISA", "generic")
-    monkeypatch.setattr("infuse.ops.cpu.kernels", Binary)
+    monkeypatch.setattr("infuse.native.kernels", Binary)
     found = described()
     assert (LEVEL in found["C++ kernels"]) == (state != "unbuilt")
     assert found[f"  not {LEVEL}"].startswith(text) and found["  not avx512_bf16"] == "INFUSE_CPU_ISA=generic"

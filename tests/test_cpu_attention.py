@@ -14,7 +14,7 @@ from tolerance import assert_near
 from torch import Tensor
 
 from infuse import ops
-from infuse.ops.cpu import isa, kernels
+from infuse.native import isa, kernels
 
 REASON = kernels() if isinstance(kernels(), str) else ""
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)

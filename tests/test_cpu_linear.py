@@ -15,9 +15,10 @@ from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
 from infuse import ops
-from infuse.ops.cpu import CODES, DTYPES, isa, kernels
+from infuse.native import CODES, DTYPES, isa, kernels
 from infuse.quant.floating import pack_fp6
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from infuse import ops
 from infuse.errors import ConfigError
-from infuse.ops.cpu import DTYPES, isa, kernels
+from infuse.native import DTYPES, isa, kernels
 from infuse.ops.cpu.quantize import COPIED_VALUES
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 

@@ -16,7 +16,7 @@ import torch
 from levels import LEVELS, at_level
 from torch import Tensor
 
-from infuse.ops.cpu import DTYPES, isa, kernels
+from infuse.native import DTYPES, isa, kernels
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import infuse
 from infuse import ops
 from infuse.errors import ConfigError
-from infuse.ops.cpu import DTYPES, isa, kernels
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.native import DTYPES, isa, kernels
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import infuse
 import infuse.deepspeed as deepspeed
-from infuse.config import InferenceConfig
+from infuse.config.inference import InferenceConfig
 from infuse.deepspeed import module_inject
 from infuse.errors import ConfigError, NotAvailable
 

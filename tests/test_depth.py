@@ -18,14 +18,16 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
+from infuse import native
+from infuse.architectures import specs_for
+from infuse.architectures.layer import Rotary
 from infuse.errors import ProofError
 from infuse.layers import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
-from infuse.ops import Body, cpu, registered
-from infuse.plan import ATTENTION, BLOCK, LINEAR, Plan
-from infuse.spec import specs_for
-from infuse.spec.layer import Rotary
+from infuse.ops import Body, registered
+from infuse.plan.plan import Plan
+from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 
 PLAN = importlib.import_module("infuse.plan")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}
@@ -212,15 +214,15 @@ def test_no_hook_for_another_attention_that_was_asked_for(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
 
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """`kernels` remembers its answer."""
-    cpu.kernels.cache_clear()
+    native.kernels.cache_clear()
     yield
-    cpu.kernels.cache_clear()
+    native.kernels.cache_clear()
 
 
 def test_kernels_that_are_switched_off_decline(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,7 @@ def test_kernels_that_are_not_built_decline(asked_anew: None, monkeypatch: pytes
     monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
     monkeypatch.setenv("INFUSE_BUILD", "0")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu, "BINARY", tmp_path / "absent.so")
+    monkeypatch.setattr(native, "BINARY", tmp_path / "absent.so")
     check_declined("the C++ kernels are not built: INFUSE_BUILD=0")
 
 
@@ -240,7 +242,7 @@ def test_a_binary_that_does_not_load_declines(asked_anew: None, monkeypatch: pyt
     monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
     monkeypatch.setenv("INFUSE_BUILD", "0")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu, "BINARY", tmp_path / "broken.so")
+    monkeypatch.setattr(native, "BINARY", tmp_path / "broken.so")
     (tmp_path / "broken.so").write_bytes(b"no library")
     check_declined("the C++ kernels do not load: ")
 

@@ -14,10 +14,10 @@ from ranks import Ranks
 from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.parallel.collectives import Group, make_group
+from infuse.graphs.over_ranks import Together
 from infuse.parallel.distributed import Distributed
+from infuse.parallel.group import Group, make_group
 from infuse.parallel.waiting import BEAT_S
-from infuse.runtime.together import Together
 
 
 def device_group(monkey: pytest.MonkeyPatch, timeout_s: float = 30) -> Group:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "tensor_parallel.md").read_text(encoding="utf-8")
-PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse.cli"]}
+PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse.cli.app"]}
 
 
 def blocks() -> list[str]:

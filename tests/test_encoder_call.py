@@ -13,7 +13,7 @@ import infuse
 from infuse.layers import encoder_call
 from infuse.layers.block import Block
 from infuse.layers.encoder_call import EncoderCall
-from infuse.ops.cpu import isa, kernels
+from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))

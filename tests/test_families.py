@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
-from infuse.plan import Step
+from infuse.plan.step import Step
 
 # The largest difference over the root mean square of the original.
 TOLERANCE = 2e-5

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import infuse
+from infuse import native
 from infuse.layers.cache import KVCache
-from infuse.ops import cpu
 
 # One of each way in which positions reach a layer and q, k, v lie in memory.
 FAMILIES = ("llama", "gemma3", "gpt2", "gptj", "bloom", "falcon-7b", "gpt-neox", "opt", "mpt")
@@ -83,7 +83,7 @@ def test_a_mask_of_the_caller_is_taken_as_it_is(name: str) -> None:
 
 
 def test_nothing_accelerated_is_a_loud_warning_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")  # else a linear alone would gain something
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")  # else a linear alone would gain something
     with pytest.warns(UserWarning, match="NOTHING IS ACCELERATED in Sequential: .*linear"):
         engine = infuse.init_inference(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), dtype="fp32")
     assert engine.plan.steps == () and engine.plan.left

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.packing import PER_HEAD, Fill, Heads
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
-from infuse.parallel.shard import Cut
-from infuse.quant.format import quant_format
-from infuse.spec.packing import PER_HEAD, Fill, Heads
+from infuse.parallel.slices import Cut
+from infuse.quant.parse import quant_format
 from infuse.weights import fill as filling
 from infuse.weights import safetensors_file
 from infuse.weights.reader import LiveReader

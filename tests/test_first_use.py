@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from infuse.ops import cpu
-from infuse.ops.cpu import BINARY, build, first_use
+from infuse import native
+from infuse.native import BINARY, build, first_use
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [
@@ -83,18 +83,18 @@ def end(process: subprocess.Popen) -> tuple[str, str]:
     return out, err
 
 
-USE = "from infuse.ops import cpu; assert 'site' in cpu.__file__, cpu.__file__; print(cpu.isa())"
+USE = "from infuse import native; assert 'site' in native.__file__, cpu.__file__; print(native.isa())"
 
 
 def test_processes_that_start_together_build_once_and_the_next_finds_it(compiler: Path, installed: Path) -> None:
     told = [end(process) for process in [start(installed, USE) for _ in range(3)]]
-    assert {out.strip() for out, _ in told} == {cpu.isa()}
+    assert {out.strip() for out, _ in told} == {native.isa()}
     assert sum("building the C++ kernels" in err for _, err in told) == 1 and links(compiler) == 1
-    assert end(start(installed, USE)) == (f"{cpu.isa()}\n", "") and links(compiler) == 1
+    assert end(start(installed, USE)) == (f"{native.isa()}\n", "") and links(compiler) == 1
 
 
 def test_neither_the_import_nor_env_builds(compiler: Path, installed: Path) -> None:
-    out, err = end(start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli import app; app()"))
+    out, err = end(start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli.app import app; app()"))
     assert not links(compiler) and "building" not in err
     assert "not built yet" in out and "stand-in" not in out and "infuse build" in " ".join(out.split())
 
@@ -166,9 +166,9 @@ def test_an_interrupted_build_leaves_nothing_behind(compiler: Path, monkeypatch:
 
 def test_a_library_that_does_not_load_here_is_built_here(compiler: Path, installed: Path) -> None:
     """As a wheel's on a system that is older than it."""
-    (installed / "infuse/ops/cpu/_kernels.so").write_bytes(b"no library")
+    (installed / "infuse/native/_kernels.so").write_bytes(b"no library")
     out, err = end(start(installed, USE))
-    assert out.strip() == cpu.isa() and "building" in err and links(compiler) == 1
+    assert out.strip() == native.isa() and "building" in err and links(compiler) == 1
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_installed_without_pytorch_in_the_build(compiler: Path, tmp_path: Path) 
     site = next(fresh.glob("lib/python*/site-packages/infuse"))
     assert not list(site.rglob("_kernels.so")) and (site / "py.typed").exists() and (site / "ops/cpu/src/kernels.cpp").exists()
     out = subprocess.run([python, "-c", USE.replace("'site'", "'fresh'")], **run).stdout
-    assert out.decode().strip() == cpu.isa() and links(compiler) == 1
+    assert out.decode().strip() == native.isa() and links(compiler) == 1
 
 
 @pytest.mark.slow
@@ -198,8 +198,8 @@ def test_the_compiler_builds_what_loads(tmp_path: Path, installed: Path, monkeyp
     monkeypatch.setenv("CXXFLAGS", "-O0")  # compiles in a quarter of the time
     if reason := build.why_not(first_use._torch()):
         pytest.skip(reason)
-    build_command = "import sys; sys.argv = ['infuse', 'build']; from infuse.cli import app; app()"
+    build_command = "import sys; sys.argv = ['infuse', 'build']; from infuse.cli.app import app; app()"
     out, err = end(start(installed, build_command))
     assert "_kernels.so" in out and "building" in err
     started = time.time()
-    assert end(start(installed, USE)) == (f"{cpu.isa()}\n", "") and time.time() - started < 60
+    assert end(start(installed, USE)) == (f"{native.isa()}\n", "") and time.time() - started < 60

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import infuse
 from infuse.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
-from infuse.plan import BLOCK, LINEAR
-from infuse.plan_formats import linears_of
-from infuse.quant.format import quant_format
+from infuse.plan.formats import linears_of
+from infuse.plan.step import BLOCK, LINEAR
+from infuse.quant.parse import quant_format
 
 FAMILIES = ("llama", "gpt2", "bloom", "falcon-7b", "falcon-40b", "bert")
 FORMATS = ("int8", "int8:row", "int4:32", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")

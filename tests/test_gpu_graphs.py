@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infuse
-from infuse.runtime.buckets import Buckets
-from infuse.runtime.capture import CudaBackend
-from infuse.runtime.graph import Graphs, LocalGraph
+from infuse.graphs.buckets import Buckets
+from infuse.graphs.capture import CudaBackend
+from infuse.graphs.graph import Graphs, LocalGraph
 
 pytestmark = needs_gpu
 
@@ -92,7 +92,7 @@ def test_decode_steps_are_captured(name: str) -> None:
 
 
 def test_batches_lengths_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infuse.runtime.decode._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
     original, engine = llama(), infuse.init_inference(llama(), dtype="fp32")
     for batch, tokens, new in ((2, 5, 20), (1, 40, 9), (3, 3, 110), (1, 70, 12), (2, 5, 3), (3, 60, 60), (2, 5, 1)):
         given = moved(inputs(BY_NAME["llama"], batch=batch, tokens=tokens, padding="left"))

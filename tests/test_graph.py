@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from infuse.runtime.bucket import Bucket, _Step
-from infuse.runtime.capture import backend_for
-from infuse.runtime.graph import Graphs, LocalGraph, Places
-from infuse.runtime.signature import Unsupported, blank, rebuilt, signature
+from infuse.graphs.bucket import Bucket, _Step
+from infuse.graphs.capture import backend_for
+from infuse.graphs.graph import Graphs, LocalGraph, Places
+from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 Pair = namedtuple("Pair", "first second")
 

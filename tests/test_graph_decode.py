@@ -24,11 +24,11 @@ from graphed import graphed
 from torch import Tensor, nn
 
 import infuse
+from infuse.graphs import bucket as buckets_module
+from infuse.graphs.buckets import Buckets
+from infuse.graphs.choose import fused_settings
+from infuse.graphs.device_loop import TOKENS_AHEAD
 from infuse.layers.cache import KVCache
-from infuse.runtime import bucket as buckets_module
-from infuse.runtime.buckets import Buckets
-from infuse.runtime.choose import fused_settings
-from infuse.runtime.device_loop import TOKENS_AHEAD
 
 NAMES = (
     "llama", "gpt2", "bloom", "gemma2", "qwen3", "falcon-7b", "falcon-rw", "mistral", "opt", "gpt-neo", "gptj", "llama-yarn", "phi",
@@ -279,7 +279,7 @@ def test_streamers_that_take_batches() -> None:
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma2", "gpt-neo"])
 def test_growing_changes_the_bucket(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is for 20 tokens more than the prompt at first: 64, then 128 in the middle of eight steps."""
-    monkeypatch.setattr("infuse.runtime.decode._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
     engine, backend = graphed(made(name))
     ends = rows_of(name, **padded(name), max_new_tokens=110)[1][90]
     for mode in (dict(), dict(repetition_penalty=1.3), dict(eos_token_id=ends, pad_token_id=0), dict(no_repeat_ngram_size=3), dict()):
@@ -398,7 +398,7 @@ def test_a_model_that_reads_the_device_goes_on_without(mode: dict[str, Any], pad
 @pytest.mark.parametrize("at", [0, 1, 2, 12, 60])
 def test_a_step_that_fails_later(at: int, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture in a grown bucket fails, or a step does: the tokens so far stay, and rows that had ended stay ended."""
-    monkeypatch.setattr("infuse.runtime.decode._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
     engine, backend = graphed(made("llama"))
     rows = rows_of("llama", **padded(), max_new_tokens=80)
     steps = 0

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 import infuse
 from infuse.errors import InfuseError, OutOfMemory
-from infuse.runtime.decode import uninstall
+from infuse.generate.install import uninstall
 
 
 def tensors(output: Any) -> list[Tensor]:

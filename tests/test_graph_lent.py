@@ -18,10 +18,10 @@ from test_graph_decode import PROMPT, made, original, padded, rows_of, same, see
 from transformers import DynamicCache
 
 import infuse
+from infuse.graphs.bucket import Bucket
+from infuse.graphs.device_loop import Run
+from infuse.graphs.graphed_cache import LentCache
 from infuse.layers.cache import KVCache, KVSlot
-from infuse.runtime.bucket import Bucket
-from infuse.runtime.device_loop import Run
-from infuse.runtime.lent import LentCache
 
 WARM = 2
 BEAMS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_beams_that_end(early: Any) -> None:
 
 
 def test_beams_grow_into_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infuse.runtime.decode._PREPARED_TOKENS", 20)
+    monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
     engine, backend = graphed(made("llama"))
     for call in (1, 2):
         same("llama", engine, **padded(), max_new_tokens=90, num_beams=2)

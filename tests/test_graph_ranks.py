@@ -23,8 +23,8 @@ from test_rank_faults import engine_of
 from torch import Tensor
 
 import infuse
-from infuse.runtime.decode import GraphUse, install, uninstall
-from infuse.runtime.together import Together
+from infuse.generate.install import GraphUse, install, uninstall
+from infuse.graphs.over_ranks import Together
 
 NEW = 14
 

@@ -24,13 +24,13 @@ from test_checkpoints import bin_shards, on_meta, safetensors_shards
 from torch import nn
 
 import infuse
-from infuse.config import Checkpoint as CheckpointKeys
-from infuse.config import InferenceConfig, Moe, TensorParallel
-from infuse.config_quant import ModuleQuant, Quant, WeightQuant
+from infuse.config.inference import Checkpoint as CheckpointKeys
+from infuse.config.inference import InferenceConfig, Moe, TensorParallel
+from infuse.config.quant import ModuleQuant, Quant, WeightQuant
+from infuse.shards.files import SEAL, seal
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.names import model_reader
 from infuse.weights.sources import find_files
-from infuse.weights.writer import SEAL, seal
 
 DEEP = 100_000  # levels of JSON, beyond every parser's recursion limit
 JUNK = [

@@ -13,31 +13,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "infuse"
 
-# Module or package → level. A file config_keys.py belongs to config; a module of a package has its package's level.
-LEVELS = {
-    "errors": 0, "interrupts": 0, "device": 0, "logs": 0, "pages": 0,
-    "quant": 1, "parallel": 1, "runtime.graph": 1, "runtime.capture": 1, "runtime.signature": 1,
-    "ops": 2,
-    "spec": 3, "runtime.probe": 3, "runtime.profile": 3, "parallel.collectives": 3, "parallel.shared_memory": 3, "parallel.join": 3,
-    "layers": 4, "weights": 4,
-    "config": 5,
-    "plan": 6,
-    "in_dtype": 0, "verify": 7, "apply": 7, "saved": 7, "load": 7,
-    "runtime.choose": 8, "runtime.bucket": 8, "runtime.buckets": 8, "runtime.device_loop": 8, "runtime.loop": 8, "runtime.decode": 8,
-    "runtime.forward": 8, "runtime.continuous": 8,
-    "runtime.agreement": 8, "runtime.lent": 8, "runtime.together": 8, "runtime.straight": 8, "runtime.course": 1,
-    "engine": 8,
-    "__init__": 9, "deepspeed": 9, "cli": 9,
-}
-# The imports between different rooms of one level: (who, whom).
-NEIGHBOURS = {
-    ("apply", "verify"), ("apply", "saved"), ("load", "apply"), ("load", "saved"), ("engine", "runtime.decode"),
-    ("deepspeed", "__init__"), ("cli", "__init__"), ("device", "errors"),
-}
+# Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from each other.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "interrupts", "logs", "device", "memory", "dtype_cast", "native"),
+    ("quant", "parallel"),
+    ("ops", "config", "architectures"),
+    ("layers", "weights", "unknown", "profile"),
+    ("plan", "graphs"),
+    ("proof", "shards", "generate"),
+    ("apply",),
+    ("engine",),
+    ("__init__", "deepspeed", "cli"),
+)
+LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli.py", "cli_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "runtime/agreement.py", "runtime/choose.py",
-    "runtime/decode.py", "runtime/loop.py", "runtime/straight.py", "verify.py", "weights/names.py",
+    "cli/app.py", "cli/model_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "generate/same_inputs.py", "graphs/choose.py",
+    "generate/install.py", "generate/loop.py", "generate/straight.py", "proof/proof.py", "weights/names.py",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60  # a file holds one idea; a longer one is worth a look
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
@@ -55,15 +47,8 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(HOUSE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def key_of(module: str) -> str | None:
-    """The key of LEVELS that covers a module; of runtime, only its modules have levels."""
-    parts = module.split(".")
-    names = [".".join(parts[:2]), parts[0], parts[0].partition("_")[0] if not module.startswith("_") else module]
-    return next((name for name in names if name in LEVELS), None)
-
-
 def room_of(module: str) -> str:
-    return module.split(".")[0].partition("_")[0] if not module.startswith("_") else module
+    return module.partition(".")[0]
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -89,28 +74,38 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_go_downwards(path):
+def test_imports_go_downwards(path: Path) -> None:
     importer = module_of(path)
-    if importer == "runtime":
-        assert not list(imported_modules(path)), "runtime/__init__.py has no level: it must import nothing of the house"
-        return
-    assert key_of(importer), f"give {importer} a level in LEVELS"
+    assert room_of(importer) in LEVELS, f"give {room_of(importer)} a floor"
     for target in imported_modules(path):
-        if target == importer:
-            continue
-        upper, lower = key_of(importer), key_of(target)
-        assert lower, f"{importer} imports {target}, which has no level"
-        same = room_of(importer) == room_of(target) and LEVELS[upper] == LEVELS[lower]
-        allowed = LEVELS[lower] < LEVELS[upper] or same or (upper, lower) in NEIGHBOURS
+        upper, lower = room_of(importer), room_of(target)
+        ground = LEVELS[lower] == LEVELS[upper] == 0
+        face = LEVELS[upper] == len(FLOORS) - 1 and lower == "__init__"
+        allowed = LEVELS[lower] < LEVELS[upper] or upper == lower or ground or face
         assert allowed, f"{importer} (level {LEVELS[upper]}) imports {target} (level {LEVELS[lower]})"
 
 
-def test_the_resolution_of_imports():
-    """The test above judges what `imported_modules` finds: on these files that is known."""
-    assert {"config_keys", "config_values", "device", "errors"} <= set(imported_modules(HOUSE / "config.py"))
-    assert "__init__" in set(imported_modules(HOUSE / "cli.py"))
+def test_there_are_no_circles() -> None:
+    """Also none inside a room, and none that only type checkers or functions see."""
+    below = {module_of(path): set(imported_modules(path)) - {module_of(path)} for path in FILES}
+    while free := [module for module, targets in below.items() if not targets & below.keys()]:
+        for module in free:
+            del below[module]
+    assert not below, f"circles among {sorted(below)}"
+
+
+def test_no_files_share_a_prefix() -> None:
+    """plan_text.py beside plan.py would be a folder that is not there."""
+    for path in (path for path in FILES if "ops" not in path.parts):  # there, an op is named by what it computes
+        first = path.stem.partition("_")[0]
+        assert path.stem == first or not (path.parent / f"{first}.py").exists(), f"{path} belongs into a folder {first}/"
+
+
+def test_the_resolution_of_imports() -> None:
+    """The tests above judge what `imported_modules` finds: on these files that is known."""
+    assert {"config.keys", "config.values", "device", "errors"} <= set(imported_modules(HOUSE / "config" / "inference.py"))
+    assert "__init__" in set(imported_modules(HOUSE / "cli" / "app.py"))
     assert "ops.op" in set(imported_modules(HOUSE / "ops" / "norm.py"))
-    assert (key_of("ops.cpu.linear"), key_of("config_keys"), key_of("runtime"), key_of("__init__")) == ("ops", "config", None, "__init__")
 
 
 def test_transformers_is_imported_in_few_files():
@@ -157,7 +152,7 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_library_code_neither_prints_nor_exits(path):
-    if path == HOUSE / "cli.py":
+    if path == HOUSE / "cli" / "app.py":
         return
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import infuse
 from infuse.layers.linear import QuantizedLinear
-from infuse.plan import Plan
-from infuse.verify_in_place import find_callers
+from infuse.plan.plan import Plan
+from infuse.proof.in_place import find_callers
 
 WIDTH = 32
 

@@ -17,14 +17,14 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
+from infuse.architectures.layer import AttentionShape, LayerShape, MLPShape, NormShape
 from infuse.layers import one_call
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
 from infuse.layers.one_call import OneCall
-from infuse.ops.cpu import kernels
+from infuse.native import kernels
 from infuse.ops.cpu.layer import LayerForm, LinearForm, NormForm
-from infuse.spec.layer import AttentionShape, LayerShape, MLPShape, NormShape
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for each head.

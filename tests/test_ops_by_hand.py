@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from infuse import ops
+from infuse.architectures.activations import ACTIVATIONS
 from infuse.device import Device
-from infuse.ops import ACTIVATIONS, Case, registered
+from infuse.ops import Case, registered
 
 
 def cases(name: str) -> list[Case]:

@@ -11,9 +11,9 @@ from families import BY_NAME
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from infuse.parallel.shard import Cut
-from infuse.spec import bind_any, specs_for
-from infuse.spec.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, strips
+from infuse.architectures import bind_any, specs_for
+from infuse.architectures.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, strips
+from infuse.parallel.slices import Cut
 
 HEADS = {
     BLOCKS: (Heads(4, 4, 6), Heads(6, 2, 5), Heads(5, 1, 3)),

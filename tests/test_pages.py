@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infuse import pages
+from infuse import memory
 
 
 def huge_kilobytes() -> int:
@@ -22,14 +22,14 @@ def huge_kilobytes() -> int:
 def test_copies_are_equal_and_contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     source = torch.randint(-100, 100, shape).float()
     for given in (source, source.flip(0), source.t() if source.dim() == 2 else source):
-        found = pages.copied(given, dtype)
+        found = memory.copied(given, dtype)
         assert found.dtype == dtype and torch.equal(found, given.to(dtype))
-        assert found.is_contiguous() or found.nbytes < pages.LEAST_BYTES or not pages.given()
+        assert found.is_contiguous() or found.nbytes < memory.LEAST_BYTES or not memory.given()
 
 
 def test_what_is_small_and_fits_is_not_copied() -> None:
     source = torch.randn(16, 16)
-    assert pages.copied(source, torch.float32) is source
+    assert memory.copied(source, torch.float32) is source
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -41,13 +41,13 @@ def test_large_pages_are_given() -> None:
     if (granted := huge_kilobytes() - before) < size // 1024 // 2:
         pytest.skip(f"the system gave {granted} kB on large pages to one who asked for {size // 1024}")
     source, kept = torch.ones(size // 4), []
-    for make in (lambda: pages.empty((size,), torch.int8).fill_(1), lambda: pages.copied(source, torch.float32)):
+    for make in (lambda: memory.empty((size,), torch.int8).fill_(1), lambda: memory.copied(source, torch.float32)):
         before = huge_kilobytes()
         kept.append(make())
         assert huge_kilobytes() - before >= size // 1024 // 2
 
 
 def test_nothing_is_copied_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "given", lambda: False)
+    monkeypatch.setattr(memory, "given", lambda: False)
     source = torch.randn(1 << 21)
-    assert pages.copied(source, torch.float32) is source
+    assert memory.copied(source, torch.float32) is source

@@ -17,14 +17,16 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
-from infuse.apply import apply
-from infuse.config import InferenceConfig
+from infuse import native
+from infuse.apply.apply import apply
+from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ConfigError
-from infuse.ops import cpu
 from infuse.parallel.mesh import Mesh
-from infuse.plan import ATTENTION, BLOCK, EMBEDDING, LINEAR, Plan, make_plan
-from infuse.quant.format import quant_format
+from infuse.plan.decide import make_plan
+from infuse.plan.plan import Plan
+from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR
+from infuse.quant.parse import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -119,7 +121,7 @@ def text_of(plan: Plan) -> str:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler: PyTorch's own linear is the best there is."""
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
 
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
@@ -136,7 +138,7 @@ def test_text_tells_of_who_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     from infuse.ops import Body, registered
 
     declines = Body("cpu", lambda x, weight, bias: x, lambda device, dtype: f"wants avx2, {device.name} it is")
-    monkeypatch.setattr(cpu, "kernels", lambda: "wants avx2, without extensions it is")
+    monkeypatch.setattr(native, "kernels", lambda: "wants avx2, without extensions it is")
     monkeypatch.setitem(registered()["linear"].bodies, "cpu", declines)
     plan = plan_of(family("llama")(), dtype="fp32")
     assert ("linear", "cpu", "wants avx2, without extensions it is") in plan.declined
@@ -298,15 +300,15 @@ def test_blocks_and_linears_live_in_one_plan() -> None:
 
 
 if __name__ == "__main__":
-    cpu.kernels = lambda: "not built here"  # type: ignore[assignment]
+    native.kernels = lambda: "not built here"  # type: ignore[assignment]
     for name, (make, keys) in GOLDEN_PLANS.items():
         (GOLDEN / f"{name}.txt").write_text(text_of(plan_of(make(), **keys)), encoding="utf-8")
 
 
 def test_formats_that_a_body_leaves_to_the_reference_are_told() -> None:
     """Groups of 6 cut the words of four codes that the C++ body reads; groups of 8 do not."""
-    if isinstance(cpu.kernels(), str):
-        pytest.skip(cpu.kernels())
+    if isinstance(native.kernels(), str):
+        pytest.skip(native.kernels())
     told, silent = (str(plan_of(family("llama")(), quant=f"int8:{size}")) for size in (6, 8))
     assert "declined  cpu, for quantized_linear: int8:6: groups of 6 are not multiples of 4" in told
     assert "for quantized_linear" not in silent

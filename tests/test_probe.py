@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infuse.ops.cpu import isa, kernels
-from infuse.runtime import probe
+from infuse.native import isa, kernels
+from infuse.profile import probe
 
 # In words: none, tails of the unrolled loop, several pieces (of 4 MiB) with a tail.
 WORDS = (0, 1, 15, 16, 17, 127, (1 << 19) + 3, (1 << 20) + 16)

@@ -13,23 +13,25 @@ from families import BY_NAME, inputs
 from tolerance import assert_near
 from torch import Tensor, nn
 
-from infuse.apply import apply
-from infuse.config import InferenceConfig
+from infuse import native
+from infuse.apply.apply import apply
+from infuse.architectures import specs_for
+from infuse.architectures.layer import LAYER, PARALLEL, PRE, SANDWICH, Act, GatedMLP, LayerSpec, NoPosition, Norm, Packed, Rotary, Separate
+from infuse.architectures.packing import BLOCKS, PER_HEAD
+from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ProofError
 from infuse.layers.attention import Attention
 from infuse.layers.block import Block
-from infuse.ops import Body, cpu, registered
-from infuse.plan import Plan, make_plan
-from infuse.spec import specs_for
-from infuse.spec.layer import LAYER, PARALLEL, PRE, SANDWICH, Act, GatedMLP, LayerSpec, NoPosition, Norm, Packed, Rotary, Separate
-from infuse.spec.packing import BLOCKS, PER_HEAD
+from infuse.ops import Body, registered
+from infuse.plan.decide import make_plan
+from infuse.plan.plan import Plan
 
 
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without C++ bodies a refused block has nothing to gain at the next depth: the model stays exactly what it was."""
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
 
 
 # The modules: `infuse.plan` as an attribute is the function.

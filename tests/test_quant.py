@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
-from infuse.quant.format import ERROR_LENGTHS, QuantFormat, quant_format
+from infuse.quant.format import ERROR_LENGTHS, QuantFormat
 from infuse.quant.integer import pack_int4, unpack_int4
+from infuse.quant.parse import quant_format
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
 KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_quant import normal, relative_error, round_trip, weights
 
 from infuse.quant.floating import ERRORS, FloatFormat, pack_fp6, unpack_fp6
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 NAMES = ("fp8", "fp6")
 # exponent bits, mantissa bits, bias, largest value, as the formats' definitions have them (fp8: OCP FP8 E4M3; fp6: OCP MX FP6 E3M2)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_quant import KINDS, normal, round_trip
 
 from infuse.errors import ConfigError
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 GROUPED = [kind.format(8) for kind in KINDS]
 TEXTS = [kind.format(size) for kind in KINDS for size in (8, "row", "groups=6")]

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from bench import quality
-from infuse.quant.format import quant_format
 from infuse.quant.integer import INT4_CLIPS, INT8_LARGEST, INT8_SPANS
+from infuse.quant.parse import quant_format
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from families import BY_NAME, inputs
 from torch import Tensor, nn
 
 import infuse
-from infuse.spec.foreign import offloaded, quantized_by
+from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 
 LLAMA = BY_NAME["llama"]
 

@@ -18,14 +18,13 @@ from test_checkpoints import on_meta, outputs
 from torch import nn
 
 import infuse
-import infuse.saved
 from infuse.layers.linear import QuantizedLinear
-from infuse.plan_bytes import parameter_bytes
+from infuse.plan.bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
+from infuse.shards.files import FORMAT, SEAL, Bundle, seal, write_safetensors
 from infuse.weights import safetensors_file
 from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
-from infuse.weights.writer import FORMAT, SEAL, Bundle, seal, write_safetensors
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 FORMATS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16:asymmetric")]

@@ -20,10 +20,10 @@ from torch import Tensor
 from unknown_models import make
 
 import infuse
-from infuse.plan import SPLIT
-from infuse.saved_index import read_index
+from infuse.plan.step import SPLIT
+from infuse.shards.index import read_index
 from infuse.weights.names import placed
-from infuse.weights.shards import SavedShards
+from infuse.weights.saved_shards import SavedShards
 from infuse.weights.sources import Files
 
 TOLERANCE = 5e-5  # over the root mean square of what the engine gave that saved
@@ -161,14 +161,14 @@ def test_encoders_and_decoders(tmp_path: Path, ranks: Ranks) -> None:
 
 def read_alone(name: str, folder: str) -> tuple[Tensor, Tensor]:
     """Where no other rank's file is; nothing is quantized, nothing is proven."""
-    import infuse.apply
+    import infuse.apply.apply
     from infuse.quant.integer import IntegerFormat
 
     own = Path(folder) / f"only-{dist.get_rank()}"
     own.mkdir()
     for file in ("infuse.json", f"rank-{dist.get_rank():02d}-of-02.safetensors"):
         shutil.copyfile(Path(folder) / file, own / file)
-    quantize, proven = IntegerFormat.quantize, infuse.apply.proven
+    quantize, proven = IntegerFormat.quantize, infuse.apply.apply.proven
 
     def refuse(self: Any, weight: Tensor) -> Any:
         assert weight.is_meta, "quantized again"
@@ -177,11 +177,11 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, Tensor]:
     def never(*args: Any) -> Any:
         raise AssertionError("proven again")
 
-    IntegerFormat.quantize, infuse.apply.proven = refuse, never  # type: ignore[method-assign]
+    IntegerFormat.quantize, infuse.apply.apply.proven = refuse, never  # type: ignore[method-assign]
     try:
         return answers(engine_of(name, str(own), {}), name)
     finally:
-        IntegerFormat.quantize, infuse.apply.proven = quantize, proven  # type: ignore[method-assign]
+        IntegerFormat.quantize, infuse.apply.apply.proven = quantize, proven  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("keys", [{}, INT8, {"quant": "int8:16"}], ids=str)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infuse.parallel.shard import split, split_heads
+from infuse.parallel.slices import split, split_heads
 
 SIZES = st.integers(1, 9)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unknown_models import make
 
 import infuse
-from infuse.plan_bytes import parameter_bytes
+from infuse.plan.bytes import parameter_bytes
 
 LLAMA = BY_NAME["llama"]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
+from infuse.architectures import SPECS, Bound, bind_any, specs_for
+from infuse.architectures.layer import LayerSpec
 from infuse.errors import SpecMismatch
-from infuse.spec import SPECS, Bound, bind_any, specs_for
-from infuse.spec.layer import LayerSpec
 
 NAMES = [family.name for family in FAMILIES]
 

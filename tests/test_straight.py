@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 import infuse
+from infuse.generate import straight as straight_module
+from infuse.generate.course import Course, Record
+from infuse.generate.straight import Straight
 from infuse.layers.cache import KVCache
-from infuse.runtime import straight as straight_module
-from infuse.runtime.course import Course, Record
-from infuse.runtime.straight import Straight
 
 # The others make a mask or a bias of their own at every step, or compute outside of modules: scaled embeddings, learned positions, logits.
 STRAIGHT = {

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import infuse
 from infuse.parallel import join
-from infuse.parallel.collectives import make_group
-from infuse.plan import BLOCK, SPLIT
+from infuse.parallel.group import make_group
+from infuse.plan.step import BLOCK, SPLIT
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infuse import ops
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infuse.ops.cpu import BINARY, isa, kernels
+from infuse.native import BINARY, isa, kernels
 
 ROOT = Path(__file__).parent.parent
 built = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))

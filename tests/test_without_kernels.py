@@ -12,11 +12,13 @@ from families import BY_NAME
 from torch import Tensor, nn
 
 import infuse
+from infuse import native
 from infuse.device import Device
 from infuse.layers.linear import QuantizedLinear
-from infuse.ops import HELD, cpu, registered
-from infuse.plan_bytes import parameter_bytes
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.ops import HELD, registered
+from infuse.plan.bytes import parameter_bytes
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 FORMATS = ("int8", "int8:row", "int8:64:asymmetric", "int4", "int4:row:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
 IDS = torch.arange(3, 12)[None]
@@ -24,7 +26,7 @@ IDS = torch.arange(3, 12)[None]
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "kernels", lambda: "not built here")
+    monkeypatch.setattr(native, "kernels", lambda: "not built here")
 
 
 @pytest.fixture
@@ -93,8 +95,8 @@ def test_too_little_memory_is_a_loud_warning(no_kernels: None, little_memory: No
 
 
 def test_with_kernels_nothing_is_said(recwarn: pytest.WarningsRecorder) -> None:
-    if isinstance(cpu.kernels(), str):
-        pytest.skip(cpu.kernels())
+    if isinstance(native.kernels(), str):
+        pytest.skip(native.kernels())
     infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.bfloat16, quant="int8:16")
     assert not [str(one.message) for one in recwarn if "kernels" in str(one.message)]
 

@@ -8,7 +8,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 # Of the largest value of a result, element by element. float64, float32: sums of some hundred terms in another order.
 # 16 bits: two roundings inside and one at the end, in units of 2**-8 (bfloat16) or 2**-11 (float16).

@@ -21,7 +21,8 @@ from torch import Tensor
 from infuse import ops
 from infuse.ops import Case, registered
 from infuse.ops.triton import configurations, tuning
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,8 +11,8 @@ from graphed import graphed
 from test_graph_decode import made, padded, same
 
 from infuse import ops
+from infuse.graphs import bucket
 from infuse.layers.attention import Attention
-from infuse.runtime import bucket
 
 
 def taking_tensors(module: Attention) -> None:

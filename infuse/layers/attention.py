@@ -6,22 +6,23 @@ Suffixes: B batch, T new tokens, L keys, N all heads (H query + 2 K key/value), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.layer import AttentionShape, NormShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.combine import Combine
+from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, make_linear, product
 from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.layers.position import Positions, make_positions
-from infuse.parallel.collectives import LOCAL, Group
-from infuse.spec.layer import AttentionShape, NormShape
+from infuse.parallel.group import LOCAL, Group
 
 
 def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
@@ -30,42 +31,6 @@ def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
         if norm is not None:
             names.append("rms_norm" if norm.kind == "rms" else "layer_norm")
     return tuple(dict.fromkeys(names))
-
-
-class Packed(NamedTuple):
-    """The real tokens of a padded batch, by their rows in [B T]: norms and linears then run on these alone."""
-
-    rows: Tensor
-    batch: int
-    tokens: int
-
-    def taken(self, x_BTC: Tensor) -> Tensor:
-        """[B, T, C] → the real tokens, [1, N, C]."""
-        return x_BTC.flatten(0, 1).index_select(0, self.rows)[None]
-
-    def spread(self, x_1NC: Tensor) -> Tensor:
-        """The inverse, with zeros in place of the padding."""
-        full = x_1NC.new_zeros(self.batch * self.tokens, x_1NC.shape[-1])
-        return full.index_copy_(0, self.rows, x_1NC[0]).view(self.batch, self.tokens, -1)
-
-
-class Inputs(NamedTuple):
-    """What the model passed to the layer for this call, as it is.
-
-    `more` is None where our own op computes the attention. Where the function that the config names does, it holds every keyword argument
-    that the layer itself does not consume.
-    """
-
-    mask: Tensor | None
-    cache: Any
-    position_embeddings: tuple[Tensor, Tensor] | None
-    position_ids: Tensor | None
-    bias: Tensor | None
-    causal: bool | None
-    want_weights: bool
-    heads: int
-    packed: Packed | None = None
-    more: Mapping[str, Any] | None = None
 
 
 class Attention(Pickled):

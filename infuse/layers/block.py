@@ -24,19 +24,20 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.layers.attention import Attention, Inputs, Packed, attention_ops
+from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
+from infuse.layers.attention import Attention, attention_ops
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
+from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import all_are_heard, direct, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm, norm_ops
 from infuse.layers.one_call import make_one_call
-from infuse.parallel.collectives import LOCAL, Group
-from infuse.spec.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
+from infuse.parallel.group import LOCAL, Group
 
 # Taking the tokens out and putting them back costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16

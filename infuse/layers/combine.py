@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from infuse.parallel.collectives import Group
+from infuse.parallel.group import Group
 
 Combine = Callable[[Tensor], Tensor]
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.plain import EmbeddingShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.combine import Combine
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
 from infuse.layers.pickling import Pickled
-from infuse.quant.format import QuantizedWeight, quant_format
-from infuse.spec.unknown import EmbeddingShape
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 
 class QuantizedEmbedding(InferenceModule, Pickled):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.layers.attention import Inputs
+from infuse.architectures.layer import POST, PRE, LayerShape, NoPosition
+from infuse.layers.inputs import Inputs
 from infuse.layers.one_call import OneCall, one_call_takes
 from infuse.ops.cpu.layer import encoder_layer
 from infuse.ops.cpu.linear import takes_tiles
-from infuse.spec.layer import POST, PRE, LayerShape, NoPosition
 
 
 class EncoderCall(OneCall):

@@ -17,7 +17,8 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.ops.op import Body
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 
 def direct(module: nn.Module, x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.layer import MLPShape
 from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, direct, fuses, make_linear, product, untouched
 from infuse.layers.pickling import Pickled
-from infuse.spec.layer import MLPShape
 
 
 def mlp_ops(shape: MLPShape) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.layer import RMS, NormShape
 from infuse.layers.pickling import Pickled
-from infuse.spec.layer import RMS, NormShape
 
 
 def norm_ops(shape: NormShape | None, fused: bool) -> tuple[str, ...]:

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infuse.layers.attention import Attention, Inputs
+from infuse.architectures.layer import RMS, LayerShape, NormShape
+from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
+from infuse.layers.inputs import Inputs
 from infuse.layers.linear import Linear, QuantizedLinear, all_are_heard, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
 from infuse.ops.cpu.layer import MOST_STEP_ROWS, LayerForm, LinearForm, NormForm, layer_step
-from infuse.quant.format import quant_format
-from infuse.spec.layer import RMS, LayerShape, NormShape
+from infuse.quant.parse import quant_format
 
 
 class OneCall:

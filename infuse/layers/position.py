@@ -8,16 +8,12 @@ Suffixes: B batch, T new tokens, L keys, E rotated width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.layer import Alibi, Position, Rotary, RotaryTable
 from infuse.errors import UnsupportedCall
-from infuse.spec.layer import Alibi, Position, Rotary, RotaryTable
-
-if TYPE_CHECKING:
-    from infuse.layers.attention import Inputs
+from infuse.layers.inputs import Inputs
 
 
 class Positions(nn.Module):

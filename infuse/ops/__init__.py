@@ -15,7 +15,7 @@ import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
 import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
 import infuse.ops.triton.sampling  # noqa: F401  (declares bodies)
-from infuse.ops.activation import ACTIVATIONS, activation, gated_activation
+from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
@@ -29,7 +29,7 @@ from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.sampling import argmax, sample
 
 __all__ = [
-    "ACTIVATIONS", "FEW_ROWS", "FUSED", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op",
+    "FEW_ROWS", "FUSED", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op",
     "activation", "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "fused_linear",
     "fused_quantized_linear", "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize",
     "quantized_embedding", "quantized_linear", "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append",

@@ -38,15 +38,6 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "tanh": torch.tanh,
     }  # fmt: skip
 )
-# The names of transformers' ACT2FN for the functions above. Those that only differ in rounding share one.
-ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in _FUNCTIONS},
-        **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"),
-        "gelu_python": "gelu",
-        "swish": "silu",
-    }
-)
 
 
 @op("activation(Tensor x, str name) -> Tensor")

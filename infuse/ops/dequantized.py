@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse import pages
+from infuse import memory
 from infuse.device import Device
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
@@ -46,7 +46,7 @@ def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple
         if whole is None:
             scale, zero = (None if given is None else given.new_empty(shape[0], given.shape[1]) for given in (part.scale, part.zero))
             assert scale is not None
-            whole = QuantizedWeight(pages.empty(shape, dtype), scale, zero, shape, part.format)
+            whole = QuantizedWeight(memory.empty(shape, dtype), scale, zero, shape, part.format)
         here = slice(first, first + part.shape[0])
         first = here.stop
         whole.data[here], whole.scale[here] = part.format.dequantize(part, dtype), part.scale

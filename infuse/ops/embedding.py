@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from infuse.ops.op import Case, op
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 
 @op(

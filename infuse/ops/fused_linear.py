@@ -16,7 +16,7 @@ from infuse.ops.activation import activation, gated_activation
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.op import REFERENCE, Case, op
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 # Tokens for which blocks fuse norms and sums. Of more the products are PyTorch's, and a norm in one kernel with the addition before it
 # is better.

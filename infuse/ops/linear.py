@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.op import Case, op
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 
 @op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -11,7 +11,7 @@ from torch import Tensor
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.op import Case, op
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 
 @op("linear_activation(Tensor x, Tensor weight, Tensor? bias, str name, bool gated) -> Tensor")

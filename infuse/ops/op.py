@@ -18,7 +18,8 @@ from torch.compiler import is_compiling
 
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
-from infuse.quant.format import QuantizedWeight, quant_format
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 
 REFERENCE = "reference"
 # The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infuse.ops.op import Case, op
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 Buffers = tuple[Tensor, Tensor, Tensor | None]
 

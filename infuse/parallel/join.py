@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from infuse.errors import ConfigError, RankError
-from infuse.parallel.collectives import LOCAL, Group, make_group
+from infuse.parallel.group import LOCAL, Group, make_group
 from infuse.parallel.mesh import ONE, Mesh
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infuse import interrupts
 from infuse.errors import RankError
-from infuse.ops.cpu import DTYPES, kernels
+from infuse.native import DTYPES, kernels
 from infuse.parallel.distributed import gathered_shape
 from infuse.parallel.peers import Peers
 from infuse.parallel.waiting import Patience, names

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infuse.parallel.collectives import Group
+from infuse.parallel.group import Group
 from infuse.weights.names import ModelReader
 
 SAMPLED_ROWS, SMALL_VALUES = 8, 1 << 12

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse import ops, pages
+from infuse import memory, ops
+from infuse.architectures.packing import STACK, Fill, Strip, between, strips
 from infuse.errors import ConfigError
-from infuse.parallel.shard import Cut
-from infuse.quant.format import QuantizedWeight, quant_format
-from infuse.spec.packing import STACK, Fill, Strip, between, strips
+from infuse.parallel.slices import Cut
+from infuse.quant.format import QuantizedWeight
+from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, tensor_at
 
 PART_VALUES = 1 << 20  # of a source at a time: they stay in a core's cache, and an allocator gives the same memory for the next
@@ -41,7 +42,7 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
         tensor = reader.read(fill.sources[0])
     else:
         return _copied(fill, reader, dtype)
-    return tensor if dtype is None else pages.copied(tensor, dtype) if tensor.dtype != dtype else tensor
+    return tensor if dtype is None else memory.copied(tensor, dtype) if tensor.dtype != dtype else tensor
 
 
 def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
@@ -49,7 +50,7 @@ def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
     whole: Tensor | None = None
     for limits, pieces in _parts(fill, reader):
         if whole is None:
-            whole = pages.empty(_shape(fill, reader), dtype or pieces[0].dtype, pieces[0].device)
+            whole = memory.empty(_shape(fill, reader), dtype or pieces[0].dtype, pieces[0].device)
         places = whole[limits].split([piece.shape[_axis(fill)] for piece in pieces], dim=_axis(fill))
         for place, piece in zip(places, pieces, strict=True):
             place.copy_(piece)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
-from infuse.spec import bind_any, specs_for
 from infuse.weights.checkpoint import Checkpoint, in_words
 from infuse.weights.pieces import Layout, Packed, Shape, packed_qkv
 from infuse.weights.reader import Part
-from infuse.weights.shards import SavedShards
+from infuse.weights.saved_shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
 _COMPARED_ROWS = 4096  # of tied tables that are both in a checkpoint: compared in parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from infuse.spec.packing import BLOCKS, PER_GROUP, PER_HEAD, Heads
+from infuse.architectures.packing import BLOCKS, PER_GROUP, PER_HEAD, Heads
 
 Shape = tuple[int, ...]
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infuse import interrupts, pages
+from infuse import interrupts, memory
 from infuse.errors import CheckpointError
-from infuse.parallel.shard import Cut
+from infuse.parallel.slices import Cut
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import Part, tensor_at
-from infuse.weights.shards import SavedShards
+from infuse.weights.saved_shards import SavedShards
 
 CAST_VALUES = 1 << 20  # a table is cast in parts of so many values, so that it is never there twice
 _Spot = tuple[nn.Module, str]
@@ -163,7 +163,7 @@ class Placing:
         stored = self.reader.dtype(name)
         if dtype is None or not stored.is_floating_point or dtype == stored:
             return self.value(name)
-        value = pages.empty(self.reader.shapes[name], dtype, self.device)
+        value = memory.empty(self.reader.shapes[name], dtype, self.device)
         if value.dim() == 0:
             return value.copy_(self.value(name))
         rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infuse import pages
+from infuse import memory
 from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
@@ -103,19 +103,19 @@ class SafetensorsFile:
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor or that part of it, in memory of its own; rows that are not wanted are not read, nor are columns.
 
-        A tensor that is asked for whole is there to stay, and lies on large pages.
+        A tensor that is asked for whole is there to stay, and lies on large memory.
         """
         stored = self.stored[name]
         bounds = [(part[axis] if axis < len(part) else slice(None)).indices(size)[:2] for axis, size in enumerate(stored.shape)]
-        tensor = (torch.empty if part else pages.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
+        tensor = (torch.empty if part else memory.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
         if tensor.numel() == 0:
             return tensor
-        memory = bytes_of(tensor)
-        if len(memory) == self._nbytes(name):
-            self._compare(name, 0, _by_blocks(lambda at, stop: self._read(memory[at:stop], name, at), 0, len(memory)))
+        held = bytes_of(tensor)
+        if len(held) == self._nbytes(name):
+            self._compare(name, 0, _by_blocks(lambda at, stop: self._read(held[at:stop], name, at), 0, len(held)))
         else:
-            self._read_part(memory, name, bounds)
-        self.bytes_read += len(memory)
+            self._read_part(held, name, bounds)
+        self.bytes_read += len(held)
         return tensor
 
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
+from infuse.architectures.packing import Fill
 from infuse.errors import UnsupportedCall
-from infuse.spec.packing import Fill
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
 from infuse.weights.reader import Part

@@ -22,8 +22,8 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import infuse
+from infuse import native
 from infuse.layers.cache import KVCache
-from infuse.ops import cpu
 
 FORMATS = ["int8:16", "int8:16:a8", "int4:16:asymmetric", "fp8:16", "fp6:16"]
 CASES = [*((family.name, None) for family in FAMILIES), *((name, format) for name in ("llama-bias", "gpt2", "bert") for format in FORMATS)]
@@ -161,7 +161,7 @@ def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> N
 def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
     given, engines = replaced("llama-bias", "int8:16"), [replaced(name, quant) for name, quant in CASES]
     hooked = infuse.init_inference(mixtral(), dtype=torch.float32, progress=False, quant="int8:16").module
-    assert isinstance(cpu.kernels(), str) or hooked.config._attn_implementation == "infuse_cpu"
+    assert isinstance(native.kernels(), str) or hooked.config._attn_implementation == "infuse_cpu"
     (tmp_path / "engines").write_bytes(pickle.dumps((engines, hooked)))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -178,7 +178,7 @@ def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
         assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(theirs_found, wanted, strict=True)), case
 
 
-@pytest.mark.skipif(isinstance(cpu.kernels(), str), reason="there are no kernels")
+@pytest.mark.skipif(isinstance(native.kernels(), str), reason="there are no kernels")
 def test_a_process_without_the_kernels_refuses(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(pickle.dumps(replaced("llama", "int8:16").module))
     command = [sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))", str(tmp_path / "model")]

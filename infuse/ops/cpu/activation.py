@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from infuse.native import kernels, needs
 from infuse.ops.activation import activation, gated_activation
-from infuse.ops.cpu import kernels, needs
 
 # The order of `enum class Act` in src/types.h.
 ACTIVATION_NUMBERS: Mapping[str, int] = MappingProxyType(

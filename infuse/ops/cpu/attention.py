@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from infuse.native import kernels, needs
 from infuse.ops.attention import attention, cut
-from infuse.ops.cpu import kernels, needs
 
 
 @attention.implement("cpu", needs)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.native import DTYPES, isa, kernels, needs
 from infuse.ops.activation import activation, gated_activation
-from infuse.ops.cpu import DTYPES, isa, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import linear
 from infuse.ops.linear_activation import linear_activation

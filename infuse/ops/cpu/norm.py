@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infuse.ops.cpu import DTYPES, kernels, needs
+from infuse.native import DTYPES, kernels, needs
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infuse.ops.cpu import CODES, DTYPES, kernels, needs
+from infuse.native import CODES, DTYPES, kernels, needs
 from infuse.ops.quantize import Buffers, quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
-from infuse.quant.format import LARGEST_WEIGHT, QuantFormat, quant_format
+from infuse.quant.format import LARGEST_WEIGHT, QuantFormat
 from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS
+from infuse.quant.parse import quant_format
 
 COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transposed one, at a time: 4 MiB in float32
 

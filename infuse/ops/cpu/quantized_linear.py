@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse import pages
+from infuse import memory
+from infuse.native import CODES, DTYPES, kernels, needs
 from infuse.ops.activation import activation, gated_activation
-from infuse.ops.cpu import CODES, DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import quantized_linear
 from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.op import Layout
-from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight, quant_format
+from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight
+from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
 SHORT_ACTIVATIONS = 8  # beside a code: kShortX in src/binding.h
@@ -60,7 +61,7 @@ def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> Quant
     for part in parts:
         if whole is None:
             groups = part.scale.shape[1]
-            data = pages.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), part.data.dtype)
+            data = memory.empty((panels, inputs * part.format.bits // 32, 4 * PANEL_ROWS), part.data.dtype)
             scale = torch.zeros(panels, groups, PANEL_ROWS, dtype=part.scale.dtype)
             zero = None if part.zero is None else torch.zeros(panels, groups, PANEL_ROWS, dtype=part.zero.dtype)
             whole = QuantizedWeight(data, scale, zero, shape, part.format)

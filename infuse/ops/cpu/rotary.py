@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infuse.ops.cpu import kernels, needs
+from infuse.native import kernels, needs
 from infuse.ops.rotary import rotary, rotary_append
 
 

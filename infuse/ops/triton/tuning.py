@@ -13,7 +13,7 @@ from torch import Tensor
 from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.triton.configurations import FOUND, Key, Tiles, key_of, plain_row, plain_tiles, quantized_row, quantized_tiles
 from infuse.ops.triton.words import CODES, segment_of
-from infuse.quant.format import quant_format
+from infuse.quant.parse import quant_format
 
 COLD_BYTES = 256 << 20  # the copies of a weight together: several times the 50 MiB L2 of an H200, as in a model
 RUNS = 20

@@ -1,0 +1,336 @@
+"""Apply: one loop over the steps of a plan: build on meta → fill → prove → swap → drop the old.
+
+Peak memory is the model plus what one layer's merged matrices take. A step that is not proven is not swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infuse import interrupts, memory
+from infuse.apply.adopt import adopt
+from infuse.apply.build import build
+from infuse.apply.shared import Made
+from infuse.apply.unknown import proven, put_part, together
+from infuse.architectures.adapters import merging_refused
+from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.quantized_elsewhere import quantized_by
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.dtype_cast import cast_buffers, cast_parameters
+from infuse.errors import CheckpointError, ProofError, RankError
+from infuse.layers.embedding import QuantizedEmbedding
+from infuse.layers.hook import hook_name, install_hook, ran
+from infuse.layers.linear import Linear, QuantizedLinear
+from infuse.parallel.group import LOCAL, Group
+from infuse.plan.bytes import parameter_bytes
+from infuse.plan.decide import fallback
+from infuse.plan.found import model_around, traits
+from infuse.plan.plan import Plan
+from infuse.plan.shared import Sharing
+from infuse.plan.step import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Step
+from infuse.proof import proof
+from infuse.proof.in_place import Caller, find_callers, in_place_fault, proven_alone
+from infuse.proof.unknown import split_cases
+from infuse.shards.save import is_packed, packed_fill
+from infuse.weights.alike import agree_on_weights, live_sums
+from infuse.weights.fill import fill_module, fill_saved, is_there, moves
+from infuse.weights.placing import Placing
+from infuse.weights.reader import LiveReader, Reader
+from infuse.weights.state import keep_names
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what
+_RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some hundred rows of hidden states each
+
+
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    config: InferenceConfig,
+    progress: Progress | None = None,
+    placing: Placing | None = None,
+    group: Group = LOCAL,
+) -> Plan:
+    """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
+
+    Values are the model's own or, with `placing` (entered), a checkpoint's. `group` are the ranks that the plan's mesh counts: all
+    of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its proof; nothing has been
+    swapped then. RankError: another rank decided otherwise, or is gone.
+    """
+    group.agree(plan.digest(), "the plan")
+    if group.size > 1 and placing is None:  # of a checkpoint it is compared before
+        agree_on_weights(group, model, live_sums(model))
+    run = _Run(plan, model, config, placing, group)
+    with torch.no_grad():
+        if placing is not None:
+            placing.place_rest(progress)
+            cast_buffers(model, plan.dtype, run.put)  # parameters are placed in this dtype
+        run.prove(progress)
+        accepted = run.accepted()
+        run.made = Made(Sharing(model, accepted))
+        for done, step in enumerate(accepted):
+            if placing is not None:  # which gives everything back
+                interrupts.check()
+            else:
+                interrupts.tell("the layers are being replaced")
+            run.swap(step)
+            if progress:
+                progress(done + 1, len(accepted), "replacing")
+        if placing is not None:
+            placing.place_left()
+        if quantized_by(model) is None:
+            cast_parameters(model, plan.dtype)
+            cast_buffers(model, plan.dtype, run.put)
+    return plan.with_left(run.left, run.swapped, parameter_bytes(model), run.notes)
+
+
+@dataclass
+class _Run:
+    plan: Plan
+    model: nn.Module
+    config: InferenceConfig
+    placing: Placing | None = None
+    group: Group = LOCAL
+    refused: dict[tuple, str] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+    swapped: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    readings: dict[tuple, int] = field(default_factory=dict)
+    made: Made | None = None
+    callers: dict[str, Caller] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def key(self, step: Step) -> tuple:
+        """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
+        if self.config.verify == "all":
+            return (step.path, step.depth)
+        return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
+
+    def prove(self, progress: Progress | None) -> None:
+        """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
+        self.steps = candidates = list(self.plan.steps)
+        off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
+        self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
+        while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
+            instead = fallback(refused, self.model, self.config, device=Device.of(self.device()), mesh=self.plan.mesh)
+            there = {(step.path, step.depth) for step in self.steps}  # a linear beside those that a layer's ranks share, of shards
+            candidates = [step for step in instead if (step.path, step.depth) not in there]
+            self.prove_steps(candidates, None)
+            self.steps += candidates
+
+    def prove_steps(self, candidates: list[Step], progress: Progress | None) -> None:
+        samples: dict[tuple, Step] = {}
+        for step in candidates:
+            samples.setdefault(self.key(step), step)
+        steps = list(samples.values())
+        cases: dict[str, list[proof.Case] | str] = {}
+        # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes are not the model's.
+        in_place = self.group.size == 1 and self.placing is None
+        called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
+        for done, step in enumerate(steps):
+            interrupts.check()
+            if done % _RECORDED_AT_ONCE == 0:
+                cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
+            found = cases.pop(step.path, [])
+            if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
+                self.callers, reasons = find_callers(self.model, called, self.running)
+                self.notes, called = [*self.notes, *proven_alone(reasons)], []
+            if step.depth == SPLIT and not isinstance(found, str):
+                fault = self.split_fault(step, found)  # on which the ranks have agreed
+            else:
+                alone = self.hook_fault(step) if step.depth == ATTENTION else found if isinstance(found, str) else self.fault(step, found)
+                fault = self.group.any_fault(alone, f"the proof of {step.path}")
+            if fault is not None:
+                if self.config.verify == "strict":
+                    raise ProofError(f"{step.path}: {fault}")
+                self.refused[self.key(step)] = fault
+            if progress:
+                progress(done + 1, len(steps), "proving")
+        self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
+
+    def cases(self, steps: Iterable[Step]) -> dict[str, list[proof.Case] | str]:
+        """The cases of each step by its path, or why there are none."""
+        found: dict[str, list[proof.Case] | str] = {}
+        by_owner: dict[tuple[str | None, bool], list[Step]] = {}
+        for step in steps:
+            if step.depth in (BLOCK, SPLIT):
+                owner = model_around(self.model, step.path) if step.depth == BLOCK else None  # what is split runs in the model as a whole
+                by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
+            elif isinstance(step.shape, EmbeddingShape):
+                found[step.path] = proof.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
+            elif isinstance(step.shape, LinearShape):
+                found[step.path] = proof.linear_cases(step.shape.inputs, self.device())
+        for (owner, decodes), members in by_owner.items():
+            layers = {step.path: self.model.get_submodule(step.path) for step in members}
+            try:
+                with self.running():
+                    if owner is None:
+                        recorded = split_cases(self.model, layers)
+                    else:
+                        recorded = proof.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
+                recorded = {}
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            else:
+                reason = "the model did not call it"
+            for path in layers:
+                found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
+        return found
+
+    def was_saved(self, step: Step) -> bool:
+        """Whether a step is read back."""
+        return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
+
+    def was_proven(self, step: Step) -> bool:
+        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
+        shared = any(fill.cut for fill in step.fills) and self.placing is not None and self.placing.saved
+        return step.proven if step.depth == SPLIT else self.was_saved(step) or shared
+
+    def device(self) -> torch.device:
+        return self.placing.device if self.placing is not None else next(self.model.parameters()).device
+
+    def running(self) -> AbstractContextManager[None]:
+        """Where the model can run: from a checkpoint, layer by layer."""
+        return nullcontext() if self.placing is None else self.placing.streaming()
+
+    def original(self, step: Step) -> AbstractContextManager[None]:
+        """Where the module that `step` replaces has its values."""
+        return nullcontext() if self.placing is None else self.placing.loaded(step.path, None)
+
+    def fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+        """Why the step's new module is not the original, None if it is."""
+        try:
+            fault = self.alone_fault(step, cases)
+            caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
+            return fault if fault or caller is None else self.in_place_fault(step, caller)
+        except (CheckpointError, RankError):
+            raise
+        except Exception as error:  # a body or an op that raises is a fault like any other
+            return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+
+    def alone_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+        """The same by what the module makes of `cases`."""
+        old = self.model.get_submodule(step.path)
+        with self.original(step):
+            wanted = proof.expected(old, cases, self.plan.dtype)
+            plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
+            # A linear has no structure to be wrong: what it computes is the next comparison.
+            structure = proof.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
+            return structure or proof.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+
+    def in_place_fault(self, step: Step, caller: Caller) -> str | None:
+        """Why the module that calls a linear is not the same with the new one, None if it is."""
+        dtype = next(self.model.get_submodule(step.path).parameters()).dtype
+        with self.original(step):  # in the model's own dtype, for which the chosen bodies need not be
+            new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
+        with self.running():
+            return in_place_fault(caller, new)
+
+    def split_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+        """Why no reading of a layer that is split is the original, None if one is, which is remembered."""
+        with self.original(step):
+            layer = self.model.get_submodule(step.path)
+            number, fault = proven(layer, step, cases, self.source(step), self.plan.dtype, self.group)
+        self.readings[self.key(step)] = number
+        return fault
+
+    def source(self, step: Step) -> Reader:
+        return LiveReader(self.model.get_submodule(step.path)) if self.placing is None else self.placing.source(step.path)
+
+    def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
+        """The new module, filled; dtype None keeps the source's."""
+        source = self.model.get_submodule(step.path)
+        module = build(step, self.plan.dtype, self.group)
+        fills = step.fills if self.made is None else self.made.share(step, module)  # proofs fill each module by itself
+        stored = [fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
+        made = [fill for fill in fills if fill not in stored]
+        fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
+        if self.placing is not None and stored:
+            fill_saved(module, step.path, stored, self.placing.stored, self.plan.dtype)
+        if self.made is not None:
+            self.made.remember(step, module, fills)
+        module.train(False)
+        if step.depth != SPLIT:
+            adopt(module, source, step.attn)
+        return module
+
+    def accepted(self) -> list[Step]:
+        """The steps that are not refused; those that are become `left`, with the reason."""
+        accepted: list[Step] = []
+        for step in self.steps:
+            reason = self.refused.get(self.key(step))
+            if step.shares and all(other.path != step.shares for other in accepted):
+                reason = reason or f"{step.shares}, whose weight it shares, was refused"
+            if reason is None:
+                accepted.append((step, *step.others)[self.readings.get(self.key(step), 0)])
+            else:
+                self.left.append(Left(step.path, f"refused: {reason}"))
+        return accepted
+
+    def hook_fault(self, step: Step) -> str | None:
+        """Why the model is not the same with our attention, None if it is."""
+        model: Any = self.model
+        before = model.config._attn_implementation
+        try:
+            with self.running():
+                wanted = proof.model_outputs(model)
+                body = dict(step.bodies)["attention"]
+                model.set_attn_implementation(hook_name(body))
+                before_ran = ran[body]
+                fault = proof.hook_fault(proof.model_outputs(model), wanted)
+            return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
+        except CheckpointError:
+            raise
+        except Exception as error:  # what cannot be run cannot be proven
+            return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            model.set_attn_implementation(before)
+
+    def sharing(self, step: Step) -> nn.Module:
+        """The embedding over the weight of its head, which stands already."""
+        new: Any = build(step, self.plan.dtype, self.group)
+        head = self.model.get_submodule(step.shares)
+        assert isinstance(head, QuantizedLinear if isinstance(new, QuantizedEmbedding) else Linear)
+        new.share(head)
+        adopt(new.train(False), self.model.get_submodule(step.path))
+        return new
+
+    def swap(self, step: Step) -> None:
+        """Put the new module wherever the old one is: some models apply one layer in several places."""
+        self.swapped.append(replace(step, others=()))
+        if step.depth == ATTENTION:
+            install_hook(self.model, dict(step.bodies)["attention"], self.put)
+            return
+        old = self.model.get_submodule(step.path)
+        if step.depth == SPLIT:
+            part = self.built(step, self.plan.dtype)
+            keep_names(old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
+            put_part(old, step, part, self.put, self.group, adopt)
+            return
+        parameters = dict(old.named_parameters())
+        for fill in step.fills if self.placing is None else ():
+            if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
+                parameter = parameters[fill.sources[0]]
+                parameter.data = memory.copied(parameter.data, self.plan.dtype)
+        new = self.sharing(step) if step.shares else self.built(step, self.plan.dtype)
+        keep_names(new, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
+        for module in list(self.model.modules()):
+            for name, child in module._modules.items():
+                if child is old:
+                    self.put(module._modules, name, new)
+                    for method, refusal in merging_refused(module, step.formats).items():
+                        self.put(vars(module), method, refusal)
+
+    def put(self, modules: MutableMapping[Any, Any], name: Any, new: Any) -> None:
+        if self.placing is not None:  # which gives the old back should anything fail from here on
+            self.placing.put(modules, name, new)
+        else:
+            modules[name] = new

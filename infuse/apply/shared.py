@@ -1,0 +1,49 @@
+"""What was made of weights that several layers share, so that the next of these layers gets it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+from infuse.architectures.packing import Fill
+from infuse.layers.linear import QuantizedLinear
+from infuse.plan.shared import Sharing
+from infuse.plan.step import Step
+
+
+class Made:
+    """Modules that hold what was made of shared tensors, by what was made."""
+
+    def __init__(self, sharing: Sharing):
+        self._sharing = sharing
+        self._held: dict[Hashable, tuple[nn.Module, str]] = {}
+
+    def share(self, step: Step, module: nn.Module) -> Sequence[Fill]:
+        """Give `module` what was made before; returns the fills that are still to be made."""
+        left = []
+        for fill in step.fills:
+            held = self._held.get(self._sharing.key(step, fill))
+            if held is None:
+                left.append(fill)
+                continue
+            (owner, leaf), (other, its) = _place(module, fill), held
+            if isinstance(owner, QuantizedLinear) and fill.format is not None:
+                assert isinstance(other, QuantizedLinear), fill
+                owner.share(other)
+            elif leaf in owner._parameters:
+                owner._parameters[leaf] = other._parameters[its]
+            else:
+                owner._buffers[leaf] = other._buffers[its]
+        return left
+
+    def remember(self, step: Step, module: nn.Module, fills: Sequence[Fill]) -> None:
+        """`fills` of `step` were made in `module`."""
+        for fill in fills:
+            if (key := self._sharing.key(step, fill)) is not None:
+                self._held.setdefault(key, _place(module, fill))
+
+
+def _place(module: nn.Module, fill: Fill) -> tuple[nn.Module, str]:
+    owner, _, leaf = fill.target.rpartition(".")
+    return module.get_submodule(owner), leaf

@@ -1,0 +1,49 @@
+"""What a layer looks like: data only, in the words of the checkpoint. `specs_for(layer)` is the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures import bert, gpt, llama
+from infuse.architectures.bind import Bound, bind
+from infuse.architectures.layer import LayerSpec
+from infuse.errors import SpecMismatch
+
+SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *gpt.SPECS, *bert.SPECS)
+
+
+def _table() -> Mapping[str, tuple[LayerSpec, ...]]:
+    table: dict[str, tuple[LayerSpec, ...]] = {}
+    for spec in SPECS:
+        table[spec.layer] = (*table.get(spec.layer, ()), spec)
+    return MappingProxyType(table)
+
+
+_BY_CLASS = _table()
+
+
+def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
+    """The specs declared for the layer's class or, for a user's subclass, for the nearest class that it inherits from."""
+    for cls in type(layer).__mro__:
+        found = _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found:
+            return found
+    return ()
+
+
+def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
+    """The binding of the spec whose `when` holds; SpecMismatch tells what differs from it or, if none holds, why none does."""
+    unmet: list[str] = []
+    for spec in specs:
+        wrong = [(key, value) for key, value in spec.when if getattr(config, key, None) != value]
+        if not wrong:
+            return bind(spec, layer, config)
+        unmet += [f"config.{key} is {getattr(config, key, None)!r}, not {value!r}" for key, value in wrong]
+    raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
+
+
+__all__ = ["SPECS", "Bound", "bind", "bind_any", "specs_for"]

@@ -1,0 +1,156 @@
+"""The GPT lineage: decoders with LayerNorm and a plain MLP, each with its own packing, positions and residual."""
+
+from infuse.architectures.layer import (
+    LAYER,
+    MLP,
+    PARALLEL,
+    POST,
+    PRE,
+    TUPLE,
+    Act,
+    Alibi,
+    Attention,
+    LayerSpec,
+    NoPosition,
+    Norm,
+    Packed,
+    Rotary,
+    RotaryTable,
+    Separate,
+    Window,
+)
+from infuse.architectures.packing import FOUR_PARTS, PER_GROUP, PER_HEAD
+
+_M = "transformers.models."
+
+GPT2 = LayerSpec(
+    layer=_M + "gpt2.modeling_gpt2.GPT2Block",
+    norm1=Norm("ln_1", LAYER),
+    attn=Attention(module="attn", qkv=Packed("attn.c_attn"), out="attn.c_proj"),
+    norm2=Norm("ln_2", LAYER),
+    mlp=MLP(up="mlp.c_fc", down="mlp.c_proj", activation="activation_function"),
+    transposed=True,
+)
+_BIGCODE = GPT2.but(layer=_M + "gpt_bigcode.modeling_gpt_bigcode.GPTBigCodeBlock", transposed=False)
+BIGCODE = _BIGCODE.but(when=(("multi_query", True),), attn=dict(kv_heads=1))
+BIGCODE_HEADS = _BIGCODE.but(when=(("multi_query", False),), attn=dict(qkv=Packed("attn.c_attn", PER_HEAD)))
+
+GPT_NEO = GPT2.but(
+    layer=_M + "gpt_neo.modeling_gpt_neo.GPTNeoBlock",
+    attn=Attention(
+        module="attn.attention",
+        qkv=Separate("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        out="attn.attention.out_proj",
+        scale=1.0,
+        window=Window("attention_layers", "local", "window_size"),
+    ),
+    transposed=False,
+    returns=TUPLE,
+)
+
+GPTJ = LayerSpec(
+    layer=_M + "gptj.modeling_gptj.GPTJBlock",
+    norm1=Norm("ln_1", LAYER),
+    attn=Attention(
+        module="attn",
+        qkv=Separate("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        out="attn.out_proj",
+        position=RotaryTable("attn.embed_positions"),
+        scale=None,
+    ),
+    mlp=MLP(up="mlp.fc_in", down="mlp.fc_out", activation="activation_function"),
+    residual=PARALLEL,
+    returns=TUPLE,
+)
+CODEGEN = GPTJ.but(layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS)))
+
+_NEOX = LayerSpec(
+    layer=_M + "gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
+    norm1=Norm("input_layernorm", LAYER),
+    attn=Attention(module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()),
+    norm2=Norm("post_attention_layernorm", LAYER),
+    mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+)
+GPT_NEOX = _NEOX.but(residual=PARALLEL, when=(("use_parallel_residual", True),))
+GPT_NEOX_SERIAL = _NEOX.but(residual=PRE, when=(("use_parallel_residual", False),))
+
+_OPT = LayerSpec(
+    layer=_M + "opt.modeling_opt.OPTDecoderLayer",
+    norm1=Norm("self_attn_layer_norm", LAYER),
+    attn=Attention(
+        module="self_attn",
+        qkv=Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.out_proj",
+    ),
+    norm2=Norm("final_layer_norm", LAYER),
+    mlp=MLP(up="fc1", down="fc2", activation="activation_function"),
+)
+OPT = _OPT.but(residual=PRE, when=(("do_layer_norm_before", True),))
+OPT_POST = _OPT.but(residual=POST, when=(("do_layer_norm_before", False),))
+
+BLOOM = LayerSpec(
+    layer=_M + "bloom.modeling_bloom.BloomBlock",
+    norm1=Norm("input_layernorm", LAYER),
+    attn=Attention(
+        module="self_attention",
+        qkv=Packed("self_attention.query_key_value", PER_HEAD),
+        out="self_attention.dense",
+        position=Alibi("alibi"),
+        scale="inv_norm_factor",
+    ),
+    norm2=Norm("post_attention_layernorm", LAYER),
+    mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", activation=Act("gelu_tanh")),
+    returns=TUPLE,
+    expect=(("apply_residual_connection_post_layernorm", False), ("slow_but_exact", False)),
+)
+
+MPT = LayerSpec(
+    layer=_M + "mpt.modeling_mpt.MptBlock",
+    norm1=Norm("norm_1", LAYER),
+    attn=Attention(
+        module="attn",
+        qkv=Packed("attn.Wqkv"),
+        out="attn.out_proj",
+        heads="n_heads",
+        position=Alibi("position_bias"),
+        scale="softmax_scale",
+        clip="clip_qkv",
+        inverted_mask=True,
+    ),
+    norm2=Norm("norm_2", LAYER),
+    mlp=MLP(up="ffn.up_proj", down="ffn.down_proj", activation=Act("gelu")),
+    returns=TUPLE,
+)
+
+_FALCON = LayerSpec(
+    layer=_M + "falcon.modeling_falcon.FalconDecoderLayer",
+    norm1=Norm("input_layernorm", LAYER),
+    attn=Attention(
+        module="self_attention",
+        qkv=Packed("self_attention.query_key_value", PER_GROUP),
+        out="self_attention.dense",
+        position=Rotary(),
+        scale="inv_norm_factor",
+        kv_heads="num_kv_heads",
+    ),
+    mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", activation="activation"),
+    residual=PARALLEL,
+    returns=TUPLE,
+)
+_NEW, _OLD, _NO_ALIBI = ("new_decoder_architecture", True), ("new_decoder_architecture", False), ("alibi", False)
+# 40B and later: grouped heads, one norm for attention and one for the MLP, or one for both.
+_TWO_NORMS = dict(norm1=Norm("ln_attn", LAYER), norm2=Norm("ln_mlp", LAYER))
+FALCON_TWO_NORMS = _FALCON.but(**_TWO_NORMS, when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 2)))
+FALCON_ONE_NORM = _FALCON.but(when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 1)))
+# 7B: one key head, one norm. RW: a key head for each query head, serial; the model adds its ALiBi to the mask and passes it again.
+FALCON_7B = _FALCON.but(attn=dict(kv_heads=1), when=(_OLD, ("multi_query", True), ("parallel_attn", True), _NO_ALIBI))
+_SERIAL = _FALCON.but(residual=PRE, norm2=Norm("post_attention_layernorm", LAYER))
+_RW_HEADS = dict(kv_heads=None, qkv=Packed("self_attention.query_key_value", PER_HEAD))
+_RW = (_OLD, ("multi_query", False), ("parallel_attn", False))
+FALCON_RW = _SERIAL.but(attn=dict(position=NoPosition(), **_RW_HEADS), when=(*_RW, ("alibi", True)), repeated=("alibi",))
+FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, _NO_ALIBI))
+
+SPECS = (
+    GPT2, BIGCODE, BIGCODE_HEADS, GPT_NEO, GPTJ, CODEGEN, GPT_NEOX, GPT_NEOX_SERIAL, OPT, OPT_POST, BLOOM, MPT,
+    FALCON_TWO_NORMS, FALCON_ONE_NORM, FALCON_7B, FALCON_RW, FALCON_RW_ROTARY,
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""The command line: infuse plan | generate | bench | shard | build | env. Reads model folders, prints; decides nothing.
+
+torch and transformers are imported inside the commands, so that `--help` and wrong arguments answer at once.
+Exit codes: 0 done, 1 the work failed, 2 the command was wrong (an option, a path, a folder without the needed files).
+Results go to standard output; progress, remarks and errors to standard error.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
+from infuse.cli.model_folder import (
+    FAILED,
+    WRONG_USE,
+    bar,
+    copy_rest,
+    empty_model,
+    fail,
+    load_generative,
+    read_config,
+    read_tokenizer,
+    remarks,
+    start_engine,
+    told_errors,
+)
+from infuse.cli.ranks import as_ranks, rank_device
+
+if TYPE_CHECKING:
+    import torch
+
+app = typer.Typer(
+    invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make a Hugging Face model run near the limit of the hardware, and see what was done to it.",
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too.")]
+DtypeName = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")]
+QuantName = Annotated[str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, "int4:128", or "int8:a8".')]
+Verify = Annotated[
+    Literal["sample", "all", "strict", "off"], typer.Option(help="Which layers are proven against the original before they are swapped.")
+]
+Ranks = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")]
+
+
+@app.callback()
+def without_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Make a Hugging Face model run near the limit of the hardware, and see what was done to it."""
+    if version:
+        import infuse
+
+        print(f"infuse {infuse.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("plan")
+def show_plan(
+    model_dir: Folder, tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample",
+    device: DeviceName = None,
+) -> None:
+    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory. Of ranks: what rank 0 does."""
+    config = read_config(model_dir)
+    with told_errors():
+        import infuse
+
+        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp)))
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    model_dir: Folder,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw each token instead of taking the likeliest one.")] = False,
+    temperature: Annotated[float | None, typer.Option(min=0.01, help="With --sample: below 1 sharper, above 1 flatter.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")] = None,
+    seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+) -> None:
+    """Continue a prompt; the text appears as it comes."""
+    if not sample and (temperature, top_p, seed) != (None, None, None):
+        fail("--temperature, --top-p and --seed have a meaning only with --sample", WRONG_USE)
+    config = read_config(model_dir, weights=True)
+    if not as_ranks(context, tp):
+        return
+    with told_errors():
+        import torch
+        import transformers
+
+        tokenizer = read_tokenizer(model_dir)
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        prompt_tokens = inputs["input_ids"].shape[1]
+        if prompt_tokens == 0:
+            fail("the prompt holds no token; give at least one character", WRONG_USE)
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        if seed is not None:
+            torch.manual_seed(seed)
+        sampling = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
+        streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        start = time.perf_counter()
+        ids = engine.generate(
+            **inputs.to(engine.module.device), streamer=streamer, max_new_tokens=max_new_tokens, do_sample=sample, **sampling
+        )
+        seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
+        remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included")
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    model_dir: Folder,
+    against: Annotated[Literal["eager"] | None, typer.Option(help="Time transformers' own layers too. Needs memory for both.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+) -> None:
+    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set.
+
+    Of ranks, rank 0's times, and the bounds of its part while all ranks probe.
+    """
+    config = read_config(model_dir, weights=True)
+    if against and tp:
+        fail("--against with --tp: transformers alone has no ranks to be timed with", WRONG_USE)
+    if not as_ranks(context, tp):
+        return
+    with told_errors():
+        import torch
+
+        products = multiplications(empty_model(model_dir, config))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        model: Any = engine.module
+        engine.group.share_random_state()  # all ranks are given the same prompts
+        models = {"infuse": model}
+        if against == "eager":
+            models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
+        ids = torch.randint(config.get_text_config().vocab_size, (batch, prompt_tokens), device=model.device)
+        runs: dict[str, list[Speed]] = {name: [] for name in models}
+        for _ in bar(range(1 + repeats), "timing"):
+            for name, one in models.items():  # in turns: a machine that slows down slows both
+                runs[name].append(timed(one, ids, new_tokens))
+        speeds = {name: middle(several[1:]) for name, several in runs.items()}  # the first run warms up
+        speeds["bound"] = bound(model, products * batch * prompt_tokens // engine.group.size)
+        what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"
+        Console().print(table(f"{what}; batch {batch}, {prompt_tokens} + {new_tokens} tokens", speeds, batch))
+
+
+@app.command()
+def shard(
+    context: typer.Context,
+    model_dir: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")],
+    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+) -> None:
+    """Replace and quantize a model once, and save it so that `infuse generate OUT` reads it at the speed of the disk."""
+    config = read_config(model_dir, weights=True)
+    if out.resolve() == model_dir.resolve():
+        fail("OUT is MODEL_DIR; the shards need a folder of their own", WRONG_USE)
+    if not as_ranks(context, tp):
+        return
+    with told_errors():
+        import infuse
+
+        paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
+        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device, tp))
+        if engine.group.rank == 0:
+            copy_rest(model_dir, out)
+        print(engine.plan)
+        remarks().print(f"{sum(file.stat().st_size for file in out.glob('*.safetensors')) / 1e6:,.1f} MB in {out}")
+
+
+@app.command()
+def build(
+    again: Annotated[bool, typer.Option("--again", help="Build anew where there are kernels already.")] = False,
+) -> None:
+    """Build the C++ kernels for CPUs now, which are otherwise built when they are first used. Kept in INFUSE_CACHE_DIR or ~/.cache."""
+    with told_errors():
+        from infuse.native import BINARY, first_use
+
+        if BINARY.exists() and not again:
+            print(f"the kernels came with the installation: {BINARY}")
+            return
+        found = first_use.obtain(again=again or first_use.kept() is None)
+        if isinstance(found, str):
+            fail(found, FAILED)
+        print(found)
+        if BINARY.exists():
+            remarks().print(f"the kernels that came with the installation are taken first: {BINARY}", soft_wrap=True)
+
+
+@app.command()
+def env() -> None:
+    """Print what this machine offers: devices, instruction sets, compiler, versions."""
+    with told_errors():
+        import torch
+
+        from infuse.device import Device
+        from infuse.native import described
+
+        table = Table("what", "found", show_header=False, box=None)
+        for found in [Device.of("cpu"), *(Device.of(f"cuda:{index}") for index in range(torch.cuda.device_count()))]:
+            label = found.kind if found.index is None else f"{found.kind}:{found.index}"
+            table.add_row(label, f"{found.name}, {found.memory_bytes / 2**30:.1f} GiB")
+            table.add_row("  instruction sets", ", ".join(found.features) or "none that a kernel asks for")
+            table.add_row("  default dtype", _short(found.default_dtype))
+        table.add_row("threads", str(torch.get_num_threads()))
+        compilers = [name for name in ("c++", "g++", "clang++", "cl", "nvcc") if shutil.which(name)]
+        table.add_row("compilers on PATH", ", ".join(compilers) or "none; everything works, with PyTorch's own operations")
+        for what, found_out in described().items():
+            table.add_row(what, found_out)
+        table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+        for package in ("infuse", "torch", "transformers", "triton", "diffusers"):
+            table.add_row(package, _version(package))
+        Console().print(table)
+
+
+def _settings(dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None) -> dict[str, Any]:
+    """The options as keyword arguments of init_inference and plan."""
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else None)
+    ranks = {"tp_size": tp} if tp else None
+    given = {"dtype": dtype, "quant": quant, "verify": verify, "device": rank_device(device) if ranks else device, "tensor_parallel": ranks}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,284 @@
+"""InferenceConfig: every key that DeepSpeed-Inference takes, and infuse's own; validated before any weight is touched.
+
+Names and sources are read in config_keys.py, single values in config_values.py. Nothing here looks at a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError, field_serializer
+
+from infuse.config import keys as config_keys
+from infuse.config import values
+from infuse.config.keys import Section
+from infuse.config.quant import Quant
+from infuse.config.values import parse_dtype, parse_format
+from infuse.device import Device
+from infuse.errors import ConfigError
+
+__all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`: enabled=False turns it off; `mpu` or `tp_group` bring the ranks, else `tp_size` makes them.
+
+    infuse's own: `timeout_s`, the seconds after which ranks that do not come are an error.
+    """
+
+    enabled: bool = True
+    tp_size: values.Count = 1
+    tp_grain_size: values.Count = 64
+    mpu: values.Mpu = None
+    tp_group: values.Group = None
+    timeout_s: values.Count = 300
+
+
+class Moe(Section):
+    """`moe`: how experts are spread over ranks; a bool stands for {"enabled": bool}. Experts are found in the model."""
+
+    aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
+    forms = "a bool or a dict"
+    enabled: bool = True
+    ep_size: values.Count = 1
+    moe_experts: values.Counts = (1,)
+    type: Literal["standard", "residual"] = "standard"
+    ep_mp_group: Any = None
+    ep_group: Any = None
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else super().expand(value)
+
+
+class Checkpoint(Section):
+    """`checkpoint_config`: where weights are read from and written to."""
+
+    checkpoint_dir: str | None = None
+    save_mp_checkpoint_path: str | None = None
+    base_dir: str | None = None
+
+
+class InferenceConfig(Section):
+    """How a model is to be run. Four ways to make one: nothing, a dict or a JSON path, keywords, or both merged.
+
+    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are DeepSpeed-Inference's,
+    except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is proven before it is put
+    in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps).
+    dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises ConfigError with all problems.
+    infuse's own keys: verify (which steps are proven before the swap), device (None: where the model is), progress
+    (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at the padding instead of computing it).
+    """
+
+    aliases = MappingProxyType({
+        "kernel_inject": "replace_with_kernel_inject", "tp": "tensor_parallel", "tm": "triangular_masking", "args": "config",
+        "ckpt_config": "checkpoint_config", "injection_dict": "injection_policy", "max_tokens": "max_out_tokens",
+        "min_tokens": "min_out_tokens",
+    })
+    moved = MappingProxyType({
+        "mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "tp_grain_size": "tensor_parallel.tp_grain_size",
+        "ep_size": "moe.ep_size", "ep_group": "moe.ep_group", "expert_group": "moe.ep_group", "ep_mp_group": "moe.ep_mp_group",
+        "expert_mp_group": "moe.ep_mp_group", "moe_experts": "moe.moe_experts", "moe_type": "moe.type",
+    })
+
+    replace_with_kernel_inject: bool = True
+    dtype: values.Dtype = None
+    tensor_parallel: TensorParallel = TensorParallel()
+    enable_cuda_graph: bool = False
+    use_triton: bool = False
+    triton_autotune: bool = False
+    zero: dict[str, Any] = {}
+    triangular_masking: bool = True
+    moe: Moe = Moe()
+    keep_module_on_host: bool = False
+    quant: Quant = Quant()
+    checkpoint: values.CheckpointSource = None
+    base_dir: str = ""
+    set_empty_params: bool = False
+    save_mp_checkpoint_path: str | None = None
+    checkpoint_config: Checkpoint = Checkpoint()
+    return_tuple: bool = True
+    training_mp_size: values.Count = 1
+    replace_method: str = "auto"
+    injection_policy: values.Policy = None
+    injection_policy_tuple: tuple[str, ...] | None = None
+    config: Any = None
+    max_out_tokens: values.Count | None = None
+    min_out_tokens: values.Count = 1
+    transposed_mode: bool = False
+    verify: Literal["sample", "all", "strict", "off"] = "sample"
+    device: values.DeviceName = None
+    progress: bool | None = None
+    skip_padding: bool = False
+
+    def __init__(self, config: Any = None, /, **kwargs: Any):
+        try:
+            leaves, problems = config_keys.read(type(self), config, kwargs)
+        except RecursionError as error:
+            raise ConfigError("config: its dicts or lists are nested too deeply, or hold themselves") from error
+        try:
+            super().__init__(**config_keys.nested(leaves))
+            problems += self._contradictions()
+        except ValidationError as error:
+            problems += config_keys.explain(error, leaves)
+        if problems:
+            raise config_keys.failure(problems) from None
+
+    @classmethod
+    def make(cls, config: Any = None, **kwargs: Any) -> InferenceConfig:
+        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords; ConfigError as above."""
+        return config if isinstance(config, cls) and not kwargs else cls(config, **kwargs)
+
+    @property
+    def tp_size(self) -> int:
+        """The ranks that share each matrix: 1 where tensor_parallel.enabled is False."""
+        return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
+
+    @property
+    def tp_given(self) -> tuple[Any, Any]:
+        """The mpu and the process group that the caller brings: None each where there is none, or tensor_parallel.enabled is False."""
+        given = self.tensor_parallel
+        return (given.mpu, given.tp_group) if given.enabled else (None, None)
+
+    @property
+    def ep_size(self) -> int:
+        """The ranks that the experts are spread over: 1 where moe.enabled is False."""
+        return self.moe.ep_size if self.moe.enabled else 1
+
+    @property
+    def step_graphs(self) -> bool:
+        """Whether the decode steps of generate may be CUDA graphs: always, but where enable_cuda_graph=False was given."""
+        complete = self.model_fields_set == set(type(self).model_fields)
+        return self.enable_cuda_graph or complete or "enable_cuda_graph" not in self.model_fields_set
+
+    @property
+    def weight_format(self) -> str | None:
+        """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute dtype."""
+        return self.quant.everywhere or ("int8" if self.dtype == torch.int8 else None)
+
+    @property
+    def module_formats(self) -> dict[str, str | None]:
+        """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves them alone."""
+        return self.quant.by_name
+
+    @property
+    def checkpoint_files(self) -> tuple[Any, str, str | None]:
+        """What weights are read from (None: the model has them), where relative paths begin, and where the result is saved."""
+        group = self.checkpoint_config
+        save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
+        return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
+
+    def resolved_dtype(self, device: Device) -> torch.dtype:
+        """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
+        if self.dtype is None or self.dtype == torch.int8:
+            return device.default_dtype
+        if self.dtype not in device.dtypes:
+            possible = ", ".join(str(dtype) for dtype in device.dtypes)
+            raise ConfigError(f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best of them")
+        return self.dtype
+
+    def notes(self, device: Device | None = None) -> list[str]:
+        """One line for each key that the user set and that has no effect, here or, where a device is known, on that device.
+
+        A complete dict, such as default_inference_config() gives, sets every key: of it only what differs from the
+        defaults counts as set.
+        """
+        kind = device.kind if device is not None else (self.device.type if self.device is not None else "")
+        complete = self.model_fields_set == set(type(self).model_fields)
+        asked = {key for key, differs in self._given() if differs or not complete}
+        lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if _within(key, asked)]
+        return lines + [f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)]
+
+    def not_available(self) -> list[str]:
+        """One line for each valid setting that this version cannot serve; the engine raises NotAvailable with them."""
+        return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
+
+    def __str__(self) -> str:
+        return f"InferenceConfig({', '.join(f'{key}={config_keys.shown(self._value(key))}' for key, differs in self._given() if differs)})"
+
+    def _given(self) -> Iterator[tuple[str, bool]]:
+        """Each key that was set, dotted, and whether its value differs from the default."""
+        yield from _given_keys(self, "")
+
+    def _value(self, key: str) -> Any:
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    def _contradictions(self) -> Iterator[str]:
+        """The keys that are right each and wrong together."""
+        yield from self.quant.contradictions()
+        if self.dtype == torch.int8 and self.quant.enabled is False:
+            yield "dtype: found torch.int8 beside quant.enabled=False; possible: a 16-bit or 32-bit dtype, or quant enabled"
+        elif self.dtype == torch.int8 and not (self.weight_format or "").startswith("int8"):
+            yield f'dtype: found torch.int8 beside quant={self.weight_format!r}; possible: quant="int8[:group_size]", or another dtype'
+        if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
+            yield f"min_out_tokens: found {self.min_out_tokens}; possible: at most max_out_tokens={self.max_out_tokens}"
+        for key, name in (("checkpoint", "checkpoint_dir"), ("base_dir",) * 2, ("save_mp_checkpoint_path",) * 2):
+            outer, inner = getattr(self, key), getattr(self.checkpoint_config, name)
+            if outer and inner and outer != inner:
+                yield f"{key}: found {outer!r} beside checkpoint_config.{name}={inner!r}; give one of them"
+
+    @field_serializer("dtype", "device", when_used="json-unless-none")
+    def _as_text(self, value: torch.dtype | torch.device) -> str:
+        return str(value)
+
+
+def _given_keys(section: Section, at: str) -> Iterator[tuple[str, bool]]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section) and name in section.model_fields_set:
+            yield from _given_keys(value, f"{at}{name}.")
+        elif name in section.model_fields_set:
+            yield at + name, value is not field.default and (field.default is None or bool(value != field.default))
+
+
+def _within(key: str, asked: set[str]) -> bool:
+    return any(other == key or other.startswith(key + ".") for other in asked)
+
+
+# Key, or section, that is accepted for the sake of scripts that set it → why it changes nothing.
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
+    "zero": "weights are held for inference only; nothing is partitioned as for training",
+    "triangular_masking": "the mask is the model's own",
+    "moe.moe_experts": "experts are counted in the model",
+    "moe.type": "standard or residual is read from the model",
+    "keep_module_on_host": "peak memory is the result and one layer in any case",
+    "quant.activation": "activations keep the compute dtype",
+    "quant.qkv": "q, k and v are quantized as the other matrices are",
+    "set_empty_params": "parameters on meta are recognised as such",
+    "return_tuple": "a layer returns what the layer that it replaces returns",
+    "training_mp_size": "a checkpoint says itself how it is sharded",
+    "replace_method": "there is one method",
+    "injection_policy_tuple": "DeepSpeed derives it from injection_policy",
+    "config": "arguments of a training script say nothing about inference",
+    "transposed_mode": "the layout of each matrix is known from the model",
+})
+
+# Keys with an effect, but not always: key; where it has none (config, kind of device, "" where not known); why.
+_IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
+    ("enable_cuda_graph", lambda config, kind: config.enable_cuda_graph and kind == "cpu", "a CPU has no CUDA graphs"),
+    ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
+    ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
+    ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
+    ("injection_policy", lambda config, kind: config.injection_policy is not None and config.tp_size == 1 and not any(config.tp_given),
+     "one rank has whole layers: tensor_parallel.tp_size is 1"),
+    ("quant.weight.post_init_quant", lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
+     "group_dim=0: groups lie along the inputs"),
+    ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
+     "groups lie along the inputs"),
+    ("base_dir", lambda config, kind: bool(config.base_dir) and config.checkpoint_files[0] is None, "no checkpoint is given"),
+    ("skip_padding", lambda config, kind: config.skip_padding and kind not in ("", "cpu"), "a GPU would have to wait for the host"),
+    ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
+)
+
+# What is valid and not served yet: key; whether it is asked for; what is missing. A part that arrives deletes its rows.
+_NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
+    ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
+    ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
+    ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
+)

@@ -1,0 +1,254 @@
+"""What is installed on the model: `generate` with our cache, the cap on tokens, and inputs brought to the model's device.
+
+transformers' own `generate` prepares, loops and returns; all of its modes run over our blocks. Everything here is an
+attribute or a hook of the module itself, so that it works however the module is called, and copies with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.generation import GenerationMixin
+
+from infuse import interrupts
+from infuse.errors import ContextLimitError, OutOfMemory
+from infuse.generate.continuous_batching import NAMES, install_continuous
+from infuse.generate.loop import decode
+from infuse.generate.same_inputs import agree_before, agree_to_generate
+from infuse.graphs.buckets import Buckets
+from infuse.graphs.capture import Backend
+from infuse.graphs.device_loop import Run
+from infuse.graphs.forward import Forward, explained
+from infuse.graphs.graph import Places
+from infuse.graphs.graphed_cache import LentCache
+from infuse.graphs.over_ranks import Together
+from infuse.layers.cache import KVCache
+from infuse.layers.embedding import fix_vocabulary
+from infuse.layers.named_attention import names_ours
+from infuse.parallel.group import LOCAL, Group
+
+# What `generate` prepares room for at first; a longer answer grows the cache by doubling.
+_PREPARED_TOKENS = 512
+_DEFAULT_NEW_TOKENS = 20  # what transformers' generate makes where nobody says how many
+
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+# What asks for another mode than greedy search or sampling, or for more than token ids. transformers' `generate` drops the tokenizer where
+# a callable decodes, so what needs one is not for our loop.
+_NOT_PLAIN = (
+    "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "return_dict_in_generate",
+    "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus", "stop_strings", "token_healing",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` put on a module. `limit_tokens` caps prompt + answer; `min_new_tokens` must fit below it."""
+
+    limit_tokens: int | None
+    min_new_tokens: int
+    caches: bool
+    buckets: Buckets | None = None
+    group: Group = LOCAL
+
+
+@dataclass(frozen=True)
+class GraphUse:
+    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
+
+    backend: Backend
+    steps: bool
+    forward: bool
+    keep_bytes: int = 1 << 30
+
+
+def install(
+    module: nn.Module,
+    *,
+    limit_tokens: int | None,
+    min_new_tokens: int,
+    caches: bool,
+    graphs: GraphUse | None = None,
+    group: Group = LOCAL,
+) -> list[RemovableHandle]:
+    """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks' handles.
+
+    `caches`: its layers take our cache. The collectives of `group` can be captured where there are to be graphs.
+    """
+    buckets = None
+    if graphs is not None:
+        backend = graphs.backend if group.size == 1 else Together(graphs.backend, group)
+        if graphs.steps and caches:
+            buckets = Buckets(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
+        module.forward = Forward(module, vars(module).get("forward"), backend if graphs.forward else None)  # type: ignore[assignment]
+    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
+    # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
+    if getattr(type(module), "generate", None) is GenerationMixin.generate:
+        module.generate = partial(generate, module)  # type: ignore[assignment]  # a pickled method would be the class's own
+    install_continuous(module)
+    fix_vocabulary(module)
+    handles = []
+    if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
+        handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))
+    if limit_tokens is not None:
+        handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
+    if group.size > 1:
+        handles.append(module.register_forward_pre_hook(partial(agree_before, group), with_kwargs=True))
+    return handles
+
+
+@interrupts.held_back()
+def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
+    """Take everything off again."""
+    for handle in handles:
+        handle.remove()
+    for name in ("_infuse", "generate", *NAMES):
+        vars(module).pop(name, None)
+    forward = vars(module).get("forward")
+    if isinstance(forward, Forward):
+        del module.forward
+        if forward.own is not None:
+            module.forward = forward.own  # type: ignore[method-assign]
+
+
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate` on this model, with our cache where none was asked for.
+
+    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory where the
+    device has no room for them.
+    """
+    given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+    _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
+    del kwargs["self"]
+    installed: Installed = self._infuse
+    if installed.group.size > 1:
+        settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
+        agree_to_generate(installed.group, (), kwargs, settings, installed.buckets)
+        installed.group.share_random_state()
+    asked = _Asked(self, kwargs)
+    prompt, total = asked.prompt_tokens(), asked.total_tokens()
+    if installed.limit_tokens is not None:
+        needed = max(prompt + max(installed.min_new_tokens, 1), total)
+        if needed > installed.limit_tokens:
+            raise ContextLimitError(
+                f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
+                "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
+            )
+    lent = None
+    if installed.caches and asked.takes_our_cache():
+        prepared = min(total, prompt + _PREPARED_TOKENS)
+        forward = vars(self).get("forward")
+        compiled = hasattr(forward, "_torchdynamo_orig_callable")  # by torch.compile, which makes graphs of its own
+        if installed.buckets is not None and not compiled and not _is_watched(self) and names_ours(self):
+            call = forward.run if isinstance(forward, Forward) else self.forward
+            lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
+        cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
+        kwargs["past_key_values"] = cache
+        if asked.is_plain_search():
+            watched = _is_watched if lent is None and installed.group.size == 1 else None
+            ours = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group, watched=watched)
+            kwargs["custom_generate"] = ours
+    result = None
+    try:
+        result = type(self).generate(self, **kwargs)
+        return result
+    except torch.OutOfMemoryError as error:
+        forward = vars(self).get("forward")
+        clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
+        lent = None  # its cache goes, too
+        kwargs.clear()
+        raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
+    finally:
+        if lent is not None:
+            lent.end(keep=getattr(result, "past_key_values", None) is lent)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether someone's hooks are to see each forward: a graph would run without them."""
+    ours = (_bring, _refuse_too_long, agree_before)
+    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
+    return bool(before or module._forward_hooks)
+
+
+class _Asked:
+    """What one call of `generate` asks for: its arguments, then the generation config given, then the model's own."""
+
+    def __init__(self, model: Any, kwargs: Mapping[str, Any]):
+        self._model, self._kwargs = model, kwargs
+        self._configs = (kwargs.get("generation_config"), model.generation_config)
+
+    def value(self, name: str) -> Any:
+        """The first of the values given for `name`; None where nobody gave one."""
+        values = (self._kwargs.get(name), *(getattr(config, name, None) for config in self._configs))
+        return next((value for value in values if value is not None), None)
+
+    def takes_our_cache(self) -> bool:
+        """Whether nothing was said about a cache, and the mode works on one that is handed in."""
+        if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
+            return False
+        if self._kwargs.get("assistant_model") is not None or self._kwargs.get("custom_generate") is not None:
+            return False
+        return self.value("use_cache") is not False and self.value("cache_implementation") is None
+
+    def is_plain_search(self) -> bool:
+        """Whether this is greedy search or sampling that returns token ids alone: what our own loop does."""
+        one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
+        return one and not any(self.value(name) for name in _NOT_PLAIN)
+
+    def rows(self) -> int:
+        """The batch: prompts times the beams of each, or the answers."""
+        given = [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
+        prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
+        return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
+
+    def prompt_tokens(self) -> int:
+        """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
+        mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
+        seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
+        for given in [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]:
+            if isinstance(given, Tensor) and given.dim() >= 2:
+                return max(given.shape[1], seen)
+        return max(1, seen)
+
+    def total_tokens(self) -> int:
+        """Prompt and answer together, as transformers reckons them."""
+        prompt, new, total = self.prompt_tokens(), self.value("max_new_tokens"), self.value("max_length")
+        if new is None and total is not None:
+            return total
+        return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
+
+
+def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: the cap, before any kernel runs."""
+    given = kwargs.get("inputs_embeds")
+    given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
+    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:  # requests of a continuous batch
+        return
+    held = max([0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))])
+    if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
+        return
+    if held + given.shape[1] > limit_tokens:
+        raise ContextLimitError(
+            f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
+        )
+
+
+def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook: tensors from elsewhere come to the model's device."""
+    return _moved(module, args, kwargs)
+
+
+def _moved(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) and value.device != device else value
+
+    return tuple(moved(arg) for arg in args), {name: moved(value) for name, value in kwargs.items()}

@@ -1,0 +1,106 @@
+"""What stands for a module's `forward` on devices with graphs: the same forward, as graphs where asked for, with clear errors."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from infuse.errors import OutOfMemory
+from infuse.graphs.capture import Backend
+from infuse.graphs.graph import Graphs, Places
+from infuse.graphs.graphed_cache import LentCache
+from infuse.graphs.signature import Unsupported, rebuilt, signature
+from infuse.layers.gradient import refusing
+from infuse.parallel.group import Group
+
+
+class Forward:
+    """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
+
+    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs. `run` is it
+    without either.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
+        self._module, self.own, self._backend = module, own, backend
+        self.run: Callable = own or MethodType(type(module).forward, module)
+        self.graphs = None if backend is None else Graphs(self.run, backend, state=Places(module))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.run)
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where the forward stands, which torch.export asks for."""
+        return type(self).__call__.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # torch.compile makes graphs of its own
+            return self.run(*args, **kwargs)
+        try:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:
+                return output
+            if self.graphs is None:
+                return self.run(*args, **kwargs)
+            output = self.graphs(*args, **kwargs)
+            return self._refusing(output) if torch.is_grad_enabled() else output
+        except torch.OutOfMemoryError as error:
+            raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
+
+    def _refusing(self, output: Any) -> Any:
+        """The output of a graph, which records nothing: its backward pass raises where the module's own would compute gradients."""
+        if all(not parameter.requires_grad for parameter in self._module.parameters()):
+            return output
+        found: list[Tensor] = []
+        try:
+            signature(output, found)
+        except Unsupported:  # it holds a cache, so that no graph made it
+            return output
+        name = type(self._module).__name__
+        made = (refusing(one, one, name) if one.is_floating_point() and not one.requires_grad else one for one in found)
+        return rebuilt(output, made)
+
+    def clear(self) -> None:
+        """Give the memory of the graphs back."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._module, self.own, self._backend)
+
+
+def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
+    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them.
+
+    Ranks that share the module and have memory left are told.
+    """
+    for forget in clear:
+        forget()
+    if isinstance(error, OutOfMemory):  # from a module inside
+        return error
+    traceback.clear_frames(error.__traceback__)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    held = ""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        held = f" ({free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free again)"
+    weights_bytes = sum(p.nbytes for p in module.parameters())
+    said = " ".join(str(error).split())[:120]
+    group: Group = module._infuse.group  # type: ignore[assignment, union-attr]
+    together = group.give_up("no memory left on the device")
+    usable = "The engine can be used on." if together else "The ranks have lost each other: start them again."
+    return OutOfMemory(
+        f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
+        f"{usable} Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "
+        'quantize the weights (quant="int8" or "int4")'
+    )

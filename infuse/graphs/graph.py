@@ -1,0 +1,249 @@
+"""CUDA graphs of any callable: one for each signature of its arguments, captured when a signature comes again. Knows nothing of models.
+
+    call 1, 2      run as they are: what libraries set up on first use is set up
+    call 3         arguments → inputs of ours → capture → replay → copies of the results
+    call 4, ...    arguments → inputs of ours →           replay → copies of the results
+
+Results are copied out: later calls write to the graph's own, never to what a caller holds. Gradients do not pass.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import interrupts, logs
+from infuse.errors import RankError
+from infuse.graphs.capture import Backend, Captured, backend_for, without_autocast_cache
+from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
+
+_WARM_CALLS = 2
+_KNOWN_CALLS = 256  # signatures that are counted at most: a program whose every call has another length captures nothing
+
+
+@dataclass
+class _Entry:
+    """What is known of one signature: calls so far; once captured the graph with its inputs and results."""
+
+    calls: int = 0
+    captured: Captured | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    result: Any = None
+    eager: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        held = sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs))
+        return held + (self.captured.nbytes if self.captured is not None else 0)
+
+
+class Graphs:
+    """`function` with one graph for each signature of its arguments; calls from several threads come one after the other.
+
+    The key is everything about a call but its tensors' values: shapes, dtypes, devices, strides where they are not plain, other
+    arguments, structure. `state` adds what the function depends on beside them (its weights' places in memory): another state
+    empties all. The least recently used graphs go first beyond `limit_bytes` or `limit_graphs`. Calls with arguments or results
+    that a key cannot describe (caches), that change their arguments, or whose capture fails run as they are; of the latter two
+    one warning tells.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        backend: Backend,
+        *,
+        limit_bytes: int = 1 << 30,
+        limit_graphs: int = 64,
+        state: Callable[[], Hashable] | None = None,
+    ):
+        self.function, self.backend = function, backend
+        self.limit_bytes, self.limit_graphs = limit_bytes, limit_graphs
+        self._state_of = state or (lambda: None)
+        self._state: Hashable = None
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.backend.capturing():  # inside a larger graph
+            return self.function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        try:
+            key = (signature((args, kwargs), tensors), modes())
+        except Unsupported:
+            return self.function(*args, **kwargs)
+        with self.backend.turn():
+            entry = self._entry(key)
+            if entry.calls >= _WARM_CALLS and not entry.eager and (entry.captured or self._capture(entry, tensors, args, kwargs)):
+                return self._replayed(entry, tensors)
+            entry.calls += 1
+            result = self.function(*args, **kwargs)
+            entry.eager = entry.eager or not _describable(result)
+            return result
+
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return sum(entry.captured is not None for entry in self._entries.values())
+
+    def nbytes(self) -> int:
+        """The device memory that the graphs hold, with their inputs and results."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def clear(self) -> None:
+        """Forget all graphs and give their memory back."""
+        with self.backend.turn():
+            self._entries.clear()
+
+    def standing(self) -> list[tuple]:
+        """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
+        with self.backend.turn():
+            self._look()
+        return [(min(entry.calls, _WARM_CALLS), entry.captured is not None, entry.eager) for entry in self._entries.values()]
+
+    def fitting(self) -> int:
+        """How many of the latest calls may be known: all there are."""
+        return len(self._entries)
+
+    def keep(self, latest: int) -> None:
+        """Forget the calls before the `latest`."""
+        with self.backend.turn():
+            while len(self._entries) > latest:
+                self._entries.popitem(last=False)
+
+    def restart(self) -> None:
+        """Forget everything."""
+        self.clear()
+
+    def _look(self) -> None:
+        state = self._state_of()
+        if state != self._state:
+            self._entries.clear()
+            self._state = state
+
+    def _entry(self, key: Hashable) -> _Entry:
+        self._look()
+        entry = self._entries.setdefault(key, _Entry())
+        self._entries.move_to_end(key)
+        if len(self._entries) > _KNOWN_CALLS:
+            self._entries.popitem(last=False)
+        return entry
+
+    @interrupts.held_back()  # an entry has its graph, inputs and results, or none of them
+    def _capture(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether it worked; what did not has warned."""
+        with torch.inference_mode(False), torch.no_grad():
+            entry.inputs = [blank(tensor) for tensor in tensors]
+            own_args, own_kwargs = rebuilt((args, kwargs), iter(entry.inputs))
+            self._fill(entry, tensors)
+            versions = [tensor._version for tensor in entry.inputs]
+            try:
+                self.backend.warm(lambda: self.function(*own_args, **own_kwargs))
+                if versions != [tensor._version for tensor in entry.inputs]:
+                    raise RuntimeError("it changes its arguments in place")
+                with without_autocast_cache():
+                    entry.captured, entry.result = self.backend.capture(lambda: self.function(*own_args, **own_kwargs))
+                signature(entry.result, entry.outputs)
+            except RankError:
+                raise
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                entry.captured, entry.inputs, entry.outputs, entry.result, entry.eager = None, [], [], None, True
+                self._warn(error)
+                return False
+        self._evict(entry)
+        return True
+
+    def _replayed(self, entry: _Entry, tensors: list[Tensor]) -> Any:
+        assert entry.captured is not None
+        with torch.no_grad():
+            self._fill(entry, tensors)
+            entry.captured.replay()
+            return rebuilt(entry.result, iter([tensor.clone() for tensor in entry.outputs]))
+
+    def _fill(self, entry: _Entry, tensors: list[Tensor]) -> None:
+        for own, given in zip(entry.inputs, tensors, strict=True):
+            own.copy_(given, non_blocking=True)
+
+    def _evict(self, newest: _Entry) -> None:
+        graphs = [(key, entry) for key, entry in self._entries.items() if entry.captured is not None]
+        held = sum(entry.nbytes for _, entry in graphs)
+        for key, entry in graphs:
+            if entry is newest or (held <= self.limit_bytes and len(graphs) <= self.limit_graphs):
+                break
+            del self._entries[key]
+            graphs, held = graphs[1:], held - entry.nbytes
+
+    def _warn(self, error: Exception) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logs.warn(f"infuse: no CUDA graph could be captured, so calls run without: {where(error)}", stacklevel=6)
+
+
+class LocalGraph(nn.Module):
+    """`module` with graphs of its own: for one hot module of a model that cannot be captured as a whole.
+
+    Arguments and results are `module`'s; see Graphs for what is captured and when.
+    """
+
+    def __init__(self, module: nn.Module, backend: Backend | None = None, *, limit_bytes: int = 1 << 30):
+        super().__init__()
+        self.module = module
+        self._backend, self._limit_bytes = backend, limit_bytes
+        self._graphs: Graphs | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`module`'s own forward, replayed where it can be; as it is on devices without graphs."""
+        if self._graphs is None:
+            backend = self._backend or backend_for(next((p.device for p in self.module.parameters()), torch.device("cpu")))
+            if backend is None:
+                return self.module(*args, **kwargs)
+            self._graphs = Graphs(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
+        return self._graphs(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles capture their own
+        return {**vars(self), "_graphs": None}
+
+
+class Places:
+    """Where the first and the last weight of a module lie, and whether it trains: `.to()`, `.half()` and the like change it."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._ends: tuple | None = None  # found once: a walk over all weights at each call would cost more than the call
+
+    def __call__(self) -> Hashable:
+        if self._ends is None:
+            owners = [(owner, name) for owner in self._module.modules() for name, p in owner._parameters.items() if p is not None]
+            self._ends = (owners[0], owners[-1]) if owners else ()
+        ends = [owner._parameters[name] for owner, name in self._ends]
+        return (self._module.training, *((p.data_ptr(), p.dtype, p.device) for p in ends if p is not None))
+
+
+def where(error: BaseException) -> str:
+    """The error in a line, with the innermost line of code outside PyTorch that it comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename.replace("\\", "/")]
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} (at {last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: {last.line})"
+
+
+def _describable(result: Any) -> bool:
+    try:
+        signature(result, [])
+    except Unsupported:
+        return False
+    return True
+
+
+def modes() -> Hashable:
+    """What changes the kernels that a call runs beside its arguments."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return autocast

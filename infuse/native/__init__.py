@@ -1,0 +1,94 @@
+"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install or at first use where there is
+a compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower
+instruction set than the machine has (with ! behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infuse.device import Device
+from infuse.native import first_use
+
+BINARY = Path(__file__).with_name("_kernels.so")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the order of `enum class Code` in src/types.h
+
+
+@cache
+def kernels() -> Any:
+    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded, or built, at the first question."""
+    if os.environ.get("INFUSE_CPU_ISA") == "off":
+        return "INFUSE_CPU_ISA=off"
+    unfit = _load(BINARY) if BINARY.exists() else ""
+    if unfit is None:
+        return torch.ops.infuse_cpu
+    found = first_use.obtain()  # also where those of a wheel do not load, as on a system that is older than it
+    if isinstance(found, str):
+        return unfit or found
+    return _load(found) or torch.ops.infuse_cpu
+
+
+def _load(library: Path) -> str | None:
+    """Load the operators; why they do not load, None where they do."""
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"the C++ kernels do not load: {error}".partition("\n")[0]
+    return None
+
+
+def needs(device: Device, dtype: torch.dtype) -> str | None:
+    """Why the C++ bodies cannot run there, None where they can."""
+    if device.kind != "cpu":
+        return f"the device is {device.kind}"
+    if dtype not in DTYPES:
+        return f"{dtype} is not one of {', '.join(str(d) for d in DTYPES)}"
+    found = kernels()
+    return found if isinstance(found, str) else None
+
+
+def isa() -> str | None:
+    """The instruction set that the kernels run with here, None without kernels."""
+    found = kernels()
+    return None if isinstance(found, str) else found.isa()
+
+
+def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
+    """Why formats with :a8 round no activations there; None where products of many tokens do."""
+    if reason := needs(device, dtype):
+        return reason
+    if dtype is torch.bfloat16 and kernels().has_amx():
+        return "AMX multiplies bfloat16 as fast"
+    return None if str(isa()).startswith("avx512") else f"{isa()} has no products of bytes"
+
+
+def described() -> dict[str, str]:
+    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none.
+
+    Builds nothing.
+    """
+    off = os.environ.get("INFUSE_CPU_ISA") == "off"
+    path = BINARY if BINARY.exists() else first_use.kept()
+    found = kernels() if off or path else first_use.outlook()
+    if isinstance(found, str):
+        return {"C++ kernels": f"none: {found}"}
+    levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; why it cannot be had follows
+    names, runs = [name for name, _, _ in levels], found.isa()
+    reasons = {
+        "missing": "this CPU does not have it",
+        "refused": "the system does not let this process use it",
+        "unbuilt": "the compiler that built the kernels did not know it",
+        "": f"INFUSE_CPU_ISA={os.environ.get('INFUSE_CPU_ISA')}",
+    }
+    return {
+        "C++ kernels": f"{runs} runs, of {', '.join(name for name, _, reason in levels if reason != 'unbuilt')}",
+        **{f"  not {name}": reasons[reason] for name, _, reason in levels[: names.index(runs)]},
+        "  built by": f"{found.compiler()} against torch {found.torch_version()}, for torch 2.10 and later",
+        "  from": str(path),
+    }

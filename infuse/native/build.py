@@ -1,0 +1,104 @@
+"""Compile the C++ kernels: once for each instruction set, linked into one library that asks PyTorch for its stable ABI alone.
+
+Imports only the standard library, because setup.py runs this file by its path, where neither infuse nor PyTorch can be imported.
+Flags in `CXXFLAGS` come after those here, when compiling and when linking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent / "ops" / "cpu" / "src"
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DNDEBUG", "-fno-math-errno", "-fvisibility=hidden", "-Wall")
+# g++ 12 warns about the deliberate self-initialisation in its own AVX-512 headers.
+QUIET = ("-Wno-maybe-uninitialized", "-Wno-uninitialized")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+LEVELS: dict[str, tuple[str, ...]] = {"generic": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    AVX512_BF16 = (*AVX512, "-mavx512bf16")
+    AMX = (*AVX512_BF16, "-mamx-tile", "-mamx-bf16")
+    LEVELS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16, "avx512_amx": AMX}
+AMX_PROGRAM = 'void multiply() { __asm__("tdpbf16ps %tmm0, %tmm1, %tmm2"); }'
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10
+HEADER = "include/torch/csrc/stable/library.h"  # in every PyTorch that the kernels can be built against
+
+
+class BuildError(Exception):
+    """The compiler failed; the message is its output."""
+
+
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler: CXX, g++ or clang++; None where there is none."""
+    command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or ""]
+    return command if command[0] and shutil.which(command[0]) else None
+
+
+def why_not(torch: Path | None) -> str | None:
+    """Why the kernels cannot be built against the PyTorch in the folder `torch`, None where they can."""
+    if os.environ.get("INFUSE_BUILD") == "0":
+        return "INFUSE_BUILD=0"
+    if os.name != "posix":
+        return f"they are built on Linux and macOS, this is {platform.system()}"
+    if compiler() is None:
+        named = os.environ.get("CXX")
+        return f"CXX={named} is not a program" if named else "no C++ compiler: neither g++ nor clang++ is on PATH, and CXX names none"
+    if torch is None or not (torch / HEADER).exists():
+        return "no PyTorch of version 2.10 or later in this environment"
+    return None
+
+
+def fingerprint() -> str:
+    """A name for what `compile_kernels` makes: of its sources, flags and machine. The stable ABI makes one binary serve every PyTorch."""
+    digest = hashlib.sha256(f"{platform.system()} {platform.machine()} {os.environ.get('CXXFLAGS', '')}".encode())
+    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+        digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
+    """Build the library `target` against the PyTorch in the folder `torch`; object files go to `objects`.
+
+    Returns the instruction sets that the compiler does not know. Raises BuildError.
+    """
+    command = compiler()
+    assert command is not None
+    given = shlex.split(os.environ.get("CXXFLAGS", ""))
+    levels = dict(LEVELS)
+    if "avx512_amx" in levels and not _knows_amx(command, objects):
+        del levels["avx512_amx"]
+    jobs = [([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o") for level, flags in levels.items()]
+    jobs.append((["-DINFUSE_WITH_AMX"] if "avx512_amx" in levels else [], SOURCES / "detect.cpp", objects / "detect.o"))
+    stable = [STABLE_ABI, f"-I{torch / 'include'}", "-include", str(SOURCES / "no_extern_templates.h")]
+    jobs += [(stable, source, objects / f"{source.stem}.o") for source in sorted(SOURCES.glob("binding*.cpp"))]
+
+    def compile_one(job: tuple[list[str], Path, Path]) -> None:
+        flags, source, into = job
+        _run([*command, *FLAGS, *QUIET, *flags, *given, "-c", str(source), "-o", str(into)])
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(compile_one, jobs))
+    _run([*command, *given, "-shared", "-o", str(target), *(str(job[2]) for job in jobs), f"-L{torch / 'lib'}", "-ltorch_cpu"])
+    return [level for level in LEVELS if level not in levels]
+
+
+def _knows_amx(command: list[str], folder: Path) -> bool:
+    """Whether the compiler takes the flags of AMX and its assembler the instructions."""
+    source = folder / "amx_program.cpp"
+    source.write_text(AMX_PROGRAM)
+    tried = [*command, *LEVELS["avx512_amx"], "-c", str(source), "-o", str(folder / "amx_program.o")]
+    return subprocess.run(tried, capture_output=True).returncode == 0
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed with exit code {done.returncode}:\n{done.stderr.strip()}")

@@ -1,0 +1,171 @@
+"""The compiled kernels of an installation that came without them: built when they are first needed, kept for the next process.
+
+They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (a read-only home) in the temporary folder. Of processes that
+start together one builds and the others wait. INFUSE_BUILD=0 builds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from infuse import logs
+from infuse.native import build
+
+LIBRARY, FAILURE = "_kernels.so", "failure.txt"
+LONGEST_BUILD_S = 1800.0  # another process may be building for so long; measured 90 s on two shared cores
+
+
+def kept() -> Path | None:
+    """The library that an earlier process built from these sources, None where there is none."""
+    folders = [root / f"kernels-{build.fingerprint()}" for root in _roots() if _is_trusted(root)]
+    return next((folder / LIBRARY for folder in folders if (folder / LIBRARY).is_file()), None)
+
+
+def outlook() -> str:
+    """What the next use of the kernels does where none are kept: the reason why there are none, or that it builds them."""
+    if why := build.why_not(_torch()):
+        return f"the C++ kernels are not built: {why}"
+    for root in _roots():
+        if why := _remembered(root / f"kernels-{build.fingerprint()}"):
+            return why
+    command = " ".join(build.compiler() or [])
+    return f"not built yet: {command} builds them at first use, in about half a minute; `infuse build` does it now"
+
+
+def obtain(*, again: bool = False) -> Path | str:
+    """The library, built where it is missing; a text says why there is none. `again`: build anew, also after a failure."""
+    if not again and (found := kept()):
+        return found
+    if why := build.why_not(_torch()):
+        return f"the C++ kernels are not built: {why}"
+    problems = []
+    for root in _roots():
+        try:
+            return _built(root, again)
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+            problems.append(f"{root}: {error}")
+    return f"the C++ kernels are not built: no folder to keep them in ({'; '.join(problems)}); INFUSE_CACHE_DIR names another"
+
+
+def _built(root: Path, again: bool) -> Path | str:
+    """Build the library below `root`, or wait for the process that does. OSError: it cannot be kept there."""
+    folder = root / f"kernels-{build.fingerprint()}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_trusted(root):
+        raise PermissionError("others may write there")
+    folder.mkdir(exist_ok=True)
+    started = time.time()
+    with _locked(folder / "lock"):
+        library = folder / LIBRARY
+        if library.is_file() and (not again or library.stat().st_mtime > started):
+            return library
+        if not again and (why := _remembered(folder)):
+            return why
+        for stale in folder.glob("build-*"):  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as objects:
+            _say("building the C++ kernels for CPUs, once for this installation: about half a minute ...")
+            try:
+                build.compile_kernels(Path(objects, LIBRARY), Path(objects), _torch())
+            except build.BuildError as error:
+                return _failed(folder, str(error))
+            os.replace(Path(objects, LIBRARY), library)
+        (folder / FAILURE).unlink(missing_ok=True)
+        _say(f"the C++ kernels were built in {time.time() - started:.0f} s and are kept in {folder}")
+        return library
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the folder; say so once where another process holds it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=1.0)
+    except Timeout:
+        _say("waiting for another process that builds the C++ kernels ...")
+        try:
+            lock.acquire(timeout=LONGEST_BUILD_S)
+        except Timeout as error:
+            raise OSError(f"another process has been building for {LONGEST_BUILD_S:.0f} s") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _failed(folder: Path, output: str) -> str:
+    """Warn of a failed build, and remember it: later processes do not try again with the same compiler and PyTorch."""
+    (folder / FAILURE).write_text(f"{_tools()}\n{output}\n", encoding="utf-8")
+    last_lines = "\n".join(output.splitlines()[-12:])
+    text = f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe whole output is in "\
+           f"{folder / FAILURE}; it is tried again with another compiler or PyTorch, or by `infuse build`."
+    logs.warn(text, stacklevel=2)
+    return _reason(folder)
+
+
+def _remembered(folder: Path) -> str | None:
+    """The reason where a build with this compiler and this PyTorch has failed before."""
+    try:
+        tools = (folder / FAILURE).read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        return None
+    return _reason(folder) if tools == _tools() else None
+
+
+def _reason(folder: Path) -> str:
+    return f"the C++ kernels could not be built ({folder / FAILURE}); `infuse build` tries again"
+
+
+def _tools() -> str:
+    """The compiler and the PyTorch that a build depends on, in one line."""
+    command = build.compiler() or []
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    return f"{' '.join(command)}: {version}; torch {torch.__version__}"
+
+
+def _torch() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _roots() -> list[Path]:
+    """The folders that may keep the kernels, the preferred one first."""
+    if given := os.environ.get("INFUSE_CACHE_DIR"):
+        return [Path(given)]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    roots = [Path(home, "infuse")] if os.path.isabs(home) else []  # "~" stays where the user has no home
+    return [*roots, _temporary()]
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir(), f"infuse-{os.getuid() if os.name == 'posix' else ''}")
+
+
+def _is_trusted(root: Path) -> bool:
+    """Whether a library found there may be loaded: anybody can make a folder in the temporary one, and name it as we would."""
+    if root != _temporary():
+        return True
+    try:
+        found = root.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _say(text: str) -> None:
+    """A line of progress on standard error; of several ranks, rank 0's."""
+    logs.log.info(text)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"infuse: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,57 @@
+"""The memory that a plan will take, known before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from infuse.architectures.split import SplitShape
+from infuse.plan.formats import held_bytes
+from infuse.plan.shared import Sharing
+from infuse.plan.step import Step
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
+    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
+    steps = list(steps)
+    total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
+    for step in steps:
+        if step.shape is None:
+            continue
+        module = model.get_submodule(step.path)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        quantized = held_bytes(step.fills, step.shape, step.bodies)
+        for fill in step.fills:
+            key = sharing.key(step, fill)
+            again = key is not None and key in made
+            made.add(key)
+            total += 0 if step.shares or again else quantized.get(fill.target, 0)
+            sources = [_tensor(module, name) for name in fill.sources]
+            seen.update(id(source) for source in sources)
+            if fill.target not in quantized and not step.shares and not again:
+                numel = sum(source.numel() for source in sources)
+                if fill.cut is not None:
+                    numel = numel // sum(fill.cut.sizes) * fill.cut.length
+                total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
+        if not isinstance(step.shape, SplitShape):  # of which the rest stays
+            seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        if id(tensor) not in seen:
+            cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
+    return total
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)

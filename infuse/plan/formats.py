@@ -1,0 +1,161 @@
+"""Which number format each matrix of a model is to have: the configuration's, by the path of the linear that it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from infuse import ops
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.packing import Fill
+from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.split import SplitShape
+from infuse.config import keys as config_keys
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.layers.linear import fused_op, linear_op
+from infuse.native import keeps_activations
+from infuse.plan.found import grouped
+from infuse.quant.format import QuantFormat
+from infuse.quant.parse import quant_format
+
+AnyShape = LayerShape | LinearShape | EmbeddingShape | SplitShape
+_KEY = "quant.weight.post_init_quant"
+
+
+class Formats:
+    """Answers for one model, and what the configuration names that the model has not.
+
+    A pattern of the configuration matches a linear whose path holds it, as in DeepSpeed. `head` is the path of the output layer: a
+    format of less than 8 bits for all matrices becomes int8 there, which a format by name does not.
+    """
+
+    def __init__(self, config: InferenceConfig, head: str | None):
+        self._everywhere, self._by_name, self._head = config.weight_format, config.module_formats, head
+        self._linears: dict[str, None] = {}  # in the order in which they were asked for
+
+    def of(self, path: str) -> QuantFormat | None:
+        """The format of the linear at `path`, None for the compute dtype."""
+        self._linears[path] = None
+        named = self._named(path)
+        if named:
+            return None if named[0] is None else quant_format(named[0])
+        if self._everywhere is None:
+            return None
+        format = quant_format(self._everywhere)
+        return replace(quant_format("int8"), activation_bits=format.activation_bits) if path == self._head and format.bits < 8 else format
+
+    def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
+        """What of the formats has no effect on the device."""
+        asked = [text for text in (self._everywhere, *self._by_name.values()) if text and quant_format(text).activation_bits == 8]
+        reason = keeps_activations(device, dtype) if asked else None
+        return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
+
+    def left_alone(self, path: str) -> bool:
+        """Whether a name keeps the linear at `path` from being quantized."""
+        return None in self._named(path)
+
+    def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
+        """The format of the matrix that `fill` makes of linears below `path`; `difference` says whether there is one."""
+        return [self.of(source) for source in linears_of(fill, path)][0]
+
+    def multiple(self, fill: Fill, path: str, shape: AnyShape) -> int:
+        """The inputs that a part of `fill`'s matrix must be a multiple of, for whole groups of its format."""
+        format, matrix = self.of_fill(fill, path), matrix_shape(fill, shape)
+        if format is None or matrix is None:
+            return 1
+        return format.of_part(matrix[1]).group_size or format.pack
+
+    def difference(self, fill: Fill, path: str) -> str | None:
+        """Why the linears that `fill` merges cannot be one matrix: names give them different formats."""
+        sources = linears_of(fill, path)
+        chosen = [str(self.of(source) or "the compute dtype") for source in sources]
+        if len(set(chosen)) == 1:
+            return None
+        told = ", ".join(f"{source.removeprefix(f'{path}.')} in {format}" for source, format in zip(sources, chosen, strict=True))
+        return f"{told} cannot be one matrix"
+
+    def check(self, model: nn.Module) -> list[str]:
+        """Notes on patterns that match tables only. ConfigError: patterns that match nothing, or one linear with two formats."""
+        tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
+        problems = [f"{_KEY}: {pattern!r} is in no linear's path" for pattern in unmatched if not any(pattern in name for name in tables)]
+        if problems:
+            paths = ", ".join(path for (path,) in grouped([(path,) for path in self._linears], path_column=0))
+            problems.append(f"the linears that there are: {paths or 'none'}")
+        told: set[tuple[str, ...]] = set()
+        for path in self._linears:
+            patterns = tuple(pattern for pattern in self._by_name if pattern in path)
+            if len(set(self._named(path))) > 1 and patterns not in told:
+                told.add(patterns)
+                problems.append(f"{_KEY}: {' and '.join(map(repr, patterns))} give {path} different formats; one linear has one")
+        if problems:
+            raise config_keys.failure(problems)
+        return [f"{_KEY}: {pattern!r}: no effect: only tables match, which are not quantized" for pattern in unmatched]
+
+    def _named(self, path: str) -> list[str | None]:
+        return [format for pattern, format in self._by_name.items() if pattern in path]
+
+
+def linears_of(fill: Fill, path: str) -> list[str]:
+    """The paths of the linears whose weights `fill` takes from the module at `path`."""
+    owners = [source.rpartition(".")[0] for source in fill.sources]
+    return [".".join(part for part in (path, owner) if part) for owner in owners]
+
+
+def is_matrix(fill: Fill) -> bool:
+    return fill.matrix or fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+
+
+def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
+    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
+    matrices = [fill for fill in fills if is_matrix(fill)]
+    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
+    of_block = any(fill.target == "mlp.up.weight" for fill in matrices)
+    fused = [fused_op(fill.format) for fill in matrices] if of_block else []
+    fused += [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
+    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *fused, *quantized)))
+
+
+def matrix_shape(fill: Fill, shape: AnyShape) -> tuple[int, int] | None:
+    """[outputs, inputs] of the matrix that `fill` makes; None for norms, biases and tables."""
+    if not is_matrix(fill):
+        return None
+    if isinstance(shape, LinearShape):
+        return shape.outputs, shape.inputs
+    if isinstance(shape, EmbeddingShape):
+        return shape.rows, shape.width
+    if isinstance(shape, SplitShape):
+        return shape.matrix(fill.target.removesuffix(".weight"))
+    attn, mlp = shape.attn, shape.mlp
+    return {
+        "qkv": ((attn.heads + 2 * attn.kv_heads) * attn.head_width, attn.hidden),
+        "out": (attn.hidden, attn.heads * attn.head_width),
+        "up": (mlp.inner * (2 if mlp.gated else 1), mlp.hidden),
+        "down": (mlp.hidden, mlp.inner),
+    }[fill.target.split(".")[-2]]
+
+
+def format_bytes(fills: Iterable[Fill], shape: AnyShape | None) -> dict[str, int]:
+    """Target → the bytes of its quantized matrix, codes, scales and zeros."""
+    found: dict[str, int] = {}
+    for fill in fills:
+        if fill.format and shape is not None and (matrix := matrix_shape(fill, shape)):
+            found[fill.target] = quant_format(fill.format).nbytes(*matrix)
+    return found
+
+
+def held_bytes(fills: Iterable[Fill], shape: AnyShape | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """As format_bytes, with the values in place of the codes where the body of the product or look-up holds them."""
+    fills, chosen = tuple(fills), dict(bodies)
+    found = format_bytes(fills, shape)
+    held = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))
+    if held is not None and shape is not None:
+        for fill in fills:
+            if fill.target in found and fill.format and (matrix := matrix_shape(fill, shape)):
+                values = matrix[0] * matrix[1]
+                found[fill.target] += values * held.itemsize - values * quant_format(fill.format).bits // 8
+    return found

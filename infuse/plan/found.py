@@ -1,0 +1,109 @@
+"""What a plan looks up in a model: paths, configs, and which modules hold the same weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures.adapters import base_path, is_adapter
+from infuse.architectures.plain import patched
+
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
+
+
+def path_of(model: Any, getter: str) -> str | None:
+    """The path of what `model.getter()` gives, or of what an adapter there wraps; None where it has no such module."""
+    try:
+        wanted = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
+        return None
+    path = next((name for name, module in model.named_modules() if module is wanted), None)
+    return None if path is None else base_path(model, path)
+
+
+def shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Module path → the other modules that hold the same weight (tied embeddings)."""
+    by_weight: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "weight":
+            by_weight.setdefault(id(parameter), []).append(owner)
+    tied = (paths for paths in by_weight.values() if len(paths) > 1)
+    return {path: tuple(other for other in paths if other != path) for paths in tied for path in paths}
+
+
+def config_around(model: nn.Module, path: str) -> Any:
+    """The config of the nearest model around a module."""
+    owners = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
+    return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
+
+
+def users_own(layer: nn.Module, attn: str) -> list[str]:
+    """What somebody put on parts of a layer and a whole block would not call: forwards set on instances, and hooks.
+
+    The hooks of the layer and of its attention, at `attn`, move to the block.
+    """
+    found = []
+    for path, module in layer.named_modules():
+        if patched(module):
+            found.append(f"{path or 'the layer'} has a forward set on the instance")
+        elif path not in ("", attn) and (module._forward_hooks or module._forward_pre_hooks):
+            found.append(f"{path} has a hook, which a whole block would not call")
+    return found
+
+
+def model_around(model: nn.Module, path: str) -> str:
+    """The path of the nearest model around a module: what has embeddings and a config."""
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            return path
+    return ""
+
+
+def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
+    """What tells modules of one kind apart: their plain attributes but for their place, by which a spec may have gone wrong; of a linear
+    its name and what the module around it is made of, since that is what calls it."""
+    own = tuple(
+        (place, name, value)
+        for place, module in model.get_submodule(path).named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
+    )
+    if not is_linear:
+        return (own,)
+    where, _, name = path.rpartition(".")
+    around = model.get_submodule(where)
+    inside = around.named_modules() if is_adapter(around) else around.named_children()
+    return own, type(around), None if name.isdecimal() else name, tuple((place, type(module)) for place, module in inside)
+
+
+def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
+    """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
+    groups: dict[tuple, list[str]] = {}
+    for row in rows:
+        template = re.sub(r"(?<=\.)\d+(?=\.|:|$)", "#", row[path_column], count=1)
+        numbers = groups.setdefault((*row[:path_column], template, *row[path_column + 1 :]), [])
+        numbers += re.findall(r"(?<=\.)\d+(?=\.|:|$)", row[path_column])[:1]
+    out = []
+    for row, numbers in groups.items():
+        path = row[path_column].replace("#", _ranges([int(n) for n in numbers]), 1)
+        out.append((*row[:path_column], path, *row[path_column + 1 :]))
+    return out
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as {0-2,5}; a single number as itself."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans) + "}"

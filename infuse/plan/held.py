@@ -1,0 +1,39 @@
+"""How quantized weights are held where a CPU has no kernels for them: dequantized once, if memory allows, and what the plan says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from infuse import native, ops
+from infuse.device import Device
+from infuse.plan.step import Step
+
+
+def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
+    """The bodies that hold dequantized weights, and why not here: the values may take half of the device's memory."""
+    value_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize // ranks
+    if 2 * value_bytes <= device.memory_bytes:
+        return {}
+    why = f"the values would take {value_bytes / 1e9:,.1f} GB, more than half of the {device.memory_bytes / 1e9:,.1f} GB of memory"
+    return dict.fromkeys(ops.HELD, why)
+
+
+def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], device: Device) -> list[str]:
+    """A note where a CPU multiplies by weights in a format without kernels."""
+    choice, formats = choices.get("quantized_linear"), [format for step in steps for format in step.formats.values()]
+    if choice is None or not formats or device.kind != "cpu":
+        return []
+    declined, what = dict(choice.declined), ", ".join(dict.fromkeys(formats))
+    why = f"No kernels: {declined.get('cpu')}"
+    if native.needs(device, torch.float32) is not None:  # else it is the dtype that has none
+        why += ". `infuse env` says what there is, `infuse build` builds them"
+    if choice.body in ops.HELD:
+        held = choice.body.removeprefix("dequantized_")
+        return [f"{what}: the weights are rounded to the format and held in {held}: as fast as the original, but not smaller. {why}"]
+    if choice.body == ops.REFERENCE:
+        room = next((f", and it is not held dequantized: {declined[name]}" for name in ops.HELD if name in declined), "")
+        return [f"SLOW: {what}: each call dequantizes every weight, up to 45 times slower than without quant{room}. {why}"]
+    return []

@@ -1,0 +1,80 @@
+"""Weights that several layers share: what is made of them is made once and shared again, or the plan says why it cannot be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from infuse.architectures.packing import Fill
+from infuse.errors import SpecMismatch
+from infuse.plan.step import Step
+from infuse.weights.fill import moves
+from infuse.weights.reader import tensor_at
+
+
+class Sharing:
+    """Which fills of `steps` make the same of the same tensors. `model` is as it was before any step was done."""
+
+    def __init__(self, model: nn.Module, steps: Iterable[Step]):
+        self._steps = [step for step in steps if step.shape is not None]
+        self._names: dict[tuple[str, str], str] = {}  # (path of a step, source) → the tensor's first name
+        first: dict[int, str] = {}
+        sources: set[tuple[int, str]] = set()
+        for step in self._steps:
+            module = model.get_submodule(step.path)
+            for source in (source for fill in step.fills for source in fill.sources):
+                name = first.setdefault(id(tensor_at(module, source)), f"{step.path}.{source}")
+                self._names[step.path, source] = name
+                owner, _, leaf = source.rpartition(".")
+                sources.add((id(module.get_submodule(owner)), leaf))
+        spots: dict[str, int] = defaultdict(int)
+        self._outside: set[str] = set()  # tensors that a module which stays has, too
+        for module in model.modules():
+            for leaf, tensor in module._parameters.items():
+                if (known := first.get(id(tensor))) is not None:
+                    spots[known] += 1
+                    if (id(module), leaf) not in sources:
+                        self._outside.add(known)
+        users: dict[str, set[str]] = defaultdict(set)  # a module that several layers share is one spot
+        for (path, _), name in self._names.items():
+            users[name].add(path)
+        self._shared = {name for name, paths in users.items() if max(len(paths), spots[name]) > 1}
+
+    def key(self, step: Step, fill: Fill) -> Hashable | None:
+        """Equal for fills that make the same of the same tensors; None where no source is shared."""
+        names = tuple(self._names[step.path, source] for source in fill.sources)
+        if self._shared.isdisjoint(names):
+            return None
+        return names, replace(fill, target="", sources=()), step.depth, step.bodies
+
+    def notes(self) -> tuple[str, ...]:
+        """The shared tensors of which layers get values of their own, since they are merged or laid out in different ways."""
+        made: dict[str, set[Hashable]] = defaultdict(set)
+        copied: dict[str, str] = {}
+        for step in (step for step in self._steps if not step.shares):
+            for fill in step.fills:
+                for name in self._shared.intersection(self._names[step.path, source] for source in fill.sources):
+                    made[name].add(() if moves(fill) else self.key(step, fill))
+                    if not moves(fill):
+                        copied[name] = f"{step.path}.{fill.target}"
+        lost = [name for name in copied if len(made[name]) > 1 or name in self._outside]
+        if not lost:
+            return ()
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        why = f"{copied[lost[0]]} merges or converts it with others, so each layer has its own copy"
+        return (f"{lost[0]}{more}: shared before, not shared now: {why}",)
+
+
+def refuse_shared(model: nn.Module, path: str, shared: Mapping[str, tuple[str, ...]]) -> None:
+    """SpecMismatch where ranks cannot share the layer at `path` because another layer has some of its weights: they would be cut twice.
+
+    A layer that is applied in several places has its own weights in all of them.
+    """
+    layer = model.get_submodule(path)
+    for other in (other for name, others in shared.items() if name.startswith(f"{path}.") for other in others):
+        parts = other.split(".")
+        if all(model.get_submodule(".".join(parts[: end + 1])) is not layer for end in range(len(parts))):
+            raise SpecMismatch(type(layer).__name__, [f"it shares weights with {other}"])

@@ -1,0 +1,189 @@
+"""Saved: our own shards, written from a replaced model and read back into one on meta without quantizer and without proof.
+
+The index says which steps were carried out, and in which formats; the same steps are taken again, filled with what they
+held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused. Each rank of a
+group writes what it has; another number of ranks reads each part from the runs of whoever has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures.packing import Fill
+from infuse.architectures.plain import LinearShape
+from infuse.architectures.split import SplitShape
+from infuse.config.inference import InferenceConfig
+from infuse.errors import CheckpointError, ConfigError
+from infuse.layers.linear import QuantizedLinear
+from infuse.parallel.group import LOCAL, Group
+from infuse.parallel.slices import Cut
+from infuse.plan.plan import Plan
+from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
+from infuse.quant.format import QuantFormat
+from infuse.quant.parse import quant_format
+from infuse.shards.files import Bundle, write_shards
+from infuse.shards.index import SavedIndex
+from infuse.weights.names import placed
+from infuse.weights.saved_shards import SavedShards
+from infuse.weights.sources import SAVED, Files
+
+
+def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
+    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of `group` its own.
+
+    CheckpointError on all ranks where one fails; then there is no index. What ranks share without a spec is told linear by linear, as
+    one rank has it, and how the layer is read.
+    """
+    steps = [entry for step in plan.steps for entry in _entries(step)]
+    readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
+    quant = config.quant.model_dump(mode="json", exclude_unset=True)
+    if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
+        quant["format"] = config.weight_format
+    dtype = str(plan.dtype).removeprefix("torch.")
+    index = {"model": plan.model, "dtype": dtype, "format_of_weights": config.weight_format, "quant": quant, "steps": steps,
+             "readings": readings}
+    write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
+
+
+def cuts(plan: Plan) -> dict[str, Cut]:
+    """How this rank's tensors are cut, by the names that they are stored under."""
+    found: dict[str, Cut] = {}
+    for step in plan.steps:
+        for fill in step.fills if step.shape is not None else ():
+            if fill.cut is not None:
+                turned = fill.transposed and not packed_fill(step, fill)
+                found[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
+    return found
+
+
+def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
+    """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
+    inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
+    plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
+    turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            seen.update(id(buffer) for buffer in module.buffers(recurse=False))
+            parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
+            yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
+    for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it
+
+
+def _held(module: QuantizedLinear, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
+    weight = module.held()
+    return tuple(getattr(weight, part) for part in parts)
+
+
+def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
+    return (tensor.t() if turned else tensor,)
+
+
+def check_folder(folder: str) -> None:
+    """Make `folder`; CheckpointError where shards cannot be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte or half a character
+        raise CheckpointError(f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
+
+
+def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
+    """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
+
+    A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all files are needed.
+    """
+    own, shared = cuts(plan), index.cuts
+    alike = index.tp_size == plan.mesh.tp and own.keys() == shared.keys()
+    alike = alike and all(step.depth != SPLIT or step.proven for step in plan.steps)
+    alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
+    rank = plan.mesh.tp_rank if alike else None
+    files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index.files),))
+    wanted = [path for number, path in enumerate(files) if rank in (None, number)]
+    if missing := [str(path) for path in wanted if not path.is_file()]:
+        raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
+    return SavedShards(files, shared, index.checksums, rank)
+
+
+def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
+    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format.
+
+    Of formats that store the same, the one that is asked for.
+    """
+    asked = config.weight_format
+    stored, quant = index.format_of_weights, index.quant
+    by_name = config.module_formats and config.module_formats != quant.by_name
+    other = asked is not None and (stored is None or as_stored(asked) != as_stored(stored))
+    if other or by_name or (config.quant.enabled is False and quant.model_fields_set):
+        found = repr(asked) if asked else "formats by name" if by_name else "enabled=False"
+        what = stored or quant.by_name or index.dtype
+        raise ConfigError(f"quant: found {found}, and the shards hold {what}; leave it out, or shard again")
+    if asked is not None:
+        quant = quant.model_copy(update={"format": asked})
+    update: dict[str, Any] = {"quant": quant}
+    if config.dtype is None or config.dtype == torch.int8:
+        update["dtype"] = index.dtype
+    return config.model_copy(update=update)
+
+
+def as_stored(format: str) -> QuantFormat:
+    """The format without what is not in shards: how activations are rounded."""
+    return replace(quant_format(format), activation_bits=16)
+
+
+def with_formats(step: Step, formats: Mapping[str, str]) -> Step:
+    return replace(step, fills=tuple(replace(fill, format=formats.get(fill.target)) for fill in step.fills))
+
+
+def packed_paths(step: Step) -> tuple[str, ...]:
+    """The new modules of a step whose tensors are not the old ones': these are what is read back."""
+    if step.depth == SPLIT:
+        return tuple(f"{step.path}.{target.removesuffix('.weight')}" for target in step.formats)
+    return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()
+
+
+def is_packed(step: Step) -> bool:
+    """Whether anything is read back for a step."""
+    return bool(packed_paths(step))
+
+
+def packed_fill(step: Step, fill: Fill) -> bool:
+    """Whether the target of one of the step's fills is read back."""
+    return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
+
+
+def _entries(step: Step) -> list[dict[str, Any]]:
+    """What the index says of a step."""
+    if step.depth != SPLIT:
+        return [{"path": step.path, "kind": digest(step), "formats": step.formats}] if is_packed(step) else []
+    made = [(f"{step.path}.{fill.target}".removesuffix(".weight"), fill) for fill in step.fills if fill.format]
+    return [{"path": path, "kind": digest_alone(step, fill), "formats": {"weight": fill.format}} for path, fill in made]
+
+
+def digest(step: Step) -> str:
+    """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work on them."""
+    fills = tuple(replace(fill, cut=None) for fill in step.fills)
+    return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
+
+
+def digest_alone(step: Step, fill: Fill) -> str:
+    """The digest of one linear of a layer that ranks share, as it is replaced where one rank has the layer."""
+    assert isinstance(step.whole, SplitShape)
+    path = fill.target.removesuffix(".weight")
+    part = next(part for part in step.whole.linears if part.path == path)
+    shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
+    linear = Step(path, LINEAR, "Linear", shape, shape.fills, (), "")
+    return digest(with_formats(linear, {"weight": str(fill.format)}))
