@@ -1,7 +1,8 @@
-"""Builds the C++ kernels where there is a C++20 compiler and PyTorch is in the environment; says so in one line where there is not.
+"""Builds the C++ kernels where there is a C++20 compiler and PyTorch is in the environment; says so in one line where
+there is not.
 
-Kernels that are missing after the installation are built when they are first used: infuse/native/first_use.py. How they are compiled
-is in infuse/native/build.py for both. `INFUSE_BUILD=0` skips them.
+Kernels that are missing after the installation are built when they are first used: infuse/native/first_use.py. How they
+are compiled is in infuse/native/build.py for both. `INFUSE_BUILD=0` skips them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Sums over the ranks of one host with one thread each: shared memory, gloo behind our guard, and torch.distributed's own over gloo.
+"""Sums over the ranks of one host with one thread each: shared memory, gloo behind our guard, and torch.distributed's
+own over gloo.
 
 python bench/collectives.py [--ranks 2] [--repeats 300]
 
-The bound: what each rank must copy, at the rate at which it copies its own memory of that size. The message of two bytes shows what an
-operation costs besides: the call, and two trips of a cache line between processors. Where a virtual machine's processors lie on
-different dies for a while, that and what goes through caches takes twice as long: compare figures of one run only.
+The bound: what each rank must copy, at the rate at which it copies its own memory of that size. The message of two
+bytes shows what an operation costs besides: the call, and two trips of a cache line between processors. Where a virtual
+machine's processors lie on different dies for a while, that and what goes through caches takes twice as long: compare
+figures of one run only.
 """
 
 from __future__ import annotations
@@ -86,8 +88,17 @@ def work(rank: int, size: int, store: str, repeats: int, results: Any) -> None:
 
 
 def table(found: dict[tuple[str, int], list[float]], size: int) -> Table:
-    rows = Table("bytes of bfloat16", "way", "median", "5 % to 95 %", "bound", "reached", "of torch.distributed's time",
-                 title=f"all-reduce over {size} ranks × 1 thread; kernels: {isa()}", title_justify="left")
+    rows = Table(
+        "bytes of bfloat16",
+        "way",
+        "median",
+        "5 % to 95 %",
+        "bound",
+        "reached",
+        "of torch.distributed's time",
+        title=f"all-reduce over {size} ranks × 1 thread; kernels: {isa()}",
+        title_justify="left",
+    )
     for size_bytes in SIZES_BYTES:
         # Each rank copies what is not its share, adds up its share, and copies the others' sums.
         bound = median(found["copy", size_bytes]) * (1 + 2 * (size - 1) / size)
@@ -95,8 +106,15 @@ def table(found: dict[tuple[str, int], list[float]], size: int) -> Table:
         for name in WAYS:
             times = found[name, size_bytes]
             low, *_, high = quantiles(times, n=20)
-            rows.add_row(f"{size_bytes:,}", name, f"{median(times) * 1e6:.1f} us", f"{low * 1e6:.1f} to {high * 1e6:.1f} us",
-                         f"{bound * 1e6:.1f} us", f"{bound / median(times):.0%}", f"{median(times) / theirs:.2f}")
+            rows.add_row(
+                f"{size_bytes:,}",
+                name,
+                f"{median(times) * 1e6:.1f} us",
+                f"{low * 1e6:.1f} to {high * 1e6:.1f} us",
+                f"{bound * 1e6:.1f} us",
+                f"{bound / median(times):.0%}",
+                f"{median(times) / theirs:.2f}",
+            )
     return rows
 
 

@@ -22,7 +22,9 @@ from infuse.profile.probe import matmul_rate
 from report import in_turns, markdown, show
 
 TOKENS = 128
-OPERATIONS = 2 * TOKENS * 6 * (4 * 384 * 384 + 2 * 384 * 1536 + 2 * TOKENS * 384)  # of one sentence: projections, MLP, attention
+OPERATIONS = (
+    2 * TOKENS * 6 * (4 * 384 * 384 + 2 * 384 * 1536 + 2 * TOKENS * 384)
+)  # of one sentence: projections, MLP, attention
 
 
 def weights() -> Path:
@@ -51,10 +53,18 @@ def main() -> None:
     models: dict[str, Any] = {"transformers bfloat16": eager, "transformers float32": single}
     for format in ("", *args.formats):
         quant = {"quant": format} if format else {}
-        models[f"infuse {format or 'bfloat16'}"] = infuse.init_inference(copy.deepcopy(eager), dtype=torch.bfloat16, **quant).module
+        models[f"infuse {format or 'bfloat16'}"] = infuse.init_inference(
+            copy.deepcopy(eager), dtype=torch.bfloat16, **quant
+        ).module
     models["infuse float32"] = infuse.init_inference(copy.deepcopy(single), dtype=torch.float32).module
-    table = Table(title=f"all-MiniLM-L6-v2, {TOKENS} tokens: ratios to the first row; share of the probed bfloat16 matmul rate")
-    for heading in ("", *(f"batch {batch}, {what}" for batch in args.batches for what in ("ms", "x", "share")), "least cosine"):
+    table = Table(
+        title=f"all-MiniLM-L6-v2, {TOKENS} tokens: ratios to the first row; share of the probed bfloat16 matmul rate"
+    )
+    for heading in (
+        "",
+        *(f"batch {batch}, {what}" for batch in args.batches for what in ("ms", "x", "share")),
+        "least cosine",
+    ):
         table.add_column(heading, justify="right" if heading else "left")
     rate = matmul_rate(torch.bfloat16)
     rows = {name: [name] for name in models}

@@ -1,8 +1,11 @@
-"""Everything there is to measure on one NVIDIA GPU, in one command and under eight minutes; random weights made on the device.
+"""Everything there is to measure on one NVIDIA GPU, in one command and under eight minutes; random weights made on the
+device.
 
-    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--tune] [--parts tests encoders decoders] [--minutes 8]
+    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--tune] [--parts tests encoders decoders] [--minutes
+    8]
 
-Writes the report as Markdown to FILE and all figures as JSON beside it. What does not fit into the time is left out, and said.
+Writes the report as Markdown to FILE and all figures as JSON beside it. What does not fit into the time is left out,
+and said.
 --dry-run goes through all of it on a CPU, with tiny shapes and a recorder for graphs: its figures mean nothing.
 """
 
@@ -45,7 +48,9 @@ def main() -> None:
     budget = Budget(args.minutes * 60)
     device = torch.device("cpu" if args.dry_run else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py needs an NVIDIA GPU and a PyTorch that sees it; --dry-run goes through it on a CPU")
+        raise SystemExit(
+            "bench/gpu.py needs an NVIDIA GPU and a PyTorch that sees it; --dry-run goes through it on a CPU"
+        )
     if device.type == "cuda":
         torch.cuda.init()
     plan = planned(args, device)
@@ -66,7 +71,9 @@ def main() -> None:
             small = plan if name.startswith("Llama") else replace(plan, formats=(), batches=(1,), compiles=False)
             results["rows"] += models.decoders(small, name, kind, config, bounds=measured, budget=budget, look=look)
     tables = [*row_tables(results["rows"]), *tables]
-    remarks = "\n".join([f"device: {device_name(device)}; measured: {measured}", *remarks_of(results, budget, time.monotonic() - start)])
+    remarks = "\n".join(
+        [f"device: {device_name(device)}; measured: {measured}", *remarks_of(results, budget, time.monotonic() - start)]
+    )
     show("\n\n".join(text_of(tables, remarks)), args.out)
     if args.out:
         write_json(args.out.with_suffix(".json"), device, measured, results, budget)
@@ -74,8 +81,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="append the report to this file; figures go to the same name with .json")
-    parser.add_argument("--quick", action="store_true", help="bfloat16 and int8 alone, one repeat, nothing compiled, no GPT-2-XL")
+    parser.add_argument(
+        "--out", type=Path, help="append the report to this file; figures go to the same name with .json"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="bfloat16 and int8 alone, one repeat, nothing compiled, no GPT-2-XL"
+    )
     parser.add_argument("--tune", action="store_true", help="search the kernels' configurations first")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=7.5)
@@ -116,20 +127,37 @@ def recorded(model: Any) -> None:
 
     uninstall(model, [])
     generates = hasattr(model, "can_generate") and model.can_generate()
-    install(model, limit_tokens=None, min_new_tokens=1, caches=generates, graphs=GraphUse(FakeBackend(), steps=True, forward=True))
+    install(
+        model,
+        limit_tokens=None,
+        min_new_tokens=1,
+        caches=generates,
+        graphs=GraphUse(FakeBackend(), steps=True, forward=True),
+    )
 
 
 def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
-    """The GPU suite in processes of its own, several where pytest-xdist is there: most of its time compiles. A dry run only collects it."""
+    """The GPU suite in processes of its own, several where pytest-xdist is there: most of its time compiles. A dry run
+    only collects it.
+    """
     if not tiny and not budget.allows("the GPU tests", 30):
         return {"summary": "left out"}
     limit = min(TEST_SECONDS, max(budget.left() - 60, 30))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--no-header", "-p", "no:cacheprovider", str(ROOT / "tests")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        str(ROOT / "tests"),
+    ]
     more = ["--collect-only"] if tiny else ["-n", "8"] if find_spec("xdist") else []
     try:
-        done = subprocess.run(
-            [*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
-        )
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
         printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         return {"summary": f"not done after {limit:.0f} s", "output": printed[-4000:]}
@@ -139,7 +167,9 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
 
 
 def tuned(budget: Budget, formats: tuple[str, ...], device: torch.device) -> str:
-    """Rows for TUNED in ops/triton/configurations.py, as far as half of the time goes; they are used for the rest of this run."""
+    """Rows for TUNED in ops/triton/configurations.py, as far as half of the time goes; they are used for the rest of
+    this run.
+    """
     if device.type != "cuda":
         return "nothing was tuned: it needs a GPU"
     from infuse.ops.triton.tuning import PLAIN, search
@@ -164,7 +194,9 @@ def matrix_sizes(shape: dict[str, Any]) -> list[tuple[int, int]]:
     return [(qkv, hidden), (hidden, heads * width), (2 * inner, hidden), (hidden, inner), (shape["vocab_size"], hidden)]
 
 
-def look_at(plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], format: str, model: Any) -> None:
+def look_at(
+    plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], format: str, model: Any
+) -> None:
     """Two tables of a model of ours: its matrices beside their bound, and the kernels of a step."""
     found = matrices(model, 1, measured, plan.device)
     ran = kernels(model, 1, 4 if plan.tiny else 32, plan.device)
@@ -180,7 +212,9 @@ def look_at(plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[
 def row_tables(rows: list[Row]) -> list[Table]:
     tables = []
     for name in dict.fromkeys(row.model for row in rows):
-        table = Table(title=f"{name}: ratio to the first, share of the bound (decode: copy bandwidth; else: matmul rate)")
+        table = Table(
+            title=f"{name}: ratio to the first, share of the bound (decode: copy bandwidth; else: matmul rate)"
+        )
         for heading in ("", "", "ms", "spread", "x", "share", "tokens/s", "first call, s", "init, s"):
             table.add_column(heading, justify="right" if heading else "left")
         for row in (row for row in rows if row.model == name):
@@ -194,7 +228,10 @@ def row_tables(rows: list[Row]) -> list[Table]:
                 f"{row.ratio:.2f}" if row.ratio else "",
                 f"{row.share:.2f}" if row.share else "",
                 f"{batch / row.seconds:,.0f}" if decode else "",
-                *(f"{row.notes[key]:.1f}" if key in row.notes else "" for key in ("first_call_seconds", "init_seconds")),
+                *(
+                    f"{row.notes[key]:.1f}" if key in row.notes else ""
+                    for key in ("first_call_seconds", "init_seconds")
+                ),
             )
         tables.append(table)
     return tables
@@ -257,7 +294,11 @@ def write_json(path: Path, device: torch.device, measured: Bounds, results: dict
         "date": str(date.today()),
         "command": " ".join(sys.argv),
         "device": device_name(device),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "infuse": infuse.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "infuse": infuse.__version__,
+        },
         "copy_bytes_per_second": measured.copy_bytes,
         "matmul_operations_per_second": measured.matmul_operations,
         **results,

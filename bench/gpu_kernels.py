@@ -1,4 +1,6 @@
-"""Where the time of one decode step goes: each kind of matrix beside the time that its bytes need, and every kernel by name."""
+"""Where the time of one decode step goes: each kind of matrix beside the time that its bytes need, and every kernel by
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from infuse.layers.linear import Linear, QuantizedLinear
 
 @dataclass(frozen=True)
 class Matrix:
-    """One kind of matrix in a step: how many there are, seconds for all of them, the seconds that their bytes need, and the share."""
+    """One kind of matrix in a step: how many there are, seconds for all of them, the seconds that their bytes need, and
+    the share.
+    """
 
     kind: str
     count: int
@@ -32,7 +36,9 @@ class Matrix:
 
 
 def matrices(model: nn.Module, batch: int, bounds: Bounds, device: torch.device) -> list[Matrix]:
-    """All matrices of a kind one after the other, as a step reads them, so that no cache serves them; the costliest first."""
+    """All matrices of a kind one after the other, as a step reads them, so that no cache serves them; the costliest
+    first.
+    """
     by_kind: dict[str, list[tuple[Any, Tensor]]] = defaultdict(list)
     dtype = next(p.dtype for p in model.parameters() if p.dtype.is_floating_point)
     for name, module in model.named_modules():
@@ -47,7 +53,9 @@ def matrices(model: nn.Module, batch: int, bounds: Bounds, device: torch.device)
                 module(x)
 
         moved = sum(
-            x.nbytes + batch * module.out_features * x.element_size() + sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+            x.nbytes
+            + batch * module.out_features * x.element_size()
+            + sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
             for module, x in group
         )
         with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""Whole models on a GPU: random weights made there, every contestant alone, ratios to the first, shares of the measured bounds."""
+"""Whole models on a GPU: random weights made there, every contestant alone, ratios to the first, shares of the measured
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ LLAMA_1B = dict(
 )  # fmt: skip
 GPT2_XL = dict(n_embd=1600, n_layer=48, n_head=25, n_positions=1024)
 BERT_LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128, vocab_size=256)
+TINY = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    vocab_size=256,
+)
 TINY_GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=256)
 TINY_BERT = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=256)
 
@@ -35,7 +44,9 @@ SECONDS_TO_MAKE = {"Llama-3-8B": 12.0, "Llama-3.2-1B": 5.0, "GPT-2-XL": 6.0}  # 
 
 @dataclass
 class Row:
-    """One figure: seconds (for each token in decode), the ratio to the first contestant, and the share of the bound that it is near."""
+    """One figure: seconds (for each token in decode), the ratio to the first contestant, and the share of the bound
+    that it is near.
+    """
 
     model: str
     who: str
@@ -85,8 +96,11 @@ def made(kind: Callable, config: Any, dtype: torch.dtype, device: torch.device) 
 Look = Callable[[str, Any], None]
 
 
-def decoders(plan: Plan, name: str, kind: Callable, config: Any, *, bounds: Bounds, budget: Budget, look: Look) -> Iterator[Row]:
-    """Rows of one decoder: every contestant is made, measured and dropped; eager transformers first, whom the ratios are to.
+def decoders(
+    plan: Plan, name: str, kind: Callable, config: Any, *, bounds: Bounds, budget: Budget, look: Look
+) -> Iterator[Row]:
+    """Rows of one decoder: every contestant is made, measured and dropped; eager transformers first, whom the ratios
+    are to.
 
     `look(format, model)` may see each of ours before it goes.
     """
@@ -135,7 +149,9 @@ def _decoder_rows(plan: Plan, name: str, who: str, model: Any, bounds: Bounds, b
 
 
 def decode_seconds(plan: Plan, model: Any, batch: int, who: str) -> tuple[list[float], float]:
-    """Seconds for each token of a long answer less a short one, so that the prompt cancels out; and the first call's, which warms up."""
+    """Seconds for each token of a long answer less a short one, so that the prompt cancels out; and the first call's,
+    which warms up.
+    """
     short, long = plan.new_tokens
     ids = torch.randint(3, 250, (batch, plan.context), device=plan.device)
     asked: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), do_sample=False)
@@ -166,7 +182,10 @@ def prefill_operations(config: Any, tokens: int) -> float:
     """Of the layers' matrices, and of causal attention; the head looks at one token."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads = config.num_attention_heads
-    kv_heads, width = getattr(config, "num_key_value_heads", heads), getattr(config, "head_dim", None) or hidden // heads
+    kv_heads, width = (
+        getattr(config, "num_key_value_heads", heads),
+        getattr(config, "head_dim", None) or hidden // heads,
+    )
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     gated = 3 if hasattr(config, "intermediate_size") else 2
     matrices = hidden * width * (2 * heads + 2 * kv_heads) + gated * hidden * inner
@@ -183,7 +202,9 @@ def encoders(plan: Plan, config: Any, bounds: Bounds, budget: Budget) -> Iterato
             continue
         model = made(transformers.BertModel, config, dtype, plan.device)
         if who == "infuse":
-            model = infuse.init_inference(model, dtype=dtype, enable_cuda_graph=plan.device.type == "cuda", progress=False).module
+            model = infuse.init_inference(
+                model, dtype=dtype, enable_cuda_graph=plan.device.type == "cuda", progress=False
+            ).module
             plan.install(model)
         for batch in (1, 2 if plan.tiny else 32):
             ids = torch.randint(3, 250, (batch, tokens), device=plan.device)
@@ -194,8 +215,16 @@ def encoders(plan: Plan, config: Any, bounds: Bounds, budget: Budget) -> Iterato
                     model(input_ids=ids, attention_mask=mask)
 
             seconds = wall_seconds(run, plan.device, 5 * plan.repeats, warm=5)
-            operations = 2 * batch * tokens * config.num_hidden_layers * (
-                4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size + 2 * tokens * config.hidden_size
+            operations = (
+                2
+                * batch
+                * tokens
+                * config.num_hidden_layers
+                * (
+                    4 * config.hidden_size**2
+                    + 2 * config.hidden_size * config.intermediate_size
+                    + 2 * tokens * config.hidden_size
+                )
             )
             row = Row("BERT-large", who, f"{batch} x {tokens}", median(seconds), (min(seconds), max(seconds)))
             row.share = operations / row.seconds / bounds.matmul_operations

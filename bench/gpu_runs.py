@@ -15,7 +15,9 @@ from infuse.profile.probe import matmul_rate
 
 @dataclass(frozen=True)
 class Bounds:
-    """Measured on this device in this run: bytes per second of a copy, read and written; operations per second of a product."""
+    """Measured on this device in this run: bytes per second of a copy, read and written; operations per second of a
+    product.
+    """
 
     copy_bytes: float
     matmul_operations: float

@@ -86,7 +86,10 @@ def rotary_append(dtype: torch.dtype) -> Iterator[Case]:
     for batch, tokens, length in CONTEXTS:
         qkv = torch.randn(batch, tokens, HEADS + 2 * KV_HEADS, WIDTH, dtype=dtype)
         keys, values = (torch.zeros(batch, KV_HEADS, length, WIDTH, dtype=dtype) for _ in range(2))
-        yield Case(f"{batch}x{tokens} at {length - tokens}", (qkv, *turns(tokens, dtype), keys, values, length - tokens, HEADS, False))
+        yield Case(
+            f"{batch}x{tokens} at {length - tokens}",
+            (qkv, *turns(tokens, dtype), keys, values, length - tokens, HEADS, False),
+        )
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:

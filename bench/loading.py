@@ -2,8 +2,8 @@
 
     python bench/loading.py [--shape llama-1b] [--formats int8 int4] [--out bench/results/FILE.md]
 
-The bound of a 16-bit load is twice the plain read into fresh memory; a quantized load is bound by the quantizer: the table says at how
-many bytes of the source per second it runs. Turns are interleaved.
+The bound of a 16-bit load is twice the plain read into fresh memory; a quantized load is bound by the quantizer: the
+table says at how many bytes of the source per second it runs. Turns are interleaved.
 """
 
 from __future__ import annotations
@@ -48,16 +48,22 @@ def load(folder: Path, shape: str, format: str, verify: str) -> float:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
     gc.collect()  # the model of the turn before is not given back while the clock runs
     start = time.perf_counter()
-    infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify=verify, **({"quant": format} if format else {}))
+    infuse.init_inference(
+        model, checkpoint=str(folder), dtype=torch.bfloat16, verify=verify, **({"quant": format} if format else {})
+    )
     return time.perf_counter() - start
 
 
 def peak(pipe: Connection, folder: Path, shape: str, format: str) -> None:
-    """In a process of its own: the bytes of the result, and of the memory beyond what the process had before, the most and what stays."""
+    """In a process of its own: the bytes of the result, and of the memory beyond what the process had before, the most
+    and what stays.
+    """
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
     before = memory_bytes("VmRSS")
-    infuse.init_inference(model, checkpoint=str(folder), dtype=torch.bfloat16, verify="off", **({"quant": format} if format else {}))
+    infuse.init_inference(
+        model, checkpoint=str(folder), dtype=torch.bfloat16, verify="off", **({"quant": format} if format else {})
+    )
     gc.collect()
     pipe.send((parameter_bytes(model), memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before))
 
@@ -93,7 +99,14 @@ def main() -> None:
                 if repeat:  # the first turn brings the file into the page cache
                     seconds[label].append(taken)
         memory = peaks(folder, asked.shape, ["", *asked.formats])
-    table = Table("", "seconds", "of the plain read", "source, GB/s", "spread", title=f"{asked.shape}, {size / 1e9:.2f} GB in bfloat16")
+    table = Table(
+        "",
+        "seconds",
+        "of the plain read",
+        "source, GB/s",
+        "spread",
+        title=f"{asked.shape}, {size / 1e9:.2f} GB in bfloat16",
+    )
     plain = median(seconds["plain read"])
     for label, taken in seconds.items():
         middle, spread = median(taken), f"{min(taken):.2f} to {max(taken):.2f}"

@@ -2,7 +2,8 @@
 
     python bench/models.py [--shape llama-1b] [--dtypes bfloat16] [--out bench/results/FILE.md]
 
-Random weights of a real shape; ratios within this run are what counts, beside the probed read bandwidth and matmul rate.
+Random weights of a real shape; ratios within this run are what counts, beside the probed read bandwidth and matmul
+rate.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def cache_bytes(shape: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
 
 
 def resident(pipe: Connection, shape: dict[str, Any], dtype: torch.dtype, format: str) -> None:
-    """In a process of its own: the bytes of the weights, and the memory that stays after init_inference on a live model."""
+    """In a process of its own: the bytes of the weights, and the memory that stays after init_inference on a live
+    model.
+    """
     before = memory_bytes("VmRSS")
     engine = infuse.init_inference(made(shape, dtype), dtype=dtype, **({"quant": format} if format else {}))
     gc.collect()
@@ -136,7 +139,8 @@ class Clock:
 def decode_steps(
     entries: list[Contestant], batch: int, context: int, new: int, repeats: int
 ) -> tuple[list[list[float]], list[Bandwidth]]:
-    """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not counted.
+    """Seconds from token to token while each contestant generates `new` of them, in turn; the first two are not
+    counted.
 
     The read bandwidth is probed before and after each turn: other guests of a machine use its memory, some of the time.
     """
@@ -213,7 +217,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=[])
     for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--memory", action="store_true", help="what is resident after init_inference, each in a fresh process")
+    parser.add_argument(
+        "--memory", action="store_true", help="what is resident after init_inference, each in a fresh process"
+    )
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     show(report(args), args.out)

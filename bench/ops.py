@@ -2,9 +2,9 @@
 
     python bench/ops.py [--op linear attention] [--dtype bfloat16] [--set llama] [--out bench/results/FILE.md]
 
-Arguments beyond a megabyte are taken in turn from copies that no cache holds together, as a model's weights are; their share is
-the time that the bound needs (the bytes at the bandwidth probed in the same turns, or the operations at the probed rate: the
-longer) of the time that the body takes. What is smaller comes from the cache and has no bound here.
+Arguments beyond a megabyte are taken in turn from copies that no cache holds together, as a model's weights are; their
+share is the time that the bound needs (the bytes at the bandwidth probed in the same turns, or the operations at the
+probed rate: the longer) of the time that the body takes. What is smaller comes from the cache and has no bound here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ BODY_SECONDS = 0.3  # for each body of a case, as far as the repeats allow
 
 @dataclass(frozen=True)
 class Timed:
-    """One body on one case: the bytes of the arguments and the result, the operations of the products, the bandwidth meanwhile."""
+    """One body on one case: the bytes of the arguments and the result, the operations of the products, the bandwidth
+    meanwhile.
+    """
 
     op: str
     case: str
@@ -78,7 +80,9 @@ def copied(args: tuple) -> tuple:
 
 
 def runs(op: Op, case: Case, size: int) -> tuple[list[str], list[Callable[[], object]]]:
-    """The bodies that run here, and for each a function that calls it on the next copy of the arguments, in the body's own layout."""
+    """The bodies that run here, and for each a function that calls it on the next copy of the arguments, in the body's
+    own layout.
+    """
     copies = 1 if size < FROM_CACHE_BYTES else -(-COLD_BYTES // size)
     inputs = [case.args, *(copied(case.args) for _ in range(copies - 1))]
     dtype = case.args[0].dtype if case.args[0].is_floating_point() else case.args[-1]

@@ -28,10 +28,17 @@ def table(device: str) -> Table:
     for huge_pages in (True, False) if described.kind == "cpu" else (True,):
         read = read_bandwidth(device=device, huge_pages=huge_pages)
         pages = "" if described.kind != "cpu" else ", huge pages" if huge_pages else ", pages as PyTorch gets them"
-        rows.add_row(f"read bandwidth{pages}", f"1 GiB by {read.reader}", f"{read.best / 1e9:.1f} GB/s", f"{read.median / 1e9:.1f} GB/s")
+        rows.add_row(
+            f"read bandwidth{pages}",
+            f"1 GiB by {read.reader}",
+            f"{read.best / 1e9:.1f} GB/s",
+            f"{read.median / 1e9:.1f} GB/s",
+        )
     for dtype in DTYPES:
         rate = matmul_rate(dtype, device=device)
-        rows.add_row(f"matmul {dtype}".replace("torch.", ""), "F.linear, 2048 × 2048 × 2048", "", f"{rate / 1e12:.3g} TFLOP/s")
+        rows.add_row(
+            f"matmul {dtype}".replace("torch.", ""), "F.linear, 2048 × 2048 × 2048", "", f"{rate / 1e12:.3g} TFLOP/s"
+        )
     return rows
 
 
@@ -40,7 +47,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     console = Console()
-    console.print(f"python {' '.join(sys.argv)}  ({platform.system()} {platform.machine()}, Python {platform.python_version()})")
+    console.print(
+        f"python {' '.join(sys.argv)}  ({platform.system()} {platform.machine()}, Python {platform.python_version()})"
+    )
     console.print(table(args.device))
 
 

@@ -1,9 +1,11 @@
-"""What number formats cost in quality: perplexity of a trained model on its held-out text, for each format, beside its bits.
+"""What number formats cost in quality: perplexity of a trained model on its held-out text, for each format, beside its
+bits.
 
     python bench/quality.py [MODEL_DIR] [--tokens 4000] [--out bench/results/FILE.md] [--plot docs/quantization.svg]
 
-Each model is made anew by infuse.init_inference and scored by examples/perplexity.py. The bits are those of the quantized matrices,
-scales and zeros included; a table tied to the output layer stays as it is, and the plan of each run says what else does.
+Each model is made anew by infuse.init_inference and scored by examples/perplexity.py. The bits are those of the
+quantized matrices, scales and zeros included; a table tied to the output layer stays as it is, and the plan of each run
+says what else does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ FORMATS = (
     *(f"{name}:{size}:a8" for name in ("int8", "int4") for size in GROUPS),
 )  # fmt: skip
 # The most that perplexity may grow against float32, in percent, for the formats that a short name stands for.
-LIMITS: Mapping[str, float] = MappingProxyType({"bfloat16": 0.1, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0})
+LIMITS: Mapping[str, float] = MappingProxyType(
+    {"bfloat16": 0.1, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0}
+)
 FAMILIES = ("int8 asymmetric", "int8", "int8 a8", "fp8", "fp6", "int4 asymmetric", "int4", "int4 a8", "bfloat16")
 
 
@@ -96,7 +100,9 @@ def table(found: Sequence[Score]) -> str:
     for score in found:
         limit = LIMITS.get(score.name)
         allowed = "" if limit is None else f"+{limit} %{'' if score.change <= limit else ', missed'}"
-        lines.append(f"| {score.name} | {score.bits:.2f} | {score.perplexity:.4f} | {score.change:+.2f} % | {allowed} |")
+        lines.append(
+            f"| {score.name} | {score.bits:.2f} | {score.perplexity:.4f} | {score.change:+.2f} % | {allowed} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -105,7 +111,9 @@ def plot(found: Sequence[Score], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "infuse", "svg.fonttype": "none"})  # equal from run to run; text stays text
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "infuse", "svg.fonttype": "none"}
+    )  # equal from run to run; text stays text
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -116,7 +124,14 @@ def plot(found: Sequence[Score], path: Path, title: str) -> None:
     for family in FAMILIES:
         members = sorted((score for score in found[1:] if score.family == family), key=lambda score: score.bits)
         if members:
-            axes.plot([s.bits for s in members], [s.perplexity for s in members], marker="o", markersize=5, linewidth=1, label=family)
+            axes.plot(
+                [s.bits for s in members],
+                [s.perplexity for s in members],
+                marker="o",
+                markersize=5,
+                linewidth=1,
+                label=family,
+            )
     axes.set_xscale("log", base=2)
     axes.set_xticks([4, 5, 6, 8, 16], ["4", "5", "6", "8", "16"])
     axes.minorticks_off()
@@ -132,11 +147,17 @@ def plot(found: Sequence[Score], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, nargs="?", default=ROOT / "examples" / "tiny_llama", help="folder with model and tokenizer")
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=ROOT / "examples" / "tiny_llama", help="folder with model and tokenizer"
+    )
     parser.add_argument("--text", type=Path, help="text file (default: heldout.txt in the model's folder)")
     parser.add_argument("--tokens", type=int, help="score only that many tokens from the beginning")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="formats to score")
-    parser.add_argument("--dtype", default="float32", help="what activations are computed in beside quantized weights (default: float32)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="what activations are computed in beside quantized weights (default: float32)",
+    )
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--out", type=Path, help="write the table to this file")

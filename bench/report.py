@@ -21,7 +21,9 @@ from infuse.profile.probe import Bandwidth
 
 
 def in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Seconds of each of `runs`, one after the other `repeats` times: what slows the machine slows all. A first turn warms up."""
+    """Seconds of each of `runs`, one after the other `repeats` times: what slows the machine slows all. A first turn
+    warms up.
+    """
     seconds: list[list[float]] = [[] for _ in runs]
     for repeat in range(repeats + 1):
         for i, run in enumerate(runs):
@@ -41,7 +43,9 @@ def memory_bytes(what: str) -> int:
 def probed(bandwidth: Bandwidth, rates: dict[torch.dtype, float]) -> str:
     """The bounds of this run in one line; `rates` are floating-point operations per second of F.linear."""
     read = f"read {bandwidth.best / 1e9:.1f} GB/s (median {bandwidth.median / 1e9:.1f}) by {bandwidth.reader}"
-    return ", ".join(["probed: " + read, *(f"{str(dtype)[6:]} matmul {rate / 1e12:.2f} TFLOP/s" for dtype, rate in rates.items())])
+    return ", ".join(
+        ["probed: " + read, *(f"{str(dtype)[6:]} matmul {rate / 1e12:.2f} TFLOP/s" for dtype, rate in rates.items())]
+    )
 
 
 def markdown(table: Table, remarks: str) -> str:

@@ -1,6 +1,7 @@
 """Ranks against threads: N ranks of one thread each, and one process of N threads, in turns on the same machine.
 
-    python bench/tensor_parallel.py [--ranks 2] [--shape llama-1b] [--dtype bfloat16] [--quant int8] [--out bench/results/FILE.md]
+    python bench/tensor_parallel.py [--ranks 2] [--shape llama-1b] [--dtype bfloat16] [--quant int8] [--out
+    bench/results/FILE.md]
 
 Each contestant lives in processes of its own, which wait while the other one runs. Random weights of a real shape.
 """
@@ -41,7 +42,12 @@ def main() -> None:
     for found in pipes.values():
         for pipe in found:
             pipe.send("end")
-    show(markdown(table(seconds, ready, asked), f"{ready['ranks'][0]['how']}; seconds are medians of {asked.repeats} turns"), asked.out)
+    show(
+        markdown(
+            table(seconds, ready, asked), f"{ready['ranks'][0]['how']}; seconds are medians of {asked.repeats} turns"
+        ),
+        asked.out,
+    )
 
 
 def started(asked: argparse.Namespace, size: int, threads: int) -> list[Connection]:
@@ -86,17 +92,35 @@ def work(pipe: Connection, asked: argparse.Namespace, rank: int, size: int, thre
         pipe.send({"prefill": times[0], "decode": (times[1] - times[0]) / asked.new})
 
 
-def table(seconds: dict[str, dict[str, list[float]]], ready: dict[str, list[dict[str, Any]]], asked: argparse.Namespace) -> Table:
+def table(
+    seconds: dict[str, dict[str, list[float]]], ready: dict[str, list[dict[str, Any]]], asked: argparse.Namespace
+) -> Table:
     title = f"{asked.shape}, {asked.quant or asked.dtype}, batch {asked.batch}, {asked.prefill} + {asked.new} tokens"
-    made = Table("", "prefill, s", "ratio", "decode, ms", "ratio", "spread", "init, s", "peak, GiB each", title=title, title_justify="left")
+    made = Table(
+        "",
+        "prefill, s",
+        "ratio",
+        "decode, ms",
+        "ratio",
+        "spread",
+        "init, s",
+        "peak, GiB each",
+        title=title,
+        title_justify="left",
+    )
     names = {"threads": f"1 process x {asked.ranks} threads", "ranks": f"{asked.ranks} ranks x 1 thread"}
     for way in WAYS:
         prefill, decode = (median(seconds[way][what]) for what in ("prefill", "decode"))
         base = [median(seconds["threads"][what]) for what in ("prefill", "decode")]
         low, *_, high = quantiles(seconds[way]["decode"], n=20) if len(seconds[way]["decode"]) > 1 else (decode, decode)
         made.add_row(
-            names[way], f"{prefill:.3f}", f"{prefill / base[0]:.2f}", f"{decode * 1e3:.1f}", f"{decode / base[1]:.2f}",
-            f"{low * 1e3:.1f} to {high * 1e3:.1f}", f"{max(one['seconds'] for one in ready[way]):.1f}",
+            names[way],
+            f"{prefill:.3f}",
+            f"{prefill / base[0]:.2f}",
+            f"{decode * 1e3:.1f}",
+            f"{decode / base[1]:.2f}",
+            f"{low * 1e3:.1f} to {high * 1e3:.1f}",
+            f"{max(one['seconds'] for one in ready[way]):.1f}",
             f"{max(one['peak_bytes'] for one in ready[way]) / 2**30:.2f}",
         )
     return made

@@ -27,7 +27,9 @@ NEW_TOKENS, REPEATS = 64, 5
 
 def completed(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The prompt and its greedy completion, token ids [1, T]."""
-    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=PENALTY)
+    return model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=PENALTY
+    )
 
 
 def tokens_per_second(models: dict[str, Any], inputs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -64,7 +66,12 @@ def main() -> None:
     default = infuse.init_inference(copy.deepcopy(original))
     dtype = str(default.plan.dtype).removeprefix("torch.")
     eager = copy.deepcopy(original).to(default.plan.dtype)
-    models = {"transformers float32": original, "infuse float32": engine, f"transformers {dtype}": eager, f"infuse {dtype}": default}
+    models = {
+        "transformers float32": original,
+        "infuse float32": engine,
+        f"transformers {dtype}": eager,
+        f"infuse {dtype}": default,
+    }
     speeds = tokens_per_second(models, inputs)
     table = Table(title=f"decoding, batch 1, {NEW_TOKENS} new tokens, {torch.get_num_threads()} threads")
     for column in ("", "tokens/s", "times transformers float32", "times transformers of the same dtype"):

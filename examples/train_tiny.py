@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from perplexity import perplexity, total_nats
 
@@ -68,11 +75,15 @@ def standard_library() -> Files:
 def train_tokenizer(texts: list[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
     """Learn a byte-level BPE tokenizer that puts the beginning-of-text token before every text."""
     bpe = Tokenizer(models.BPE())
-    line_starts = pre_tokenizers.Split(Regex(r"\n+|^ +"), "isolated")  # line breaks and indentation are tokens of their own
+    line_starts = pre_tokenizers.Split(
+        Regex(r"\n+|^ +"), "isolated"
+    )  # line breaks and indentation are tokens of their own
     bpe.pre_tokenizer = pre_tokenizers.Sequence([line_starts, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bpe.token_to_id(BOS))]
@@ -138,14 +149,18 @@ class Rows:
 
 
 def optimizers_of(model: LlamaForCausalLM, rate: float) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices and AdamW for the rest: fewer tokens than AdamW alone needs for the same loss."""
+    """Return Muon for the layers' matrices and AdamW for the rest: fewer tokens than AdamW alone needs for the same
+    loss.
+    """
     matrices = [p for p in model.model.layers.parameters() if p.dim() > 1]
     rest = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.dim() == 1)]
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     return muon, torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, args: argparse.Namespace, backup: Path) -> None:
+def train(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, args: argparse.Namespace, backup: Path
+) -> None:
     """Train for args.steps steps; every 200 of them, and at the end, the model is saved to `backup`."""
     optimizers = optimizers_of(model, args.lr)
     # Compiling pays off after a few hundred steps and needs a C++ compiler.
@@ -195,10 +210,14 @@ def score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str
 def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
     """Continue a prompt greedily and return prompt and continuation."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    return tokenizer.decode(model.generate(**inputs, max_new_tokens=64, repetition_penalty=1.15)[0], skip_special_tokens=True)
+    return tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=64, repetition_penalty=1.15)[0], skip_special_tokens=True
+    )
 
 
-def model_card(facts: dict[str, str], command: str, scores: dict[str, Score], samples: list[str], names: list[str]) -> str:
+def model_card(
+    facts: dict[str, str], command: str, scores: dict[str, Score], samples: list[str], names: list[str]
+) -> str:
     """Return the text of the model's README."""
     table = "\n".join(f"| {kind} | {s.perplexity:.3f} | {s.bits:.4f} |" for kind, s in scores.items())
     listed = "\n".join(f"- {key}: {value}" for key, value in facts.items())
@@ -248,7 +267,12 @@ Greedy with a repetition penalty of 1.15, 64 new tokens; the first line or lines
 
 
 def finish(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, files: Files, facts: dict[str, str], command: str, folder: Path
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    files: Files,
+    facts: dict[str, str],
+    command: str,
+    folder: Path,
 ) -> None:
     """Write model, tokenizer, held-out text, licence and model card to a folder."""
     text = "\n".join(files.heldout.values())
@@ -267,7 +291,9 @@ def finish(
         scores[kind] = score(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), tokenizer, text)
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     samples = [complete(saved, tokenizer, prompt) for prompt in PROMPTS]
-    (folder / "README.md").write_text(model_card(facts, command, scores, samples, list(files.heldout)), encoding="utf-8")
+    (folder / "README.md").write_text(
+        model_card(facts, command, scores, samples, list(files.heldout)), encoding="utf-8"
+    )
 
 
 def replace_folder(new: Path, out: Path) -> None:

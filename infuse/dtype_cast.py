@@ -1,4 +1,6 @@
-"""Run a module in another dtype for a while: its weights are cast as they are needed, in parts, so that memory hardly grows; or cast it."""
+"""Run a module in another dtype for a while: its weights are cast as they are needed, in parts, so that memory hardly
+grows; or cast it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 _STRICT = "_keep_in_fp32_modules_strict"
 _PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
-_PART_VALUES = 1 << 20  # 4 MiB in float32: memory that an allocator keeps, where larger parts are paid in page faults each time
+_PART_VALUES = (
+    1 << 20
+)  # 4 MiB in float32: memory that an allocator keeps, where larger parts are paid in page faults each time
 
 
 @contextmanager
@@ -61,14 +65,17 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters, for good. `requires_grad` stays: PyTorch's linear copies the whole weight for a strided x where it is False
-    (2 s for an lm_head)."""
+    """Cast all parameters, for good. `requires_grad` stays: PyTorch's linear copies the whole weight for a strided x
+    where it is False (2 s for an lm_head).
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
-def cast_buffers(model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]) -> None:
+def cast_buffers(
+    model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]
+) -> None:
     """Cast the buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, but for those that stay exact.
 
     These are rotary frequencies, which must not be rounded, those that classes of transformers name for this dtype
@@ -82,7 +89,12 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMap
         if type(module).__module__.partition(".")[0] == "infuse":  # scales have a dtype of their own
             continue
         for leaf, buffer in list(module._buffers.items()):
-            if buffer is None or not buffer.is_floating_point() or buffer.dtype == dtype or kept.search(f"{path}.{leaf}"):
+            if (
+                buffer is None
+                or not buffer.is_floating_point()
+                or buffer.dtype == dtype
+                or kept.search(f"{path}.{leaf}")
+            ):
                 continue
             put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
 

@@ -37,11 +37,15 @@ from infuse.shards.save import check_folder, save
 if TYPE_CHECKING:
     from infuse.generate.install import GraphUse
 
-_KEPT_CACHES = 16  # this part of a GPU's memory may be caches that wait for the next call: 9 GB of an H200, where an 8B model's take 1 to 2
+# this part of a GPU's memory may be caches that wait for the next call: 9 GB of an H200, where an 8B model's take 1 to
+# 2
+_KEPT_CACHES = 16
 
 
 def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
-    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. Of ranks: rank 0's."""
+    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. Of ranks:
+    rank 0's.
+    """
     settings = InferenceConfig.make(config, **kwargs)
     _check_model(model)
     with interrupts.held_back():  # layers without a spec are run on meta, with hooks on them
@@ -51,10 +55,11 @@ def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
 
-    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords,
-    or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError for wrong
-    configuration, NotAvailable for what this version lacks, CheckpointError for files that are missing, broken or another
-    model's, and ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced layers.
+    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path,
+    keywords, or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError
+    for wrong configuration, NotAvailable for what this version lacks, CheckpointError for files that are missing,
+    broken or another model's, and ProofError under verify="strict"; the model is unharmed after any of them. Gradients
+    do not pass through replaced layers.
     """
     return InferenceEngine(model, config, **kwargs)
 
@@ -62,13 +67,16 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 class InferenceEngine(nn.Module):
     """The model with its layers replaced. What the engine does not define itself, `module` answers.
 
-    `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share it.
+    `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share
+    it.
     """
 
     plan: Plan
 
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
-        from infuse.generate.install import install  # here: it needs transformers' modelling, which takes seconds to import
+        from infuse.generate.install import (
+            install,
+        )  # here: it needs transformers' modelling, which takes seconds to import
 
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
@@ -79,9 +87,13 @@ class InferenceEngine(nn.Module):
         if source is None:
             _check_weights(model)
         elif library := quantized_by(model):
-            raise ConfigError(f"checkpoint= cannot be read into a model that is already quantized by {library}: leave it out")
+            raise ConfigError(
+                f"checkpoint= cannot be read into a model that is already quantized by {library}: leave it out"
+            )
         device = Device.of(settings.device or _device_of(model))
-        mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s)
+        mesh, self.group = join(
+            settings.tp_size, *settings.tp_given, device.torch_device, settings.tensor_parallel.timeout_s
+        )
         if save_path:
             with all_or_none(self.group, "init_inference"):
                 check_folder(save_path)
@@ -104,7 +116,9 @@ class InferenceEngine(nn.Module):
                 caches = any(decodes(step) for step in self.plan.steps)
                 graphs = self._graphs(settings, device)
                 limit, least = settings.max_out_tokens, settings.min_out_tokens
-                self._handles = install(model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs, group=self.group)
+                self._handles = install(
+                    model, limit_tokens=limit, min_new_tokens=least, caches=caches, graphs=graphs, group=self.group
+                )
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
         if settings.triton_autotune and ops.linear.choose(device, self.plan.dtype).body == "triton":
@@ -152,9 +166,11 @@ class InferenceEngine(nn.Module):
 
     @contextmanager
     def profile(self) -> Iterator[Profile]:
-        """Profile what runs inside: `with engine.profile() as p: ...`, then `print(p)`, `p.as_dict()`, `p.save_trace(path)`.
+        """Profile what runs inside: `with engine.profile() as p: ...`, then `print(p)`, `p.as_dict()`,
+        `p.save_trace(path)`.
 
-        Its hooks make every part run by itself: what otherwise is one call or one kernel for several parts takes longer meanwhile.
+        Its hooks make every part run by itself: what otherwise is one call or one kernel for several parts takes longer
+        meanwhile.
         """
         with Profile(self.module, parameter_bytes(self.module)) as profile:
             yield profile
@@ -169,19 +185,26 @@ class InferenceEngine(nn.Module):
     # -- the end, and what comes later
 
     def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
-        """Give `r_module`, a model in which nothing was replaced, the values of this engine's `checkpoint`, in the plan's dtype.
+        """Give `r_module`, a model in which nothing was replaced, the values of this engine's `checkpoint`, in the
+        plan's dtype.
 
         Raises ConfigError without a checkpoint or for a replaced model, CheckpointError for one that is not r_module's.
         """
         if self.settings.checkpoint_files[0] is None:
-            raise ConfigError("load_model_with_checkpoint: the engine was made without checkpoint=, which says what to read")
+            raise ConfigError(
+                "load_model_with_checkpoint: the engine was made without checkpoint=, which says what to read"
+            )
         if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
-            raise ConfigError("load_model_with_checkpoint: r_module is replaced already, and has its values; give a model as it was made")
+            raise ConfigError(
+                "load_model_with_checkpoint: r_module is replaced already, and has its values; give a model as it was made"
+            )
         with interrupts.held_back():
             load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
-        """Give the memory back, also where others still hold the module: its weights are gone, and calls raise InfuseError."""
+        """Give the memory back, also where others still hold the module: its weights are gone, and calls raise
+        InfuseError.
+        """
         if self._times is not None:
             self._times.stop()
             self._times = None
@@ -210,34 +233,52 @@ class InferenceEngine(nn.Module):
 
     def _tell(self, decided: Plan) -> None:
         """Log the plan. Warn, once, of refused steps, of keys without effect, and loudly where nothing was accelerated."""
-        log.info("%s: %d of %d replacements done, memory %s", title(self.plan), len(self.plan.steps), len(decided.steps), memory(self.plan))
+        log.info(
+            "%s: %d of %d replacements done, memory %s",
+            title(self.plan),
+            len(self.plan.steps),
+            len(decided.steps),
+            memory(self.plan),
+        )
         log.debug("%s", self.plan)
         for note in self.plan.notes:
             warn(f"infuse: {note}", stacklevel=4)
         done = {(step.path, step.depth) for step in self.plan.steps}
-        refused = sum((step.path, step.depth) not in done for step in decided.steps)  # linears may have taken a block's place
+        refused = sum(
+            (step.path, step.depth) not in done for step in decided.steps
+        )  # linears may have taken a block's place
         if refused:
             why = next(left for left in self.plan.left if left.why.startswith("refused"))
-            warn(f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
+            warn(
+                f"infuse: {refused} of {len(decided.steps)} replacements were refused, e.g. {why.path}: {why.why}",
+                stacklevel=4,
+            )
         if not self.plan.steps:
-            reasons = "; ".join(dict.fromkeys(left.why for left in self.plan.left)) or "it has no layers that infuse knows"
+            reasons = (
+                "; ".join(dict.fromkeys(left.why for left in self.plan.left)) or "it has no layers that infuse knows"
+            )
             warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
 
 
 def _after_destroy(*args: Any, **kwargs: Any) -> None:
-    raise InfuseError("destroy() was called on this engine, so its weights are gone: load the model and call init_inference again")
+    raise InfuseError(
+        "destroy() was called on this engine, so its weights are gone: load the model and call init_inference again"
+    )
 
 
 @contextmanager
 def _bar(wanted: bool | None) -> Iterator[Progress]:
-    """A progress callback that logs, with bars on standard error where `wanted` or, by default, on a terminal or in a notebook.
+    """A progress callback that logs, with bars on standard error where `wanted` or, by default, on a terminal or in a
+    notebook.
 
     Of ranks, only rank 0 shows them.
     """
     from tqdm.auto import tqdm  # here: its look depends on where it is imported
 
     console = Console(stderr=True)
-    rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    rank = (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
     shown = rank == 0 and (console.is_terminal or console.is_jupyter if wanted is None else wanted)
     bars: dict[str, Any] = {}
 
@@ -259,9 +300,13 @@ def _check_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         return
     if isinstance(getattr(model, "model", None), nn.Module):
-        raise ConfigError(f"a {type(model).__name__} was given; give its model: pipe.model = infuse.init_inference(pipe.model, ...)")
+        raise ConfigError(
+            f"a {type(model).__name__} was given; give its model: pipe.model = infuse.init_inference(pipe.model, ...)"
+        )
     if isinstance(getattr(model, "components", None), dict):
-        raise NotAvailable(f"a {type(model).__name__} was given: diffusion pipelines are not in this version; give one of its modules")
+        raise NotAvailable(
+            f"a {type(model).__name__} was given: diffusion pipelines are not in this version; give one of its modules"
+        )
     raise ConfigError(f"a torch.nn.Module is needed, {type(model).__name__} was given")
 
 

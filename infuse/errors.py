@@ -6,10 +6,10 @@ InfuseError
 ├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
 ├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
 ├── RankError                       ranks that share a model disagree, one is gone, or one did not come in time
-├── UnsupportedCall (ValueError)    an argument, cache or mask that a replaced layer does not serve; raised before anything is computed
-├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any kernel runs
-├── OutOfMemory (torch.OutOfMemoryError)  the device has no memory for a call; the engine works on
-└── NotAvailable (NotImplementedError)  valid input for a part that this version does not have
+├── UnsupportedCall (ValueError)    an argument, cache or mask that a replaced layer does not serve; raised before
+anything is computed ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any
+kernel runs ├── OutOfMemory (torch.OutOfMemoryError)  the device has no memory for a call; the engine works on └──
+NotAvailable (NotImplementedError)  valid input for a part that this version does not have
 """
 
 import torch
@@ -44,11 +44,15 @@ class CheckpointError(InfuseError):
 
 
 class RankError(InfuseError):
-    """An operation of several ranks failed: the text names this rank, the operation, the other ranks and what happened to them."""
+    """An operation of several ranks failed: the text names this rank, the operation, the other ranks and what happened
+    to them.
+    """
 
 
 class UnsupportedCall(InfuseError, ValueError):
-    """A replaced module was called in a way that it does not serve: the text names the argument, what is served, and what to do."""
+    """A replaced module was called in a way that it does not serve: the text names the argument, what is served, and
+    what to do.
+    """
 
 
 class ContextLimitError(InfuseError, ValueError):

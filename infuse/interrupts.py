@@ -1,7 +1,7 @@
 """Ctrl-C while a model is being changed: held back, and raised where the model is the original or complete.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, also inside `finally`, so that no `try` can undo a change
-reliably. Other threads are never interrupted.
+Python raises KeyboardInterrupt between any two instructions of the main thread, also inside `finally`, so that no `try`
+can undo a change reliably. Other threads are never interrupted.
 """
 
 from __future__ import annotations
@@ -61,4 +61,6 @@ def tell(what: str) -> None:
     held = signal.getsignal(signal.SIGINT)
     if isinstance(held, _Held) and held.pending and not held.told:
         held.told = True
-        logging.getLogger("infuse").warning("interrupted; %s, which is completed first (SIGTERM ends the process at once)", what)
+        logging.getLogger("infuse").warning(
+            "interrupted; %s, which is completed first (SIGTERM ends the process at once)", what
+        )

@@ -1,4 +1,5 @@
-"""The logger "infuse", and warnings that are logged too. The user decides where the log goes: nothing is shown by itself.
+"""The logger "infuse", and warnings that are logged too. The user decides where the log goes: nothing is shown by
+itself.
 
 INFO has the stages of an injection, DEBUG the plan and each step of progress.
 """

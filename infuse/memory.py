@@ -1,5 +1,6 @@
-"""Memory on pages of 2 MiB. Weights are read from end to end for each token: on pages of 4 KiB, translating addresses costs a
-virtual machine a fifth of its read bandwidth (27 against 34 GB/s). Linux gives large pages where they are asked for before first use.
+"""Memory on pages of 2 MiB. Weights are read from end to end for each token: on pages of 4 KiB, translating addresses
+costs a virtual machine a fifth of its read bandwidth (27 against 34 GB/s). Linux gives large pages where they are asked
+for before first use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def given() -> bool:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor, on large pages where the system has them to give; elsewhere torch.empty.
 
-    The pages are taken here, each by one thread: whoever filled them in small parts would have all threads clear the same page.
+    The pages are taken here, each by one thread: whoever filled them in small parts would have all threads clear the
+    same page.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
     if _pays(made, dtype):

@@ -17,7 +17,9 @@ NATIVE = "amx_bf16" in cpu_features()
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-O2", "-ftree-vectorize", "-ffp-contract=off", "-std=c++20", "-Wall")
 
-compiled = pytest.mark.skipif(COMPILER is None or "avx2" not in cpu_features(), reason="no C++ compiler, or not an x86 processor with AVX2")
+compiled = pytest.mark.skipif(
+    COMPILER is None or "avx2" not in cpu_features(), reason="no C++ compiler, or not an x86 processor with AVX2"
+)
 
 
 def build(source: str, target: Path, *flags: str) -> Path:

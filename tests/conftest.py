@@ -1,4 +1,6 @@
-"""What holds for every test: no network, quiet libraries, one thread, and random numbers that do not depend on what ran before."""
+"""What holds for every test: no network, quiet libraries, one thread, and random numbers that do not depend on what ran
+before.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +8,9 @@ from collections.abc import Iterator
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of processes that share the cores, none is to wait for its threads by computing
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # of processes that share the cores, none is to wait for its threads by computing
 
 import pytest
 import torch

@@ -64,7 +64,9 @@ def not_tiny() -> dict[str, str]:
 
 
 def architectures() -> dict[str, tuple[type, type]]:
-    """Model type → its config's class and a model: one for generation where there is one, else the plain one. Not those of `not_tiny`."""
+    """Model type → its config's class and a model: one for generation where there is one, else the plain one. Not those
+    of `not_tiny`.
+    """
     away = not_tiny()
     found: dict[str, tuple[type, type]] = {}
     for names in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,

@@ -1,8 +1,10 @@
 """A recorder in the place of CUDA graphs, on the CPU: it keeps what a graph keeps, and loses what a graph loses.
 
-- A capture runs nothing: what it wrote to is as before, random numbers too, and its results are rubbish until the first replay.
+- A capture runs nothing: what it wrote to is as before, random numbers too, and its results are rubbish until the first
+replay.
 - A replay runs the recorded operations on the same memory; Python is not run again, so numbers of the host are frozen.
-- What a capture on a device forbids raises here as well: reading a value on the host, shapes that depend on values, data of the host.
+- What a capture on a device forbids raises here as well: reading a value on the host, shapes that depend on values,
+data of the host.
 - What is posted to the host is there when the letter is read, not before.
 """
 
@@ -43,13 +45,21 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.made: set[int] = set()  # storages that the capture made
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # storages that it found and wrote to: as bytes, now and before
+        self.before: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # storages that it found and wrote to: as bytes, now and before
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = function._schema.name.partition("::")[2]
-        reads_mask = name in ("index", "index_put_", "index_put") and any(t.dtype == torch.bool for t in _tensors(args[1]))
-        from_host = name == "lift_fresh" and args[0].dim() > 0  # torch.tensor([...]); numbers alone travel as arguments of kernels
+        reads_mask = name in ("index", "index_put_", "index_put") and any(
+            t.dtype == torch.bool for t in _tensors(args[1])
+        )
+        from_host = (
+            name == "lift_fresh" and args[0].dim() > 0
+        )  # torch.tensor([...]); numbers alone travel as arguments of kernels
         known = name == "repeat_interleave" and isinstance(args[1] if len(args) > 1 else None, int)
         if (name in _FORBIDDEN and not known) or reads_mask or from_host:
             raise RuntimeError(f"aten::{name} is not permitted when stream is capturing")
@@ -137,7 +147,9 @@ class FakeBackend:
         for operation in recorder.operations:
             for tensor in operation.outputs:
                 spoil(tensor)
-        captured = FakeCaptured(recorder.operations, sum(t.nbytes for operation in recorder.operations for t in operation.outputs))
+        captured = FakeCaptured(
+            recorder.operations, sum(t.nbytes for operation in recorder.operations for t in operation.outputs)
+        )
         self.captures.append(captured)
         return captured, result
 
@@ -186,5 +198,3 @@ def _place(tensor: Tensor) -> int:
 def _bytes(tensor: Tensor) -> Tensor:
     whole = torch.empty(0, dtype=torch.uint8)
     return whole.set_(tensor.untyped_storage())
-
-

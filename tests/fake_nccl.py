@@ -1,7 +1,8 @@
 """Collectives that a recorder may capture, in the place of NCCL's, on CPUs over gloo.
 
 - While a capture goes on they do nothing; a replay runs them.
-- NCCL wants the same of all ranks: an operation is of the same graph everywhere, or of none. Here that is an error on every rank.
+- NCCL wants the same of all ranks: an operation is of the same graph everywhere, or of none. Here that is an error on
+every rank.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class FakeNccl:
 
 
 def put_in(group: Group, backend: FakeBackend, monkey: Any) -> None:
-    """Make `group` one whose floats and tokens travel by FakeNccl; what the ranks tell each other on the host goes as before.
+    """Make `group` one whose floats and tokens travel by FakeNccl; what the ranks tell each other on the host goes as
+    before.
 
     `monkey` is a pytest.MonkeyPatch.
     """

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 import transformers as t
 
-SMALL = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, vocab_size=96, max_position_embeddings=128)
+SMALL = dict(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=80,
+    vocab_size=96,
+    max_position_embeddings=128,
+)
 GQA = dict(SMALL, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-GPT = dict(n_embd=48, n_layer=3, n_head=4, vocab_size=96, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+GPT = dict(
+    n_embd=48, n_layer=3, n_head=4, vocab_size=96, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
+)
 ENCODER = dict(SMALL, pad_token_id=0)
 
 
@@ -64,26 +73,56 @@ _ROPES = {
     "dynamic": _rope("dynamic", factor=2.0, original_max_position_embeddings=128),
     "yarn": _rope("yarn", factor=2.0, original_max_position_embeddings=64),
     "longrope": _rope("longrope", factor=2.0, **_LONG),
-    "llama3": _rope("llama3", factor=2.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0),
+    "llama3": _rope(
+        "llama3", factor=2.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
+    ),
 }
-_CLIP_VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8)
+_CLIP_VISION = dict(
+    hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+)
 _CLIP_TEXT = dict(ENCODER, num_hidden_layers=2, eos_token_id=2, bos_token_id=1, projection_dim=32)
 
 LLAMA = [
     Family("llama", t.LlamaConfig, t.LlamaForCausalLM, values=GQA),
-    Family("llama-bias", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
-    *[Family(f"llama-{k}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=v)) for k, v in _ROPES.items()],
+    Family(
+        "llama-bias",
+        t.LlamaConfig,
+        t.LlamaForCausalLM,
+        values=dict(GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ),
+    *[
+        Family(f"llama-{k}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=v))
+        for k, v in _ROPES.items()
+    ],
     Family("mistral", t.MistralConfig, t.MistralForCausalLM, values=dict(GQA, sliding_window=5)),
     Family("qwen2", t.Qwen2Config, t.Qwen2ForCausalLM, values=GQA),
     Family(
-        "qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM, values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+        "qwen2-window",
+        t.Qwen2Config,
+        t.Qwen2ForCausalLM,
+        values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     ),
     Family("qwen3", t.Qwen3Config, t.Qwen3ForCausalLM, values=dict(GQA, head_dim=16)),
     Family("phi3", t.Phi3Config, t.Phi3ForCausalLM, values=GQA),
     Family("gemma", t.GemmaConfig, t.GemmaForCausalLM, values=dict(GQA, head_dim=16)),
-    Family("gemma2", t.Gemma2Config, t.Gemma2ForCausalLM, values=dict(GQA, head_dim=16, sliding_window=5, query_pre_attn_scalar=20)),
-    Family("gemma3", t.Gemma3TextConfig, t.Gemma3ForCausalLM, values=dict(GQA, head_dim=16, sliding_window=5, sliding_window_pattern=2)),
-    Family("granite", t.GraniteConfig, t.GraniteForCausalLM, values=dict(GQA, attention_multiplier=0.4, residual_multiplier=0.6)),
+    Family(
+        "gemma2",
+        t.Gemma2Config,
+        t.Gemma2ForCausalLM,
+        values=dict(GQA, head_dim=16, sliding_window=5, query_pre_attn_scalar=20),
+    ),
+    Family(
+        "gemma3",
+        t.Gemma3TextConfig,
+        t.Gemma3ForCausalLM,
+        values=dict(GQA, head_dim=16, sliding_window=5, sliding_window_pattern=2),
+    ),
+    Family(
+        "granite",
+        t.GraniteConfig,
+        t.GraniteForCausalLM,
+        values=dict(GQA, attention_multiplier=0.4, residual_multiplier=0.6),
+    ),
     Family("olmo2", t.Olmo2Config, t.Olmo2ForCausalLM, values=GQA),
     Family("stablelm", t.StableLmConfig, t.StableLmForCausalLM, values=dict(GQA, hidden_size=64)),
     Family(
@@ -100,7 +139,15 @@ LLAMA = [
     Family("phi", t.PhiConfig, t.PhiForCausalLM, values=GQA),
     Family("phi-qk", t.PhiConfig, t.PhiForCausalLM, values=dict(GQA, qk_layernorm=True)),
 ]
-_FALCON = dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=96, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+_FALCON = dict(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    vocab_size=96,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 GPT_LINEAGE = [
     Family("gpt2", t.GPT2Config, t.GPT2LMHeadModel, values=GPT),
     Family("gpt2-inverse", t.GPT2Config, t.GPT2LMHeadModel, values=dict(GPT, scale_attn_by_inverse_layer_idx=True)),
@@ -126,7 +173,9 @@ GPT_LINEAGE = [
     Family("codegen", t.CodeGenConfig, t.CodeGenForCausalLM, values=dict(GPT, rotary_dim=8, n_ctx=128)),
     Family("gpt-neox", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, values=dict(SMALL, rotary_pct=0.5)),
     Family("gpt-neox-serial", t.GPTNeoXConfig, t.GPTNeoXForCausalLM, values=dict(SMALL, use_parallel_residual=False)),
-    Family("opt", t.OPTConfig, t.OPTForCausalLM, values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=48, pad_token_id=0)),
+    Family(
+        "opt", t.OPTConfig, t.OPTForCausalLM, values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=48, pad_token_id=0)
+    ),
     Family(
         "opt-350m",
         t.OPTConfig,
@@ -134,9 +183,17 @@ GPT_LINEAGE = [
         values=dict(SMALL, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False, pad_token_id=0),
     ),
     Family("bloom", t.BloomConfig, t.BloomForCausalLM, values=dict(hidden_size=48, n_layer=3, n_head=4, vocab_size=96)),
-    Family("falcon-7b", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, alibi=False, multi_query=True, parallel_attn=True)),
     Family(
-        "falcon-40b", t.FalconConfig, t.FalconForCausalLM, values=dict(_FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False)
+        "falcon-7b",
+        t.FalconConfig,
+        t.FalconForCausalLM,
+        values=dict(_FALCON, alibi=False, multi_query=True, parallel_attn=True),
+    ),
+    Family(
+        "falcon-40b",
+        t.FalconConfig,
+        t.FalconForCausalLM,
+        values=dict(_FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False),
     ),
     Family(
         "falcon-11b",
@@ -156,13 +213,24 @@ GPT_LINEAGE = [
         t.FalconForCausalLM,
         values=dict(_FALCON, alibi=False, multi_query=False, parallel_attn=False, bias=True),
     ),
-    Family("mpt", t.MptConfig, t.MptForCausalLM, values=dict(d_model=48, n_layers=3, n_heads=4, vocab_size=96, max_seq_len=128)),
+    Family(
+        "mpt",
+        t.MptConfig,
+        t.MptForCausalLM,
+        values=dict(d_model=48, n_layers=3, n_heads=4, vocab_size=96, max_seq_len=128),
+    ),
 ]
 BERT_LINEAGE = [
     Family("bert", t.BertConfig, t.BertForMaskedLM, "encoder", ENCODER),
     Family("bert-decoder", t.BertConfig, t.BertLMHeadModel, "decoder", dict(ENCODER, is_decoder=True)),
     Family("roberta", t.RobertaConfig, t.RobertaForMaskedLM, "encoder", dict(ENCODER, pad_token_id=1)),
-    Family("xlm-roberta", t.XLMRobertaConfig, t.XLMRobertaForSequenceClassification, "encoder", dict(ENCODER, pad_token_id=1)),
+    Family(
+        "xlm-roberta",
+        t.XLMRobertaConfig,
+        t.XLMRobertaForSequenceClassification,
+        "encoder",
+        dict(ENCODER, pad_token_id=1),
+    ),
     Family("electra", t.ElectraConfig, t.ElectraForTokenClassification, "encoder", dict(ENCODER, embedding_size=32)),
     Family(
         "distilbert",
@@ -171,17 +239,42 @@ BERT_LINEAGE = [
         "encoder",
         dict(dim=48, n_layers=3, n_heads=4, hidden_dim=80, vocab_size=96, max_position_embeddings=128),
     ),
-    Family("albert", t.AlbertConfig, t.AlbertModel, "encoder", dict(ENCODER, embedding_size=32, num_hidden_groups=2, inner_group_num=2)),
-    Family("modernbert", t.ModernBertConfig, t.ModernBertModel, "encoder", dict(ENCODER, local_attention=6, global_attn_every_n_layers=2)),
+    Family(
+        "albert",
+        t.AlbertConfig,
+        t.AlbertModel,
+        "encoder",
+        dict(ENCODER, embedding_size=32, num_hidden_groups=2, inner_group_num=2),
+    ),
+    Family(
+        "modernbert",
+        t.ModernBertConfig,
+        t.ModernBertModel,
+        "encoder",
+        dict(ENCODER, local_attention=6, global_attn_every_n_layers=2),
+    ),
     Family("clip-text", t.CLIPTextConfig, t.CLIPTextModel, "encoder", _CLIP_TEXT),
     Family("clip-vision", t.CLIPVisionConfig, t.CLIPVisionModel, "vision", _CLIP_VISION),
-    Family("clip", t.CLIPConfig, t.CLIPModel, "both", dict(text_config=_CLIP_TEXT, vision_config=_CLIP_VISION, projection_dim=32)),
+    Family(
+        "clip",
+        t.CLIPConfig,
+        t.CLIPModel,
+        "both",
+        dict(text_config=_CLIP_TEXT, vision_config=_CLIP_VISION, projection_dim=32),
+    ),
     Family(
         "vit",
         t.ViTConfig,
         t.ViTForImageClassification,
         "vision",
-        dict(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, image_size=16, patch_size=8),
+        dict(
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=80,
+            image_size=16,
+            patch_size=8,
+        ),
     ),
 ]
 FAMILIES = [*LLAMA, *GPT_LINEAGE, *BERT_LINEAGE]
@@ -189,7 +282,9 @@ DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def inputs(family: Family, batch: int = 2, tokens: int = 11, padding: str | None = None, seed: int = 1) -> dict[str, torch.Tensor]:
+def inputs(
+    family: Family, batch: int = 2, tokens: int = 11, padding: str | None = None, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Random arguments for the model's forward; `padding` "left" or "right" hides three positions of the first row."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}

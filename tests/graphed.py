@@ -11,7 +11,9 @@ import infuse
 from infuse.generate.install import GraphUse, install, uninstall
 
 
-def graphed(model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, dtype: str = "fp32") -> tuple[Any, FakeBackend]:
+def graphed(
+    model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, dtype: str = "fp32"
+) -> tuple[Any, FakeBackend]:
     """`model` injected, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
     engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens)
     uninstall(model, engine._handles)

@@ -1,4 +1,6 @@
-"""The instruction sets of the C++ kernels: a test file that is also a program runs its cases with each that the machine has."""
+"""The instruction sets of the C++ kernels: a test file that is also a program runs its cases with each that the machine
+has.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ TILED = ("avx512_bf16", "avx512_amx")  # those that multiply many rows, and atte
 def run_at_level(level: str, *arguments: str) -> subprocess.CompletedProcess:
     """Python with `arguments`, run in tests/ with INFUSE_CPU_ISA=`level`."""
     environment = os.environ | {"INFUSE_CPU_ISA": level}
-    return subprocess.run([sys.executable, *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+    )
 
 
 def at_level(level: str, *arguments: str) -> str:

@@ -1,4 +1,6 @@
-"""Blocks whose layer is one call of C++ (layers/one_call.py, layers/encoder_call.py): without it for a while, and whether it was taken."""
+"""Blocks whose layer is one call of C++ (layers/one_call.py, layers/encoder_call.py): without it for a while, and
+whether it was taken.
+"""
 
 from __future__ import annotations
 

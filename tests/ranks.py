@@ -1,6 +1,8 @@
-"""Several ranks for tests: a pool of worker processes that a whole session uses, since each costs seconds to import PyTorch.
+"""Several ranks for tests: a pool of worker processes that a whole session uses, since each costs seconds to import
+PyTorch.
 
-`ranks.run(size, function, *args)` runs a function of a test module on ranks 0 .. size - 1, with torch.distributed (gloo) set up.
+`ranks.run(size, function, *args)` runs a function of a test module on ranks 0 .. size - 1, with torch.distributed
+(gloo) set up.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Worker:
 
 
 class Ranks:
-    """The pool. Workers start when that many are first needed; those that died or hung are replaced when they are next needed."""
+    """The pool. Workers start when that many are first needed; those that died or hung are replaced when they are next
+    needed.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[int, Worker] = {}  # by rank
@@ -98,7 +102,9 @@ class Ranks:
             raise RankFailed(text, {rank: results[rank] for rank in traces})
         return results
 
-    def run_expecting_errors(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run_expecting_errors(
+        self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+    ) -> list[Any]:
         """The same, with the exception in the place of the value where a rank raised; RankDied and RankHung among them."""
         return self._call(size, function, args, timeout)[0]
 
@@ -106,7 +112,9 @@ class Ranks:
         """End the workers; the next call starts new ones."""
         self._end(list(self._workers))
 
-    def _call(self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], dict[int, str]]:
+    def _call(
+        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> tuple[list[Any], dict[int, str]]:
         assert 1 <= size <= MOST, f"{size} ranks: between 1 and {MOST}"
         self._start(size)
         if size != self._size:
@@ -239,4 +247,6 @@ def same(values: Sequence[Any]) -> bool:
     """Whether all ranks have the first one's bits."""
     import torch
 
-    return all(torch.equal(value, values[0]) if isinstance(value, torch.Tensor) else value == values[0] for value in values)
+    return all(
+        torch.equal(value, values[0]) if isinstance(value, torch.Tensor) else value == values[0] for value in values
+    )

@@ -1,4 +1,6 @@
-"""Ranks that do not come to an operation over torch.distributed are named with it by those that wait, on whatever host they are."""
+"""Ranks that do not come to an operation over torch.distributed are named with it by those that wait, on whatever host
+they are.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def comes_later() -> None:
 
 
 def is_absent(who: list[int], how: str, keeper: int | None) -> None:
-    """Ranks `who` end, or sleep until the others have given up. `keeper`: the rank that keeps the store, None where it is a file."""
+    """Ranks `who` end, or sleep until the others have given up. `keeper`: the rank that keeps the store, None where it
+    is a file.
+    """
     meeting = dist.group.WORLD.get_group_store()
     if keeper is not None:
         meet_through(keeper)
@@ -97,7 +101,9 @@ def test_ranks_that_sleep_are_named(ranks: Ranks, who: list[int]) -> None:
 def test_ranks_give_up_together(ranks: Ranks) -> None:
     found = ranks.run_expecting_errors(3, comes_later)
     assert str(found[0]).endswith(": rank 1 did not come within 5 s; ranks 0, 2 wait"), found
-    assert str(found[2]).endswith(": rank 1 did not come before rank 0 gave up; ranks 0, 2 wait; rank 0 had given up"), found
+    assert str(found[2]).endswith(
+        ": rank 1 did not come before rank 0 gave up; ranks 0, 2 wait; rank 0 had given up"
+    ), found
 
 
 def test_fewer_ranks_meet_anew_at_once(ranks: Ranks) -> None:
@@ -125,7 +131,9 @@ def test_the_keeper_of_the_store_is_named_where_nobody_answers(ranks: Ranks) -> 
 
 
 def waits_elsewhere() -> tuple[list[int], str] | None:
-    """Rank 0 gives up; rank 1 waits in an earlier operation, rank 2 waited in this one and does so no more, rank 3 gives up too."""
+    """Rank 0 gives up; rank 1 waits in an earlier operation, rank 2 waited in this one and does so no more, rank 3
+    gives up too.
+    """
     meeting, roll_call, rank = dist.group.WORLD.get_group_store(), RollCall(None, dist.get_rank(), 4), dist.get_rank()
     roll_call.begins()
     while rank in (1, 2) and not meeting.check(["over"]):

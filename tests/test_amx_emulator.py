@@ -40,8 +40,9 @@ def flushed(x: Tensor) -> Tensor:
 
 
 def as_the_manual_says(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """TDPBF16PS on x [rows, pairs, 2] and y [pairs, columns, 2]: the products of even and of odd places summed apart, rounded to float32
-    at each step; a float64 holds a product and a sum exactly where they are not 2**29 apart."""
+    """TDPBF16PS on x [rows, pairs, 2] and y [pairs, columns, 2]: the products of even and of odd places summed apart,
+    rounded to float32 at each step; a float64 holds a product and a sum exactly where they are not 2**29 apart.
+    """
     x, y, chains = flushed(x.float()).double(), flushed(y.float()).double(), torch.zeros(*sums.shape, 2)
     for pair in range(x.shape[1]):
         chains = flushed((chains.double() + x[:, None, pair] * y[None, pair]).float())
@@ -114,14 +115,18 @@ def fault_cases(library: ctypes.CDLL) -> None:
             found = said.read()
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"{text!r}: not refused"
-        assert os.WTERMSIG(status) == (signal.SIGABRT if text else signal.SIGILL), f"{text!r}: ended by signal {os.WTERMSIG(status)}"
+        assert os.WTERMSIG(status) == (signal.SIGABRT if text else signal.SIGILL), (
+            f"{text!r}: ended by signal {os.WTERMSIG(status)}"
+        )
         assert text in found and found.startswith("amx emulator: " if text else ""), f"{found!r} instead of {text!r}"
 
 
 @compiled
 @pytest.mark.skipif(NATIVE, reason="the processor executes these instructions itself")
 def test_the_emulator_does_what_the_manual_says(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, __file__, str(built_emulator(tmp_path))], cwd=TESTS, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, str(built_emulator(tmp_path))], cwd=TESTS, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

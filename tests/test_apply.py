@@ -132,10 +132,13 @@ def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any], v
 
 
 @pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
-def test_peak_memory_while_quantizing_by_the_references(held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_while_quantizing_by_the_references(
+    held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "kernels", lambda: "not built here")
     ratio = peak_ratio(held, 2, BLOCK_BYTES, **keys)
-    # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized in one part.
+    # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized
+    # in one part.
     assert 1 < ratio <= 1.5, f"{ratio:.2f} of the largest layer beyond the model and a block"
 
 
@@ -163,7 +166,9 @@ def test_weights_that_are_not_merged_move(name: str) -> None:
         "gpt-neox": ("query_key_value",),
         "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),  # stored transposed, which kernels do not take
     }.get(name, ())
-    assert {path for path, place in before.items() if place not in after} == {path for path in before if any(m in path for m in merged)}
+    assert {path for path, place in before.items() if place not in after} == {
+        path for path in before if any(m in path for m in merged)
+    }
 
 
 def test_old_layers_and_merged_weights_are_freed() -> None:
@@ -203,10 +208,14 @@ def test_attributes_survive() -> None:
     model = made("gemma3")
     model.model.layers[2].note, model.model.layers[2].self_attn.note = "the user's", 7
     names = ("attention_type", "layer_idx", "hidden_size", "note")
-    before = [[(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers]
+    before = [
+        [(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers
+    ]
     applied(model)
     assert all(isinstance(layer, Block) for layer in model.model.layers)
-    assert [[(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers] == before
+    assert [
+        [(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers
+    ] == before
     assert model.model.layers[2].self_attn.config is model.config
 
 
@@ -214,7 +223,11 @@ def test_layers_are_of_their_old_class() -> None:
     model = made()
     applied(model)
     for layer in model.model.layers:
-        assert isinstance(layer, LlamaDecoderLayer) and isinstance(layer, Block) and type(layer).__name__ == "LlamaDecoderLayer"
+        assert (
+            isinstance(layer, LlamaDecoderLayer)
+            and isinstance(layer, Block)
+            and type(layer).__name__ == "LlamaDecoderLayer"
+        )
         assert isinstance(layer.self_attn, LlamaAttention) and not layer.training
     assert not isinstance(made().model.layers[0], Block), "another model has its own classes"
 
@@ -247,7 +260,11 @@ def test_a_tied_head_that_is_replaced_stays_tied(dtype: str, monkeypatch: pytest
     monkeypatch.setitem(linear.bodies, "cpu", Body("cpu", linear.reference, lambda device, dtype: None))
     model = made("llama-bias")
     done = applied(model, dtype=dtype)
-    assert done.steps[-1].path == "lm_head" and type(model.lm_head).__name__ == "Linear" and type(model.lm_head) is not nn.Linear
+    assert (
+        done.steps[-1].path == "lm_head"
+        and type(model.lm_head).__name__ == "Linear"
+        and type(model.lm_head) is not nn.Linear
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
     config = InferenceConfig(dtype=dtype)
     assert done.after_bytes == make_plan(made("llama-bias"), config, CPU).after_bytes
@@ -282,7 +299,9 @@ def test_a_second_time_says_so_and_works() -> None:
     layers = list(model.model.layers)
     with pytest.warns(UserWarning, match="already replaced"):
         engine = infuse.init_inference(model, dtype="fp32", progress=False)
-    assert [left.path for left in engine.plan.left if left.why == "already replaced"] == [f"model.layers.{i}" for i in range(3)]
+    assert [left.path for left in engine.plan.left if left.why == "already replaced"] == [
+        f"model.layers.{i}" for i in range(3)
+    ]
     assert "left  model.layers.{0-2}: already replaced" in str(engine.plan)
     assert all(a is b for a, b in zip(layers, model.model.layers, strict=True))
     assert_near(outputs(model), wanted, torch.float32)

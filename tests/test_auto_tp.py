@@ -1,4 +1,5 @@
-"""Layers without a spec over several ranks: by a policy of the caller, by the model's own plan, by structure; and what is refused.
+"""Layers without a spec over several ranks: by a policy of the caller, by the model's own plan, by structure; and what
+is refused.
 
 The original is the user's own model, whole, in this process.
 """
@@ -80,7 +81,9 @@ def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     assert all(torch.equal(result[1], tokens) for result in results)
     assert all(len(result[2]) == 4 for result in results)
     whole = sum(p.nbytes for p in model.parameters())
-    assert sum(result[3] for result in results) < 1.1 * whole  # each rank has its part; the norms and biases of heads are small
+    assert (
+        sum(result[3] for result in results) < 1.1 * whole
+    )  # each rank has its part; the norms and biases of heads are small
 
 
 def attentions(model: Any) -> list[Tensor]:
@@ -162,7 +165,9 @@ def test_roberta(policy: Any, ranks_used: int, ranks: Ranks) -> None:
         exact = BY_NAME["roberta"].make()(**given).logits
     real = given["attention_mask"].bool()
     assert same([result[0] for result in results]) and error(results[0][0][real], exact[real]) < TOLERANCE
-    assert results[0][1] == [(SPLIT, f"roberta.encoder.layer.{i}") for i in range(3)], "the policy takes the place of whole blocks"
+    assert results[0][1] == [(SPLIT, f"roberta.encoder.layer.{i}") for i in range(3)], (
+        "the policy takes the place of whole blocks"
+    )
 
 
 def test_a_policy_with_wrong_names_is_an_error() -> None:
@@ -171,14 +176,22 @@ def test_a_policy_with_wrong_names_is_an_error() -> None:
         infuse.plan(BY_NAME["roberta"].make(), tensor_parallel={"tp_size": 2}, injection_policy=policy)
     told = str(caught.value)
     assert isinstance(caught.value, infuse.ConfigError)
-    assert "RobertaLayer has no linear 'attn.out'" in told and "attention.self.query" in told and "attention.output.dense" in told
+    assert (
+        "RobertaLayer has no linear 'attn.out'" in told
+        and "attention.self.query" in told
+        and "attention.output.dense" in told
+    )
     assert "there is no GPT9Block in the model; its layers are RobertaLayer" in told
 
 
 def test_a_policy_that_leaves_out_a_row_linear_says_which() -> None:
-    plan = infuse.plan(t5(), dtype="fp32", tensor_parallel={"tp_size": 2}, injection_policy={"T5Block": "DenseReluDense.wo"})
+    plan = infuse.plan(
+        t5(), dtype="fp32", tensor_parallel={"tp_size": 2}, injection_policy={"T5Block": "DenseReluDense.wo"}
+    )
     assert not [step for step in plan.steps if step.depth == SPLIT]
-    assert "layer.0.SelfAttention.o would read a part of what a column linear makes; name what closes it as row" in str(plan)
+    assert "layer.0.SelfAttention.o would read a part of what a column linear makes; name what closes it as row" in str(
+        plan
+    )
 
 
 def test_with_one_rank_a_policy_has_no_effect_but_a_note() -> None:
@@ -239,7 +252,9 @@ def strict_on_rank(name: str) -> tuple[str, bool]:
     unharmed = all(id(p) == before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters())
     unharmed &= all(vars(module).keys() == attributes[path].keys() for path, module in model.named_modules())
     counts = [(module.num_heads, module.num_kv_heads, module.embed_dim) for module in model.layers]
-    return str(caught.value), unharmed and counts == [(4, 2, 48)] * 2 and hooks == sum(len(m._forward_pre_hooks) for m in model.modules())
+    return str(caught.value), unharmed and counts == [(4, 2, 48)] * 2 and hooks == sum(
+        len(m._forward_pre_hooks) for m in model.modules()
+    )
 
 
 def test_an_error_leaves_the_model_unharmed(ranks: Ranks) -> None:
@@ -255,9 +270,12 @@ KNOWN: dict[str, tuple[Any, Any]] = {
     )),
     "mpnet": (t.MPNetModel, t.MPNetConfig(**SMALL)),  # biases of all heads come from outside of the layers
     "swin": (t.SwinModel, t.SwinConfig(embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4)),
-    "mixtral": (t.MixtralModel, t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),  # experts stay whole
-    "phi3": (BY_NAME["phi3"].model, BY_NAME["phi3"].config(**BY_NAME["phi3"].values)),  # reads head counts from its config
-    "bloom": (BY_NAME["bloom"].model, BY_NAME["bloom"].config(**BY_NAME["bloom"].values)),  # ALiBi for all heads, per head
+    # experts stay whole
+    "mixtral": (t.MixtralModel, t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
+    # reads head counts from its config
+    "phi3": (BY_NAME["phi3"].model, BY_NAME["phi3"].config(**BY_NAME["phi3"].values)),
+    # ALiBi for all heads, per head
+    "bloom": (BY_NAME["bloom"].model, BY_NAME["bloom"].config(**BY_NAME["bloom"].values)),
 }  # fmt: skip
 POLICIES = {"phi3": {"Phi3DecoderLayer": ("o_proj", "down_proj")}, "bloom": {"BloomBlock": ("dense", "dense_4h_to_h")}}
 
@@ -298,7 +316,11 @@ def from_checkpoint(folder: str, live: bool) -> tuple[Tensor, Tensor, list[str],
         model = t.T5ForConditionalGeneration(t.T5Config(**T5)).eval()
     model.generation_config.eos_token_id = None
     engine = infuse.init_inference(model, checkpoint=folder, dtype="fp32", tensor_parallel=size())
-    return *answers(engine), [step.path for step in engine.plan.steps if step.depth == SPLIT], sum(p.nbytes for p in model.parameters())
+    return (
+        *answers(engine),
+        [step.path for step in engine.plan.steps if step.depth == SPLIT],
+        sum(p.nbytes for p in model.parameters()),
+    )
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])

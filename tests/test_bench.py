@@ -25,7 +25,9 @@ def test_operations_are_counted() -> None:
     assert bench_ops.operations(ops["linear"], (x, weight, None)) == 2 * 3 * 8 * 5
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4)
     # Both products, 2 heads, width 4; causal: the queries see 3, 4 and 5 keys.
-    assert bench_ops.operations(ops["attention"], (q, k, k, None, None, 1.0, True, 0, 0.0)) == 2 * 2 * 2 * 4 * (3 + 4 + 5)
+    assert bench_ops.operations(ops["attention"], (q, k, k, None, None, 1.0, True, 0, 0.0)) == 2 * 2 * 2 * 4 * (
+        3 + 4 + 5
+    )
     assert bench_ops.operations(ops["rms_norm"], (x, None, 1e-6, 0.0)) == 0
 
 
@@ -54,9 +56,22 @@ def test_ops_take_the_arguments_of_llama(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_the_report(tmp_path: Path) -> None:
     out = tmp_path / "results" / "ops.md"
-    command = [sys.executable, str(ROOT / "bench/ops.py"), "--op", "rotary", "--set", "cases", "--repeats", "1", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "bench/ops.py"),
+        "--op",
+        "rotary",
+        "--set",
+        "cases",
+        "--repeats",
+        "1",
+        "--out",
+        str(out),
+    ]
     for _ in range(2):
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
     assert out.read_text().count("probed: read") == 2 == out.read_text().count("--op rotary")
     for body in set(registered()["rotary"].bodies) - {"triton"}:  # which no CPU runs

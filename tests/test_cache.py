@@ -57,7 +57,9 @@ def copied(ours: KVCache) -> KVCache:
     return copy_of_it
 
 
-def both(ours: KVCache, theirs: DynamicCache, step: tuple[str, int], batch: int, generator: torch.Generator) -> tuple[KVCache, int]:
+def both(
+    ours: KVCache, theirs: DynamicCache, step: tuple[str, int], batch: int, generator: torch.Generator
+) -> tuple[KVCache, int]:
     """One step on both caches; returns ours (which may be a copy now) and the rows there are."""
     operation, number = step
     rows = torch.Generator().manual_seed(number)
@@ -128,7 +130,10 @@ def test_layers_may_come_in_any_order() -> None:
     new = states(1, 2, generator)
     cache.update(*new, 1)
     theirs.update(*new, 1)
-    assert cache.get_seq_length(0) == theirs.get_seq_length(0) == 0 and cache.get_seq_length(1) == theirs.get_seq_length(1) == 2
+    assert (
+        cache.get_seq_length(0) == theirs.get_seq_length(0) == 0
+        and cache.get_seq_length(1) == theirs.get_seq_length(1) == 2
+    )
 
 
 def test_growth_keeps_the_contents_and_is_rare() -> None:
@@ -175,7 +180,9 @@ def test_limit_is_told_before_anything_is_written(held: int) -> None:
         cache.update(*states(1, 11 - held, generator), 0)
     assert isinstance(raised.value, ValueError)
     after = (slot.length, slot.key_storage, slot.value_storage)
-    for a, b in zip(before, after, strict=True):  # bits: what no token has been written to may hold anything, NaN as well
+    for a, b in zip(
+        before, after, strict=True
+    ):  # bits: what no token has been written to may hold anything, NaN as well
         assert torch.equal(a.view(torch.int32), b.view(torch.int32)) if isinstance(a, Tensor) else a == b
     keys, _ = cache.update(*states(1, 10 - held, generator), 0)
     assert keys.shape[2] == 10 == cache.get_max_length()

@@ -89,7 +89,9 @@ def test_norms_that_drifted_between_training_ranks_are_told(tmp_path: Path) -> N
     for rank in range(2):
         pieces = {name: value.chunk(2)[rank].clone() if name in cut else value for name, value in state.items()}
         save({"module": {**pieces, NORM: state[NORM] + rank}}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
-    with pytest.warns(UserWarning, match=f"1 tensors that ranks saved whole differ between them; the first rank's are taken: {NORM}"):
+    with pytest.warns(
+        UserWarning, match=f"1 tensors that ranks saved whole differ between them; the first rank's are taken: {NORM}"
+    ):
         engine = loaded("llama", str(tmp_path))
     assert torch.equal(outputs(engine, "llama"), wanted("llama"))
 

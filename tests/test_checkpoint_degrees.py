@@ -1,4 +1,6 @@
-"""Checkpoints and ranks together: every form is read by ranks, and our own shards by another number of ranks than wrote them."""
+"""Checkpoints and ranks together: every form is read by ranks, and our own shards by another number of ranks than wrote
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from infuse.weights.saved_shards import Shared
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 TOLERANCE = 5e-5  # over the root mean square of the original's
-WHOLE = {"safetensors": safetensors, "bin": bin_shards, "glob": file_glob, "description": description, "training": training}
+WHOLE = {
+    "safetensors": safetensors,
+    "bin": bin_shards,
+    "glob": file_glob,
+    "description": description,
+    "training": training,
+}
 
 
 def engine_of(name: str, source: Any, grain: int = 64, **keys: Any) -> infuse.InferenceEngine:
@@ -63,8 +71,13 @@ def test_a_whole_checkpoint_is_read_by_two_ranks(name: str, form: str, tmp_path:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("form", ["training", "description"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_two_ranks_trained_is_read_by_two_and_by_four(name: str, form: str, size: int, tmp_path: Path, ranks: Ranks) -> None:
-    files = [save({"module": piece}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt") for rank, piece in enumerate(shards(name, 2))]
+def test_what_two_ranks_trained_is_read_by_two_and_by_four(
+    name: str, form: str, size: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    files = [
+        save({"module": piece}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+        for rank, piece in enumerate(shards(name, 2))
+    ]
     source: Any = str(tmp_path)
     if form == "description":
         source = {"type": "Megatron", "checkpoints": files, "version": 2.0, "base_dir": str(tmp_path)}
@@ -87,13 +100,19 @@ def saved_by_rank(name: str, folder: str, keys: dict) -> Tensor:
 
 def saved(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> Tensor:
     """What the engine gives whose shards are in `folder` now."""
-    found = ranks.run(size, saved_by_rank, name, str(folder), keys) if size > 1 else [saved_by_rank(name, str(folder), keys)]
+    found = (
+        ranks.run(size, saved_by_rank, name, str(folder), keys)
+        if size > 1
+        else [saved_by_rank(name, str(folder), keys)]
+    )
     assert same(found)
     return found[0]
 
 
 def read_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str]]:
-    """Outputs, and the names of tensors that differ by a bit from those that are cut, then quantized, from the live model."""
+    """Outputs, and the names of tensors that differ by a bit from those that are cut, then quantized, from the live
+    model.
+    """
     engine, fresh = engine_of(name, folder), engine_of(name, None, **{"verify": "off", **keys})
     state, wanted = placed(engine.module), placed(fresh.module)
     assert state.keys() == wanted.keys()
@@ -101,7 +120,9 @@ def read_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str]]
 
 
 def read(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> list[tuple[Tensor, list[str]]]:
-    return ranks.run(size, read_by_rank, name, str(folder), keys) if size > 1 else [read_by_rank(name, str(folder), keys)]
+    return (
+        ranks.run(size, read_by_rank, name, str(folder), keys) if size > 1 else [read_by_rank(name, str(folder), keys)]
+    )
 
 
 @pytest.mark.parametrize(("writers", "readers", "keys"), DEGREES, ids=str)
@@ -119,7 +140,9 @@ def test_shards_are_read_by_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 4), (1, 3)])
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3", "cohere-qk", "phi3", "gemma3", "gptj", "stablelm-parallel", "opt-350m", "vit"])
+@pytest.mark.parametrize(
+    "name", ["llama-bias", "qwen3", "cohere-qk", "phi3", "gemma3", "gptj", "stablelm-parallel", "opt-350m", "vit"]
+)
 def test_norms_tables_and_tied_heads(name: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
     first = saved(name, tmp_path, writers, ranks, quant="int8:4")
     for found, differing in read(name, tmp_path, readers, ranks, quant="int8:4"):
@@ -128,7 +151,10 @@ def test_norms_tables_and_tied_heads(name: str, writers: int, readers: int, tmp_
 
 def test_a_format_counted_in_groups_keeps_their_size(tmp_path: Path, ranks: Ranks) -> None:
     first = saved("llama", tmp_path, 1, ranks, quant="int8:groups=2")
-    assert all(distance(found, first) < TOLERANCE for found, _ in ranks.run(2, loaded_by_rank, "llama", str(tmp_path), {"dtype": None}))
+    assert all(
+        distance(found, first) < TOLERANCE
+        for found, _ in ranks.run(2, loaded_by_rank, "llama", str(tmp_path), {"dtype": None})
+    )
     wanted = saved("llama", tmp_path, 2, ranks, quant="int8:groups=2")
     assert distance(loaded_by_rank("llama", str(tmp_path), {"dtype": None})[0], wanted) < TOLERANCE
 
@@ -147,13 +173,20 @@ def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, rank
     saved("llama", tmp_path, 1, ranks, quant="int8:16")
     for error in ranks.run_expecting_errors(2, loaded_by_rank, "llama", str(tmp_path), {"dtype": None}):
         assert isinstance(error, infuse.InfuseError)
-        assert "self_attn.out.weight: int8:16: groups of 16 inputs would be cut at [24]; possible: a multiple of 16" in str(error)
+        assert (
+            "self_attn.out.weight: int8:16: groups of 16 inputs would be cut at [24]; possible: a multiple of 16"
+            in str(error)
+        )
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1), (3, 2), (3, 4)])
 @pytest.mark.parametrize("quant", ["fp8", "int8:row", "int8:row:asymmetric"])
-def test_uneven_parts_with_scales_of_rows_become_groups(quant: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
-    """Where a part lies in several pieces, its groups are such that no piece's end cuts one, and repeat the piece's scale."""
+def test_uneven_parts_with_scales_of_rows_become_groups(
+    quant: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Where a part lies in several pieces, its groups are such that no piece's end cuts one, and repeat the piece's
+    scale.
+    """
     first = saved("llama", tmp_path, writers, ranks, quant=quant, grain=4)
     keys = {"dtype": None, "grain": 4}
     args = (loaded_by_rank, "llama", str(tmp_path), keys)
@@ -177,7 +210,9 @@ def test_pieces_whose_ends_share_bytes_are_refused_with_their_numbers() -> None:
 
 
 def test_what_did_not_fit_then_stays_as_it_was_saved(tmp_path: Path, ranks: Ranks) -> None:
-    """With two ranks the out matrix has 24 inputs, which groups of 16 do not divide: it is stored plain, and read plain."""
+    """With two ranks the out matrix has 24 inputs, which groups of 16 do not divide: it is stored plain, and read
+    plain.
+    """
     first = saved("llama", tmp_path, 2, ranks, quant="int8:16")
     found = engine_of("llama", str(tmp_path))
     assert all("self_attn.out.weight" not in step.formats for step in found.plan.steps if step.depth == "block")
@@ -311,7 +346,13 @@ def bart() -> Any:
     from transformers import BartConfig, BartForConditionalGeneration
 
     small = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    wide = {"encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "vocab_size": 96, "d_model": 48, "max_position_embeddings": 64}
+    wide = {
+        "encoder_ffn_dim": 80,
+        "decoder_ffn_dim": 80,
+        "vocab_size": 96,
+        "d_model": 48,
+        "max_position_embeddings": 64,
+    }
     return BartForConditionalGeneration(BartConfig(**small, **wide)).eval()
 
 
@@ -332,4 +373,6 @@ def bart_by_rank(folder: str, write: bool, keys: dict) -> Tensor:
 def test_layers_that_are_split_in_place(tmp_path: Path, ranks: Ranks) -> None:
     first = ranks.run(2, bart_by_rank, str(tmp_path), True, {})
     for size in (2, 3):
-        assert all(distance(found, first[0]) < TOLERANCE for found in ranks.run(size, bart_by_rank, str(tmp_path), False, {}))
+        assert all(
+            distance(found, first[0]) < TOLERANCE for found in ranks.run(size, bart_by_rank, str(tmp_path), False, {})
+        )

@@ -1,4 +1,6 @@
-"""Checkpoints that are missing, broken or another model's: the error names what is wrong, the user's model is what it was."""
+"""Checkpoints that are missing, broken or another model's: the error names what is wrong, the user's model is what it
+was.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ from infuse.architectures.layer import NoPosition, Rotary
 from infuse.layers.block import Block
 from infuse.weights.names import ModelReader
 
-PLAN = importlib.import_module("infuse.plan")
+PLAN = importlib.import_module("infuse.plan.decide")
 
 
 def state_of(model: nn.Module) -> list[tuple]:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return [(path, id(module), type(module)) for path, module in model.named_modules()] + [(name, id(x), x.dtype) for name, x in tensors]
+    return [(path, id(module), type(module)) for path, module in model.named_modules()] + [
+        (name, id(x), x.dtype) for name, x in tensors
+    ]
 
 
 def refused(source: Any, match: str, name: str = "llama", **keys: Any) -> str:
@@ -39,7 +43,9 @@ def refused(source: Any, match: str, name: str = "llama", **keys: Any) -> str:
     for model in (live, meta):
         before = state_of(model)
         with pytest.raises(infuse.CheckpointError, match=match) as caught:
-            infuse.init_inference(model, checkpoint=source, **{"dtype": "bf16", "progress": False, "verify": "off", **keys})
+            infuse.init_inference(
+                model, checkpoint=source, **{"dtype": "bf16", "progress": False, "verify": "off", **keys}
+            )
         assert state_of(model) == before
     assert torch.equal(outputs(live, name), wanted) and all(parameter.is_meta for parameter in meta.parameters())
     return str(caught.value)
@@ -91,7 +97,9 @@ def test_a_broken_safetensors_file_is_named(broken: Callable[[Path], None], tmp_
 
 @pytest.mark.parametrize("broken", [truncate, empty, remove], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("form", [bin_shards, training], ids=lambda form: form.__name__)
-def test_a_broken_torch_file_is_named(form: Callable[[Any, Path], Any], broken: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_broken_torch_file_is_named(
+    form: Callable[[Any, Path], Any], broken: Callable[[Path], None], tmp_path: Path
+) -> None:
     source = form(BY_NAME["llama"].make(), tmp_path)
     victim = sorted(path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".pt"))[-1]
     broken(victim)
@@ -169,7 +177,10 @@ def test_all_keys_that_are_wrong_are_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_layers_that_deepspeed_replaced_are_told(tmp_path: Path) -> None:
-    state = {"model.layers.0.attention.attn_qkvw": torch.ones(144, 48), "model.layers.0.mlp.inter_w": torch.ones(80, 48)}
+    state = {
+        "model.layers.0.attention.attn_qkvw": torch.ones(144, 48),
+        "model.layers.0.mlp.inter_w": torch.ones(80, 48),
+    }
     save(state, tmp_path / "pytorch_model.bin")
     assert refused(str(tmp_path), "2 unexpected").endswith("give the checkpoint that they were made from")
 
@@ -199,7 +210,9 @@ def test_what_fails_while_values_are_read_changes_nothing(tmp_path: Path, monkey
         monkeypatch.setattr(ModelReader, "read", short)
         model = BY_NAME["llama"].make()
         wanted, before = outputs(model, "llama"), state_of(model)
-        with pytest.raises(infuse.CheckpointError, match="model.safetensors: ended while model.layers.2.mlp.down_proj.weight was read"):
+        with pytest.raises(
+            infuse.CheckpointError, match="model.safetensors: ended while model.layers.2.mlp.down_proj.weight was read"
+        ):
             infuse.init_inference(model, checkpoint=str(tmp_path), dtype="bf16", quant="int8:16", progress=False)
         assert state_of(model) == before and torch.equal(outputs(model, "llama"), wanted)
         monkeypatch.undo()
@@ -208,7 +221,9 @@ def test_what_fails_while_values_are_read_changes_nothing(tmp_path: Path, monkey
     state["model.layers.2.mlp.down_proj.weight"][3, 4] = float("nan")
     save(state, tmp_path / "nan" / "pytorch_model.bin")
     with pytest.raises(infuse.ConfigError, match=r"holds nan at \[3, 4\]"):
-        infuse.init_inference(model, checkpoint=str(tmp_path / "nan"), dtype="bf16", quant="int8:16", verify="off", progress=False)
+        infuse.init_inference(
+            model, checkpoint=str(tmp_path / "nan"), dtype="bf16", quant="int8:16", verify="off", progress=False
+        )
     assert state_of(model) == before and torch.equal(outputs(model, "llama"), wanted)
 
 
@@ -237,7 +252,9 @@ def test_buffers_that_cannot_be_computed_are_told(tmp_path: Path) -> None:
     ("name", "change"),
     [("llama", dict(attn=dict(position=Rotary(interleaved=True)))), ("bloom", dict(attn=dict(position=NoPosition())))],
 )
-def test_a_broken_spec_is_refused(name: str, change: dict, keys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_spec_is_refused(
+    name: str, change: dict, keys: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the layers that stay have the checkpoint's values."""
     monkeypatch.setattr(native, "kernels", lambda: "not built here")
     live = BY_NAME[name].make()
@@ -247,7 +264,9 @@ def test_a_broken_spec_is_refused(name: str, change: dict, keys: dict, tmp_path:
         engine = loaded(name, str(tmp_path), verify="sample", **keys)
     assert not any(isinstance(module, Block) for module in engine.module.modules())
     reasons = [left.why for left in engine.plan.left if left.why.startswith("refused")]
-    assert len(reasons) == 3 and all("differs from the original by" in why or "UnsupportedCall" in why for why in reasons)
+    assert len(reasons) == 3 and all(
+        "differs from the original by" in why or "UnsupportedCall" in why for why in reasons
+    )
     assert not any(x.is_meta for x in (*engine.parameters(), *engine.buffers()))
     if keys == dict(dtype="fp32"):
         assert torch.equal(outputs(engine, name), outputs(live, name))

@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
-SHAPE = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8, vocab_size=2048, num_hidden_layers=7)
+SHAPE = dict(
+    hidden_size=768,
+    intermediate_size=2048,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=2048,
+    num_hidden_layers=7,
+)
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
 MB = 1e6
 # What a load takes beside tensors: torch's own code and workspaces, and memory that is free but not given back yet.
@@ -55,8 +62,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {form: tmp_path_factory.mktemp(form) for form in ("safetensors", "bin")}
     for shape, part in ((SHAPE, "."), ({**SHAPE, **SMALL}, "small")):
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(LlamaConfig(**shape)).state_dict().items()}
-        state = {name: (torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)).bfloat16() for name, shape in shapes.items()}
+            shapes = {
+                name: tensor.shape for name, tensor in LlamaForCausalLM(LlamaConfig(**shape)).state_dict().items()
+            }
+        state = {
+            name: (torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)).bfloat16()
+            for name, shape in shapes.items()
+        }
         for path in paths.values():
             (path / part).mkdir(exist_ok=True)
         save_file(state, paths["safetensors"] / part / "model.safetensors")
@@ -77,7 +89,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_peak_memory_is_the_result_and_one_layer(form: str, keys: dict, folders: dict[str, Path]) -> None:
     command = [sys.executable, "-c", LOAD, str(folders[form]), json.dumps(keys), json.dumps(SHAPE), json.dumps(SMALL)]
     # With a fixed threshold the C library gives freed tensors back at once; else it keeps up to some 40 MB for later.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -95,11 +112,26 @@ def test_peak_memory_of_a_rank_is_its_part_and_one_layer(quant: dict, folders: d
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     keys = {"dtype": "bf16", "tensor_parallel": {"tp_size": 2}, **quant}
-    command = [sys.executable, "-c", LOAD, str(folders["safetensors"]), json.dumps(keys), json.dumps(SHAPE), json.dumps(SMALL)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    command = [
+        sys.executable,
+        "-c",
+        LOAD,
+        str(folders["safetensors"]),
+        json.dumps(keys),
+        json.dumps(SHAPE),
+        json.dumps(SMALL),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+    }
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)})
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)}
+        )
         for rank in range(2)
     ]
     ended = [process.communicate(timeout=600) for process in started]

@@ -1,4 +1,6 @@
-"""Checkpoints that several ranks saved: cut here by hand, merged on reading; and slices that read no more than their bytes."""
+"""Checkpoints that several ranks saved: cut here by hand, merged on reading; and slices that read no more than their
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from infuse.weights.pieces import Layout, Packed, Run, layout
 from infuse.weights.sources import find_files
 
 ROWS, COLUMNS = 0, 1
-# Parts of names → the axis along which ranks cut the matrix; a bias is cut where its matrix is cut by rows; the rest is on each rank.
+# Parts of names → the axis along which ranks cut the matrix; a bias is cut where its matrix is cut by rows; the rest is
+# on each rank.
 CUT = {
     "llama": {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "o_proj": COLUMNS, "gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS,
               "embed_tokens": ROWS, "lm_head": ROWS},
@@ -94,9 +97,17 @@ def test_a_description_of_ranks_is_merged(family: str, form: str, tmp_path: Path
         cut = sorted(set(parts[0]) - whole)
         listed = []
         for m, names in enumerate((cut[::2], cut[1::2])):
-            listed += [save({name: part[name] for name in names}, tmp_path / f"tp_{r:02d}_{m:02d}.pt") for r, part in enumerate(parts)]
+            listed += [
+                save({name: part[name] for name in names}, tmp_path / f"tp_{r:02d}_{m:02d}.pt")
+                for r, part in enumerate(parts)
+            ]
         files = [save({name: parts[0][name] for name in whole}, tmp_path / "non-tp.pt")] * 2
-        written = {"type": "ds_model", "checkpoints": {"non_tp": files, "tp": listed}, "parallelization": "tp", "tp_size": 2}
+        written = {
+            "type": "ds_model",
+            "checkpoints": {"non_tp": files, "tp": listed},
+            "parallelization": "tp",
+            "tp_size": 2,
+        }
     (tmp_path / "ranks.json").write_text(json.dumps(written))
     assert torch.equal(outputs(loaded(family, str(tmp_path / "ranks.json")), family), wanted(family))
     if form != "dict":
@@ -106,7 +117,9 @@ def test_a_description_of_ranks_is_merged(family: str, form: str, tmp_path: Path
 def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
     parts = shards("llama", 2)
     save({"module": parts[0]}, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(infuse.CheckpointError, match=r"misshaped  model.layers.0.self_attn.q_proj.weight: \(24, 48\), the model has"):
+    with pytest.raises(
+        infuse.CheckpointError, match=r"misshaped  model.layers.0.self_attn.q_proj.weight: \(24, 48\), the model has"
+    ):
         loaded("llama", str(tmp_path))
 
 
@@ -122,9 +135,11 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         ([(2, 3), (2, 4), (2, 5)], (2, 12), None, [(0, 0, 3), (1, 0, 4), (2, 0, 5)]),
         ([(4,), (4,), (4,), (4,)], (8,), None, [(0, 0, 4), (2, 0, 4)]),  # each twice
         ([(6,), (6,)], (12,), Packed((4, 4, 4)), [(0, 0, 2), (1, 0, 2), (0, 2, 4), (1, 2, 4), (0, 4, 6), (1, 4, 6)]),
-        ([(6,), (3,)], (9,), Packed((3, 3, 3)), [(0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2), (0, 4, 6), (1, 2, 3)]),  # uneven heads
+        # uneven heads
+        ([(6,), (3,)], (9,), Packed((3, 3, 3)), [(0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2), (0, 4, 6), (1, 2, 3)]),
         ([(4,), (4,)], (8,), Packed((4, 2, 2)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (1, 2, 3), (0, 3, 4), (1, 3, 4)]),
-        ([(4,), (4,)], (6,), Packed((4, 1, 1)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (0, 3, 4)]),  # the one key head on both
+        # the one key head on both
+        ([(4,), (4,)], (6,), Packed((4, 1, 1)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (0, 3, 4)]),
         ([(3,)] * 4, (8,), Packed((2, 1, 1), 2), [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)]),
     ],
 )  # fmt: skip
@@ -172,7 +187,10 @@ def test_a_slice_reads_its_bytes_alone(form: str, part: tuple, tmp_path: Path) -
         save(model.state_dict(), tmp_path / "pytorch_model.bin")
     else:
         for rank in range(4):
-            state = {key: piece("llama", key, tensor, rank, 4) if "mlp" in key else tensor for key, tensor in model.state_dict().items()}
+            state = {
+                key: piece("llama", key, tensor, rank, 4) if "mlp" in key else tensor
+                for key, tensor in model.state_dict().items()
+            }
             save({"module": state}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     checkpoint = Checkpoint(find_files(str(tmp_path)))
     with torch.device("meta"):

@@ -31,7 +31,9 @@ def on_meta(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn
 
 
 def loaded(name: str, source: Any, **keys: Any) -> infuse.InferenceEngine:
-    return infuse.init_inference(on_meta(name), checkpoint=source, **{"dtype": "fp32", "progress": False, "verify": "off", **keys})
+    return infuse.init_inference(
+        on_meta(name), checkpoint=source, **{"dtype": "fp32", "progress": False, "verify": "off", **keys}
+    )
 
 
 def outputs(model: nn.Module, name: str) -> Tensor:
@@ -108,14 +110,24 @@ def description(model: Any, folder: Path) -> Any:
 
 def description_dict(model: Any, folder: Path) -> Any:
     files = sorted(set(split(model, folder).values()))
-    return {"type": "ds_model", "checkpoints": {"non_tp": files, "tp": []}, "base_dir": str(folder), "parallelization": "tp", "tp_size": 1}
+    return {
+        "type": "ds_model",
+        "checkpoints": {"non_tp": files, "tp": []},
+        "base_dir": str(folder),
+        "parallelization": "tp",
+        "tp_size": 1,
+    }
 
 
 def training(model: Any, folder: Path) -> Any:
     (folder / "latest").parent.mkdir(exist_ok=True)
     (folder / "latest").write_text("global_step7\n")
-    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}  # as DistributedDataParallel wraps
-    save({"module": state, "optimizer": None, "global_steps": 7}, folder / "global_step7" / "mp_rank_00_model_states.pt")
+    state = {
+        f"module.{name}": tensor for name, tensor in model.state_dict().items()
+    }  # as DistributedDataParallel wraps
+    save(
+        {"module": state, "optimizer": None, "global_steps": 7}, folder / "global_step7" / "mp_rank_00_model_states.pt"
+    )
     return str(folder)
 
 
@@ -144,7 +156,9 @@ def test_each_form_round_trips(name: str, form: Callable[[Any, Path], Any], tmp_
     assert not [name for name, x in (*engine.module.named_parameters(), *engine.module.named_buffers()) if x.is_meta]
 
 
-@pytest.mark.parametrize("keys", [dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16")], ids=str)
+@pytest.mark.parametrize(
+    "keys", [dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16")], ids=str
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dtypes_and_formats_come_out_as_from_the_live_model(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """With the proof, which refuses nothing: the original layers run on values that are read for them alone."""
@@ -162,10 +176,25 @@ def test_a_checkpoint_in_16_bits_into_float32(stored: torch.dtype, tmp_path: Pat
             parameter.copy_(parameter.to(stored))
     engine = loaded("llama", source, verify="strict")
     assert engine.module.lm_head.weight.dtype == torch.float32
-    assert torch.equal(outputs(engine, "llama"), outputs(infuse.init_inference(live, dtype="fp32", progress=False), "llama"))
+    assert torch.equal(
+        outputs(engine, "llama"), outputs(infuse.init_inference(live, dtype="fp32", progress=False), "llama")
+    )
 
 
-MORE = ["llama-bias", "llama-llama3", "llama-dynamic", "gemma3", "gptj", "codegen", "mpt", "albert", "vit", "clip", "opt-350m", "falcon-7b"]
+MORE = [
+    "llama-bias",
+    "llama-llama3",
+    "llama-dynamic",
+    "gemma3",
+    "gptj",
+    "codegen",
+    "mpt",
+    "albert",
+    "vit",
+    "clip",
+    "opt-350m",
+    "falcon-7b",
+]
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -175,13 +204,18 @@ def test_tables_ties_and_renamed_parts(name: str, tmp_path: Path) -> None:
     assert torch.equal(outputs(engine, name), wanted(name))
     live = BY_NAME[name].make()
     for module in (live, engine.module):
-        module.tied = {tuple(sorted(n for n, p in module.named_parameters(remove_duplicate=False) if p is q)) for q in module.parameters()}
+        module.tied = {
+            tuple(sorted(n for n, p in module.named_parameters(remove_duplicate=False) if p is q))
+            for q in module.parameters()
+        }
     assert {names for names in live.tied if len(names) > 1} <= engine.module.tied
 
 
 def test_a_model_without_any_spec(tmp_path: Path) -> None:
     """T5: linears alone are replaced; encoder, decoder and head share one table."""
-    config = t.T5Config(vocab_size=96, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config = t.T5Config(
+        vocab_size=96, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     torch.manual_seed(0)
     live = t.T5ForConditionalGeneration(config).eval()
     live.save_pretrained(tmp_path)
@@ -193,7 +227,9 @@ def test_a_model_without_any_spec(tmp_path: Path) -> None:
     ids = torch.arange(3, 14)[None]
     reference = infuse.init_inference(live, dtype="fp32", quant="int8:16", progress=False)
     with torch.no_grad():
-        assert torch.equal(engine(input_ids=ids, decoder_input_ids=ids)[0], reference(input_ids=ids, decoder_input_ids=ids)[0])
+        assert torch.equal(
+            engine(input_ids=ids, decoder_input_ids=ids)[0], reference(input_ids=ids, decoder_input_ids=ids)[0]
+        )
 
 
 # ---- ways to give a model and a source ----
@@ -256,7 +292,9 @@ def test_the_configuration_says_where(keys: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_a_base_model_from_the_checkpoint_of_a_model_with_a_head(name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_base_model_from_the_checkpoint_of_a_model_with_a_head(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """The head's keys are told and left; a tied head was not saved."""
     live: Any = BY_NAME[name].make()
     base = getattr(live, live.base_model_prefix)
@@ -278,11 +316,21 @@ def test_a_model_with_a_tied_head_from_the_checkpoint_of_its_base_model(name: st
 
 
 def test_old_names_and_old_buffers(tmp_path: Path) -> None:
-    """BERT's gamma and beta; rotary frequencies of each layer; GPT-2's causal masks: as checkpoints of earlier years have them."""
+    """BERT's gamma and beta; rotary frequencies of each layer; GPT-2's causal masks: as checkpoints of earlier years
+    have them.
+    """
     for name, change, extra in (
-        ("bert", lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"), {}),
+        (
+            "bert",
+            lambda key: key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+            {},
+        ),
         ("llama", lambda key: key, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}),
-        ("gpt2", lambda key: key, {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.ones(())}),
+        (
+            "gpt2",
+            lambda key: key,
+            {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.ones(())},
+        ),
     ):
         state = {change(key): tensor for key, tensor in BY_NAME[name].make().state_dict().items()} | extra
         save(state, tmp_path / name / "pytorch_model.bin")
@@ -323,12 +371,15 @@ def test_generate_and_hooks_after_loading(tmp_path: Path) -> None:
     prompt = torch.tensor([[5, 7, 9]])
     seen.clear()
     assert torch.equal(
-        engine.generate(prompt, max_new_tokens=8, do_sample=False), live.generate(prompt, max_new_tokens=8, do_sample=False)
+        engine.generate(prompt, max_new_tokens=8, do_sample=False),
+        live.generate(prompt, max_new_tokens=8, do_sample=False),
     )
     assert len(seen) == 8 and not meta.training
 
 
-def test_the_bar_is_on_rank_0_alone_and_tells_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_bar_is_on_rank_0_alone_and_tells_of_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     source = safetensors(BY_NAME["llama"].make(), tmp_path)
     capsys.readouterr()
     monkeypatch.setenv("FORCE_COLOR", "1")

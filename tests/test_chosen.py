@@ -1,4 +1,6 @@
-"""Processors and criteria as our own loop asks them (runtime/choose.py): as transformers does, and what it need not repeat each time."""
+"""Processors and criteria as our own loop asks them (runtime/choose.py): as transformers does, and what it need not
+repeat each time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 import transformers as t
 from families import BY_NAME, inputs
 from torch import Tensor, nn
-from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, MinNewTokensLengthLogitsProcessor
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+)
 
 import infuse
 from infuse.graphs.choose import Processed, ends_of
@@ -60,7 +67,9 @@ def test_scores_may_be_changed_in_place() -> None:
     """They are the processor's own: what the head has returned stays as it is."""
     original, engine = pair()
     returned: list[tuple[Tensor, Tensor]] = []
-    handle = engine.module.lm_head.register_forward_hook(lambda module, args, output: returned.append((output, output.clone())))
+    handle = engine.module.lm_head.register_forward_hook(
+        lambda module, args, output: returned.append((output, output.clone()))
+    )
     plus = Plus()
     found = generate(engine, logits_processor=LogitsProcessorList([plus]))
     handle.remove()
@@ -83,7 +92,9 @@ def test_signatures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = pair()
     read: list[object] = []
     signature = inspect.signature
-    monkeypatch.setattr(inspect, "signature", lambda *args, **kwargs: read.append(args[0]) or signature(*args, **kwargs))
+    monkeypatch.setattr(
+        inspect, "signature", lambda *args, **kwargs: read.append(args[0]) or signature(*args, **kwargs)
+    )
     counts = []
     for new in (6, 12):
         read.clear()
@@ -139,10 +150,15 @@ def test_criteria() -> None:
     assert ends_of([]) == (None, set(), [])
 
 
-@pytest.mark.parametrize("criteria", [[Shorter(PROMPT + 4)], [MaxLengthCriteria(PROMPT + 6), MaxLengthCriteria(PROMPT + 4)]], ids=len)
+@pytest.mark.parametrize(
+    "criteria", [[Shorter(PROMPT + 4)], [MaxLengthCriteria(PROMPT + 6), MaxLengthCriteria(PROMPT + 4)]], ids=len
+)
 def test_the_shortest_length_counts(criteria: list) -> None:
     original, engine = pair()
-    exact, found = (generate(model, do_sample=False, stopping_criteria=t.StoppingCriteriaList(criteria)) for model in (original, engine))
+    exact, found = (
+        generate(model, do_sample=False, stopping_criteria=t.StoppingCriteriaList(criteria))
+        for model in (original, engine)
+    )
     assert torch.equal(found, exact) and exact.shape[1] == PROMPT + 4
 
 

@@ -32,7 +32,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
@@ -45,8 +48,16 @@ def folder(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -70,7 +81,9 @@ def greedy(folder, tokens):
     """What transformers alone continues the prompt with, in float32."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    ids = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    ids = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).generate(
+        **inputs, max_new_tokens=tokens, do_sample=False
+    )
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -136,7 +149,9 @@ def test_plan_names_the_format(folder):
 
 
 def test_generate_equals_transformers(folder):
-    out, err = run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32", "--device", "cpu")
+    out, err = run(
+        "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32", "--device", "cpu"
+    )
     assert out.rstrip("\n") == greedy(folder, 12).rstrip("\n")
     assert "tokens/s" in err
 
@@ -154,7 +169,20 @@ def test_generate_with_quantized_weights(folder):
 
 def test_bench_against_eager(folder):
     out, _ = run(
-        "bench", folder, "--against", "eager", "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1, "--batch", 2, "--dtype", "float32"
+        "bench",
+        folder,
+        "--against",
+        "eager",
+        "--prompt-tokens",
+        8,
+        "--new-tokens",
+        4,
+        "--repeats",
+        1,
+        "--batch",
+        2,
+        "--dtype",
+        "float32",
     )
     assert all(word in out for word in ("infuse", "transformers", "bound", "prefill", "decode", "batch 2"))
 
@@ -167,8 +195,9 @@ def test_bench_alone_names_no_peer(folder):
 def test_env_tells_versions_and_devices():
     out, _ = run("env")
     assert torch.__version__ in out
-    assert all(word in out for word in ("cpu", "GiB", "instruction sets", "compilers", "transformers", "triton", "Python"))
-
+    assert all(
+        word in out for word in ("cpu", "GiB", "instruction sets", "compilers", "transformers", "triton", "Python")
+    )
 
 
 def env_with(**variables):
@@ -196,7 +225,9 @@ def test_env_tells_why_there_are_no_kernels():
     assert "none: INFUSE_CPU_ISA=off" in env_with(INFUSE_CPU_ISA="off")
 
 
-@pytest.mark.parametrize("command", [("plan",), ("generate", "--prompt", "x"), ("bench",)], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [("plan",), ("generate", "--prompt", "x"), ("bench",)], ids=lambda command: command[0]
+)
 @pytest.mark.parametrize(
     ("break_it", "told"),
     [
@@ -240,7 +271,9 @@ def test_an_architecture_that_transformers_does_not_have(copy):
 
 
 def test_a_model_that_does_not_generate(tmp_path, copy):
-    config = BertConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
     BertModel(config).save_pretrained(tmp_path / "bert")
     assert "does not generate" in run("bench", tmp_path / "bert", code=2)[1]
     out, _ = run("plan", tmp_path / "bert", "--dtype", "float32")

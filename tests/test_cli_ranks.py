@@ -1,4 +1,6 @@
-"""`--tp`: commands that start ranks. Rank 0 prints what one process prints; an error is one message; nothing is left behind."""
+"""`--tp`: commands that start ranks. Rank 0 prints what one process prints; an error is one message; nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ GENERATE = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32")
 
 
 def start(*arguments: object) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    }
     command = [sys.executable, "-m", "infuse.cli.app", *map(str, arguments)]
     return subprocess.Popen(
         command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -55,19 +59,28 @@ def test_ranks_shard_and_generate_what_one_process_generates(folder, tmp_path): 
     # one rank's file is gone: one message, from whichever rank was heard
     (tmp_path / "rank-01-of-02.safetensors").unlink()
     out, err = command("generate", tmp_path, *GENERATE, "--tp", 2, code=1)
-    assert not out and err.count("error: ") == 1 and "rank-01-of-02.safetensors" in err.replace("\n", "") and "Traceback" not in err
+    assert (
+        not out
+        and err.count("error: ") == 1
+        and "rank-01-of-02.safetensors" in err.replace("\n", "")
+        and "Traceback" not in err
+    )
 
 
 @pytest.mark.slow
 def test_bench_over_ranks(folder):  # noqa: F811
-    out, _ = command("bench", folder, "--prompt-tokens", 4, "--new-tokens", 4, "--repeats", 1, "--dtype", "float32", "--tp", 2)
+    out, _ = command(
+        "bench", folder, "--prompt-tokens", 4, "--new-tokens", 4, "--repeats", 1, "--dtype", "float32", "--tp", 2
+    )
     assert out.count("decode, tokens/s") == 1 and "bound" in out
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_ends_all_ranks(folder):  # noqa: F811
-    process = start("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--dtype", "float32", "--tp", 2)
+    process = start(
+        "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--dtype", "float32", "--tp", 2
+    )
     try:
         assert process.stdout and process.stdout.read(1)  # the first of the text
         ranks = children(process.pid)
@@ -84,4 +97,6 @@ def test_ctrl_c_ends_all_ranks(folder):  # noqa: F811
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]

@@ -1,4 +1,6 @@
-"""`infuse shard`: a folder that `infuse generate` and transformers' tokenizer take as they take the one that it was made from."""
+"""`infuse shard`: a folder that `infuse generate` and transformers' tokenizer take as they take the one that it was
+made from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, mon
     wanted, _ = run("generate", folder, *generate, "--dtype", "float32", "--quant", "int8:32")
     monkeypatch.setattr(integer, "_best", None)  # nothing is quantized any more
     assert run("generate", tmp_path / "out", *generate)[0] == wanted
-    assert "decode, tokens/s" in run("bench", tmp_path / "out", "--prompt-tokens", 4, "--new-tokens", 2, "--repeats", 1)[0]
+    assert (
+        "decode, tokens/s" in run("bench", tmp_path / "out", "--prompt-tokens", 4, "--new-tokens", 2, "--repeats", 1)[0]
+    )
 
 
 def test_shard_says_what_is_wrong(folder, tmp_path):  # noqa: F811

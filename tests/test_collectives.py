@@ -1,4 +1,6 @@
-"""Groups of ranks: sums, gathers and broadcasts by each transport, and what becomes of ranks that differ, die or do not come."""
+"""Groups of ranks: sums, gathers and broadcasts by each transport, and what becomes of ranks that differ, die or do not
+come.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +130,12 @@ def sums(transport: str) -> list[Tensor]:
             exact = sum(values(rank, shape, dtype).double() for rank in range(group.size))
             assert_near(total, exact, dtype if dtype.is_floating_point else torch.float64, f"{dtype} {shape}")
             if dtype in (torch.bfloat16, torch.float16):  # added up in float32 and rounded once
-                wide = sum((values(rank, shape, dtype).float() for rank in range(1, group.size)), values(0, shape, dtype).float())
-                # In gloo's own order the float32 sum may differ in its last bit, which rarely shows; shared memory keeps to the ranks'.
+                wide = sum(
+                    (values(rank, shape, dtype).float() for rank in range(1, group.size)),
+                    values(0, shape, dtype).float(),
+                )
+                # In gloo's own order the float32 sum may differ in its last bit, which rarely shows; shared memory
+                # keeps to the ranks'.
                 allowed = total.numel() // 1000 if transport == "gloo" else 0
                 assert int((total != wide.to(dtype)).sum()) <= allowed
             found.append(total.flatten()[:: max(1, total.numel() // 5000)].clone())
@@ -151,7 +157,9 @@ def sums_of_views(transport: str) -> None:
         assert isinstance(exact, Tensor)
         assert_near(group.all_reduce(whole.t(), "transposed"), exact.t(), torch.float32)
         assert_near(group.all_reduce(whole[:, ::2], "every second"), exact[:, ::2], torch.float32)
-        assert torch.equal(whole, values(group.rank, (size, 2 * size), torch.float32)), "a view's own memory was changed"
+        assert torch.equal(whole, values(group.rank, (size, 2 * size), torch.float32)), (
+            "a view's own memory was changed"
+        )
         assert_near(group.all_reduce(whole[2:3], "a row"), exact[2:3], torch.float32)
         assert_near(whole[2:3], exact[2:3], torch.float32)
     with torch.inference_mode():
@@ -187,7 +195,9 @@ def gathers(transport: str) -> list[Tensor]:
         assert torch.equal(whole, torch.cat(pieces, dim=axis))
     view = torch.arange(20).reshape(4, 5).t() + 100 * group.rank
     whole = group.all_gather(view, [4] * group.size, 1, "gather of a view")
-    assert torch.equal(whole, torch.cat([torch.arange(20).reshape(4, 5).t() + 100 * rank for rank in range(group.size)], dim=1))
+    assert torch.equal(
+        whole, torch.cat([torch.arange(20).reshape(4, 5).t() + 100 * rank for rank in range(group.size)], dim=1)
+    )
     return found
 
 
@@ -248,7 +258,9 @@ def many_sums(transport: str, count: int) -> list[float]:
     return x.tolist()
 
 
-@pytest.mark.parametrize(("transport", "count"), [("gloo", 300), pytest.param("shared memory", 10_000, marks=NO_KERNELS)])
+@pytest.mark.parametrize(
+    ("transport", "count"), [("gloo", 300), pytest.param("shared memory", 10_000, marks=NO_KERNELS)]
+)
 def test_many_sums_in_a_row(ranks: Ranks, transport: str, count: int) -> None:
     assert same(ranks.run(3, many_sums, transport, count))
 
@@ -337,7 +349,9 @@ def test_ranks_that_differ_are_told(ranks: Ranks, transport: str, kind: str) -> 
     if kind == "agreement":
         assert "rank 1 differs from rank 0" in str(found[2]) and "xxxb'" in str(found[2])
     if kind == "place":
-        assert "all-reduce of model.layers.4.mlp" in str(found[0]) and "all-reduce of model.layers.4.mlp" in str(found[2])
+        assert "all-reduce of model.layers.4.mlp" in str(found[0]) and "all-reduce of model.layers.4.mlp" in str(
+            found[2]
+        )
     if kind == "shape":
         assert "[2, 5]" in str(found[0]) and "[2, 4]" in str(found[0])
 
@@ -391,7 +405,11 @@ def test_a_rank_that_does_not_come_is_missed(ranks: Ranks, transport: str, size:
     assert found[1] is None, found
     for rank in (0, 2):
         assert isinstance(found[rank], RankError), found[rank]
-        assert f"rank {rank} of 3" in str(found[rank]) and SUM in str(found[rank]) and "rank 1 did not come" in str(found[rank])
+        assert (
+            f"rank {rank} of 3" in str(found[rank])
+            and SUM in str(found[rank])
+            and "rank 1 did not come" in str(found[rank])
+        )
         assert "within 3 s" in str(found[rank]) or transport == "gloo" and "gave up" in str(found[rank])
 
 
@@ -442,7 +460,10 @@ def switched_off() -> tuple[str, str]:
 def without_room(rank: int) -> tuple[str, str, list[str]]:
     """Files must be small on rank 0, or memory must not be mapped on another one."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    opened, collectives.opened_region = collectives.opened_region, refused if dist.get_rank() == rank else collectives.opened_region
+    opened, collectives.opened_region = (
+        collectives.opened_region,
+        refused if dist.get_rank() == rank else collectives.opened_region,
+    )
     if rank == 0 and dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
@@ -482,7 +503,10 @@ def with_memory() -> list[str]:
 @NO_KERNELS
 def test_without_shared_memory_the_group_says_why(ranks: Ranks) -> None:
     assert ranks.run(3, switched_off) == [("gloo", "rank 1: it is switched off")] * 3
-    for rank, reason in ((0, "rank 0: no shared memory: [Errno 27] File too large"), (2, "rank 2: no shared memory: not allowed")):
+    for rank, reason in (
+        (0, "rank 0: no shared memory: [Errno 27] File too large"),
+        (2, "rank 2: no shared memory: not allowed"),
+    ):
         for transport, why, left in ranks.run(3, without_room, rank):
             assert transport == "gloo" and why.startswith(reason) and left == []
     assert ranks.run(3, with_memory) == [[], [], []]

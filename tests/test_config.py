@@ -61,18 +61,52 @@ KEYS = [
     ({"quant": {"weight": {"num_bits": 4}}}, "quant.weight.num_bits", 4),
     ({"quant": {"weight": {"q_type": "asymmetric"}}}, "quant.weight.q_type", "asymmetric"),
     ({"quant": {"weight": {"q_groups": 2}}}, "quant.weight.q_groups", 2),
-    ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}}, "quant.weight.quantized_initialization.num_bits", 4),
-    ({"quant": {"weight": {"quantized_initialization": {"group_size": 32, "num_bits": 4}}}},
-     "quant.weight.quantized_initialization.group_size", 32),
-    ({"quant": {"weight": {"quantized_initialization": {"group_dim": 1}}}}, "quant.weight.quantized_initialization.group_dim", 1),
-    ({"quant": {"weight": {"quantized_initialization": {"symmetric": False, "num_bits": 8}}}},
-     "quant.weight.quantized_initialization.symmetric", False),
-    ({"quant": {"weight": {"quantized_initialization": "fp6:32"}}}, "quant.weight.quantized_initialization.format", "fp6:32"),
-    ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4}}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=4)}),
-    ({"quant": {"weight": {"post_init_quant": {"fc": "fp8"}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(format="fp8")}),
-    ({"quant": {"weight": {"post_init_quant": {"fc": None}}}}, "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=16)}),
+    (
+        {"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}},
+        "quant.weight.quantized_initialization.num_bits",
+        4,
+    ),
+    (
+        {"quant": {"weight": {"quantized_initialization": {"group_size": 32, "num_bits": 4}}}},
+        "quant.weight.quantized_initialization.group_size",
+        32,
+    ),
+    (
+        {"quant": {"weight": {"quantized_initialization": {"group_dim": 1}}}},
+        "quant.weight.quantized_initialization.group_dim",
+        1,
+    ),
+    (
+        {"quant": {"weight": {"quantized_initialization": {"symmetric": False, "num_bits": 8}}}},
+        "quant.weight.quantized_initialization.symmetric",
+        False,
+    ),
+    (
+        {"quant": {"weight": {"quantized_initialization": "fp6:32"}}},
+        "quant.weight.quantized_initialization.format",
+        "fp6:32",
+    ),
+    (
+        {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4}}}}},
+        "quant.weight.post_init_quant",
+        {"fc": ModuleQuant(num_bits=4)},
+    ),
+    (
+        {"quant": {"weight": {"post_init_quant": {"fc": "fp8"}}}},
+        "quant.weight.post_init_quant",
+        {"fc": ModuleQuant(format="fp8")},
+    ),
+    (
+        {"quant": {"weight": {"post_init_quant": {"fc": None}}}},
+        "quant.weight.post_init_quant",
+        {"fc": ModuleQuant(num_bits=16)},
+    ),
     ({"checkpoint": "model.json"}, "checkpoint", "model.json"),
-    ({"checkpoint": {"type": "BLOOM", "checkpoints": ["a.bin"]}}, "checkpoint", {"type": "BLOOM", "checkpoints": ["a.bin"]}),
+    (
+        {"checkpoint": {"type": "BLOOM", "checkpoints": ["a.bin"]}},
+        "checkpoint",
+        {"type": "BLOOM", "checkpoints": ["a.bin"]},
+    ),
     ({"base_dir": "weights"}, "base_dir", "weights"),
     ({"set_empty_params": True}, "set_empty_params", True),
     ({"save_mp_checkpoint_path": "out"}, "save_mp_checkpoint_path", "out"),
@@ -132,7 +166,9 @@ def error_of(config=None, **kwargs):
 # --- keys, aliases, spellings ---
 
 
-@pytest.mark.parametrize(("written", "key", "value"), KEYS, ids=[f"{next(iter(written))}-{key}" for written, key, _ in KEYS])
+@pytest.mark.parametrize(
+    ("written", "key", "value"), KEYS, ids=[f"{next(iter(written))}-{key}" for written, key, _ in KEYS]
+)
 def test_each_key_and_alias_as_dict_and_as_keyword(written, key, value):
     for config in (make(written), make(**written)):
         found = value_at(config, key)
@@ -145,7 +181,9 @@ def test_the_key_config_and_its_alias_args_are_accepted():
     assert make({"config": {"train_batch_size": 8}}).config == {"train_batch_size": 8}
 
 
-@pytest.mark.parametrize(("written", "key", "value", "other"), DEPRECATED, ids=[next(iter(row[0])) for row in DEPRECATED])
+@pytest.mark.parametrize(
+    ("written", "key", "value", "other"), DEPRECATED, ids=[next(iter(row[0])) for row in DEPRECATED]
+)
 def test_a_deprecated_key_folds_into_its_replacement_and_warns_once(written, key, value, other):
     with pytest.warns(DeprecationWarning) as caught:
         config = make(written)
@@ -173,7 +211,9 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize(("spelling", "dtype"), [(name, dtype) for dtype, names in DTYPES.items() for name in names.split()])
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [(name, dtype) for dtype, names in DTYPES.items() for name in names.split()]
+)
 def test_each_spelling_of_a_dtype(spelling, dtype):
     assert make(dtype=spelling).dtype is dtype and make(dtype=dtype).dtype is dtype
     assert parse_dtype(spelling) is dtype
@@ -230,7 +270,10 @@ def test_sections_merge_key_by_key():
 
 
 def test_the_same_value_twice_is_no_conflict():
-    assert make({"dtype": "fp16", "kernel_inject": True}, dtype=torch.float16, replace_with_kernel_inject=True).dtype is torch.float16
+    assert (
+        make({"dtype": "fp16", "kernel_inject": True}, dtype=torch.float16, replace_with_kernel_inject=True).dtype
+        is torch.float16
+    )
     assert make({"quant": "int8:symmetric"}, quant="int8").weight_format == "int8"
     assert make({"tp": {"mpu": MPU}}, tensor_parallel={"mpu": MPU}).tensor_parallel.mpu is MPU
 
@@ -256,7 +299,12 @@ def test_one_key_with_two_values_is_an_error(config, kwargs, key):
 
 def test_the_callers_dict_is_never_changed_nor_kept():
     group = object()
-    written = {"tp": {"tp_size": 2, "tp_group": group}, "zero": {"stage": {"a": [1]}}, "injection_policy": {LAYER: ["a"]}, "moe": True}
+    written = {
+        "tp": {"tp_size": 2, "tp_group": group},
+        "zero": {"stage": {"a": [1]}},
+        "injection_policy": {LAYER: ["a"]},
+        "moe": True,
+    }
     before = copy.copy(written), copy.copy(written["tp"]), copy.deepcopy(written["zero"])
     config = make(written, dtype="fp16")
     assert (written, written["tp"], written["zero"]) == before
@@ -278,7 +326,9 @@ def test_groups_are_never_copied():
 
 
 def test_a_json_file_that_cannot_be_used(tmp_path):
-    assert "No such file" in error_of(str(tmp_path / "none.json")) and "possible: a dict, or a path" in error_of("none.json")
+    assert "No such file" in error_of(str(tmp_path / "none.json")) and "possible: a dict, or a path" in error_of(
+        "none.json"
+    )
     broken = tmp_path / "broken.json"
     broken.write_text('{"dtype": ')
     assert "broken.json' is not valid JSON: Expecting value: line 1 column 11" in error_of(broken)

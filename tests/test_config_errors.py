@@ -41,7 +41,12 @@ def test_an_unknown_key_names_the_nearest_known_one(written, unknown, nearest):
 
 def test_all_problems_of_all_kinds_are_told_at_once():
     text = error_of(
-        {"max_out_token": 3, "quant": {"wieght": {}}, "dtype": "fp16"}, dtype="fp32", mp_size=0, verify="never", moe={"ep_size": -1}, tp=3
+        {"max_out_token": 3, "quant": {"wieght": {}}, "dtype": "fp16"},
+        dtype="fp32",
+        mp_size=0,
+        verify="never",
+        moe={"ep_size": -1},
+        tp=3,
     )
     assert text.startswith("7 problems in the configuration:\n")
     for part in (
@@ -59,11 +64,17 @@ def test_all_problems_of_all_kinds_are_told_at_once():
 @pytest.mark.parametrize(
     ("written", "parts"),
     [
-        ({"tp": {"tp_size": 0}}, ["tensor_parallel.tp_size (given as tp.tp_size): found 0", "greater than or equal to 1"]),
+        (
+            {"tp": {"tp_size": 0}},
+            ["tensor_parallel.tp_size (given as tp.tp_size): found 0", "greater than or equal to 1"],
+        ),
         ({"tp": {"tp_size": 1.5}}, ["found 1.5", "integer"]),
         ({"tp": {"tp_size": True}}, ["found True", "possible: an integer"]),
         ({"tp": {"tp_grain_size": 0}}, ["found 0"]),
-        ({"tp": {"mpu": "megatron"}}, ["tensor_parallel.mpu", "missing: get_model_parallel_group, get_model_parallel_rank, get_model_par"]),
+        (
+            {"tp": {"mpu": "megatron"}},
+            ["tensor_parallel.mpu", "missing: get_model_parallel_group, get_model_parallel_rank, get_model_par"],
+        ),
         ({"moe": {"ep_size": 0}}, ["moe.ep_size: found 0"]),
         ({"moe": {"moe_experts": [0]}}, ["moe.moe_experts", "found 0"]),
         ({"moe": {"type": "dense"}}, ["moe.type: found 'dense'; possible: 'standard' or 'residual'"]),
@@ -83,25 +94,68 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"quant": {"weight": {"num_bits": 5}}}, ["quant.weight.num_bits: found 5; possible: 4, 6 or 8"]),
         ({"quant": {"weight": {"q_type": "both"}}}, ["possible: 'symmetric' or 'asymmetric'"]),
         ({"quant": {"weight": {"q_groups": 0}}}, ["quant.weight.q_groups: found 0"]),
-        ({"quant": {"weight": {"num_bits": 6, "q_type": "asymmetric"}}}, ["quant.weight: found", "6 bits with q_type symmetric"]),
-        ({"quant": "int4:5"}, ["quant.format (given as quant): found 'int4:5'; ", "the group size must be even, not 5"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {}}}}}, ["post_init_quant.fc: found {}; possible: {\"num_bits\": 4, 6, 8 or 16"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 5}}}}}, ["fc.num_bits: found 5; possible: 4, 6, 8 or 16"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"group_size": 64}}}}}, ["fc: found", "num_bits is missing; possible: 4"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bit": 4}}}}}, ["'num_bit' is no key, the nearest one is num_bits"]),
+        (
+            {"quant": {"weight": {"num_bits": 6, "q_type": "asymmetric"}}},
+            ["quant.weight: found", "6 bits with q_type symmetric"],
+        ),
+        (
+            {"quant": "int4:5"},
+            ["quant.format (given as quant): found 'int4:5'; ", "the group size must be even, not 5"],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {}}}}},
+            ['post_init_quant.fc: found {}; possible: {"num_bits": 4, 6, 8 or 16'],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 5}}}}},
+            ["fc.num_bits: found 5; possible: 4, 6, 8 or 16"],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"group_size": 64}}}}},
+            ["fc: found", "num_bits is missing; possible: 4"],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bit": 4}}}}},
+            ["'num_bit' is no key, the nearest one is num_bits"],
+        ),
         ({"quant": {"weight": {"post_init_quant": {"fc": "int3"}}}}, ["fc.format: found 'int3'; possible: \"int8\""]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 6, "symmetric": False}}}}}, ["possible: 6 bits with symmetric=True"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4, "group_size": 5}}}}}, ["group size must be even, not 5"]),
-        ({"quant": {"weight": {"post_init_quant": {"fc": {"format": "fp8", "num_bits": 8}}}}}, ["possible: format alone, or num_bits"]),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 6, "symmetric": False}}}}},
+            ["possible: 6 bits with symmetric=True"],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4, "group_size": 5}}}}},
+            ["group size must be even, not 5"],
+        ),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": {"format": "fp8", "num_bits": 8}}}}},
+            ["possible: format alone, or num_bits"],
+        ),
         ({"quant": {"weight": {"post_init_quant": ["fc"]}}}, ["post_init_quant: found ['fc']", "dictionary"]),
-        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 3}}}}, ["initialization.num_bits: found 3; possible: 4, 6"]),
-        ({"quant": {"weight": {"quantized_initialization": {"bits": 4}}}}, ["quantized_initialization.bits: unknown key"]),
-        ({"quant": {"weight": {"quantized_initialization": 4}}}, ["quantized_initialization: found 4; possible: a dict with num_bits"]),
-        ({"quant": {"weight": {"num_bits": 8, "quantized_initialization": {"num_bits": 4}}}},
-         ["quantized_initialization: found 'int4' beside num_bits, q_type and q_groups, which say 'int8'"]),
-        ({"quant": {"format": "fp8", "weight": {"quantized_initialization": {"num_bits": 4}}}},
-         ["quant.format: found 'fp8' beside quant.weight, which says 'int4'"]),
-        ({"quant": {"format": "int8", "weight": {"num_bits": 4}}}, ["quant.format: found 'int8' beside quant.weight, which says 'int4'"]),
+        (
+            {"quant": {"weight": {"quantized_initialization": {"num_bits": 3}}}},
+            ["initialization.num_bits: found 3; possible: 4, 6"],
+        ),
+        (
+            {"quant": {"weight": {"quantized_initialization": {"bits": 4}}}},
+            ["quantized_initialization.bits: unknown key"],
+        ),
+        (
+            {"quant": {"weight": {"quantized_initialization": 4}}},
+            ["quantized_initialization: found 4; possible: a dict with num_bits"],
+        ),
+        (
+            {"quant": {"weight": {"num_bits": 8, "quantized_initialization": {"num_bits": 4}}}},
+            ["quantized_initialization: found 'int4' beside num_bits, q_type and q_groups, which say 'int8'"],
+        ),
+        (
+            {"quant": {"format": "fp8", "weight": {"quantized_initialization": {"num_bits": 4}}}},
+            ["quant.format: found 'fp8' beside quant.weight, which says 'int4'"],
+        ),
+        (
+            {"quant": {"format": "int8", "weight": {"num_bits": 4}}},
+            ["quant.format: found 'int8' beside quant.weight, which says 'int4'"],
+        ),
         ({"dtype": "int8", "quant": "int4"}, ["dtype: found torch.int8 beside quant='int4'"]),
         ({"dtype": "int8", "quant": {"weight": {"num_bits": 4}}}, ["dtype: found torch.int8 beside quant='int4'"]),
         ({"dtype": "int8", "quant": {"enabled": False}}, ["dtype: found torch.int8 beside quant.enabled=False"]),
@@ -113,7 +167,10 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"checkpoint": {"type": "BLOOM"}}, ["checkpoint: found {'type': 'BLOOM'}", 'a dict with "checkpoints"']),
         ({"checkpoint": 3}, ["checkpoint: found 3"]),
         ({"checkpoint": ""}, ["checkpoint: found ''"]),
-        ({"base_dir": "a", "ckpt_config": {"base_dir": "b"}}, ["base_dir: found 'a' beside checkpoint_config.base_dir='b'"]),
+        (
+            {"base_dir": "a", "ckpt_config": {"base_dir": "b"}},
+            ["base_dir: found 'a' beside checkpoint_config.base_dir='b'"],
+        ),
         ({"zero": 3}, ["zero: found 3", "dictionary"]),
         ({"device": "nowhere:1"}, ["device: found 'nowhere:1'; possible: a torch.device or its name"]),
         ({"device": 1.5}, ["device: found 1.5"]),
@@ -134,6 +191,10 @@ def test_several_contradictions_are_told_at_once():
 
 
 def test_every_module_with_a_wrong_format_is_told_at_once():
-    text = error_of(quant={"weight": {"post_init_quant": {"up": {"num_bits": 5}, "down": "int3", "head": {}, "gate": {"num_bits": 4}}}})
+    text = error_of(
+        quant={
+            "weight": {"post_init_quant": {"up": {"num_bits": 5}, "down": "int3", "head": {}, "gate": {"num_bits": 4}}}
+        }
+    )
     assert text.startswith("3 problems") and "gate" not in text
     assert all(f"quant.weight.post_init_quant.{name}" in text for name in ("up.num_bits", "down.format", "head"))

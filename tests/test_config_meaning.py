@@ -1,4 +1,6 @@
-"""What a configuration means: dtype and weight format, notes on keys without effect, what is not available, its text and dump."""
+"""What a configuration means: dtype and weight format, notes on keys without effect, what is not available, its text
+and dump.
+"""
 
 import argparse
 import json
@@ -49,11 +51,20 @@ OLD_GPU = Device("cuda", 0, "an old GPU", ("sm_70",), 0, (torch.float32, torch.f
         ({"quant": {"weight": {"enabled": False, "num_bits": 4}}}, None),
         ({"quant": {"weight": {"num_bits": 8}}}, "int8"),
         ({"quant": {"weight": {"num_bits": 6}}}, "fp6"),
-        ({"quant": {"enabled": True, "weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 2}}}, "int4:groups=2:asymmetric"),
+        (
+            {"quant": {"enabled": True, "weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 2}}},
+            "int4:groups=2:asymmetric",
+        ),
         ({"dtype": "int8", "quant": {"weight": {"q_groups": 2}}}, "int8:groups=2"),
         ({"quant": {"activation": {"enabled": True}}}, None),
-        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 4, "group_size": 128, "group_dim": 1}}}}, "int4:128"),
-        ({"quant": {"enabled": True, "weight": {"quantized_initialization": {"num_bits": 8, "symmetric": False}}}}, "int8:asymmetric"),
+        (
+            {"quant": {"weight": {"quantized_initialization": {"num_bits": 4, "group_size": 128, "group_dim": 1}}}},
+            "int4:128",
+        ),
+        (
+            {"quant": {"enabled": True, "weight": {"quantized_initialization": {"num_bits": 8, "symmetric": False}}}},
+            "int8:asymmetric",
+        ),
         ({"quant": {"weight": {"quantized_initialization": {"num_bits": 6, "group_size": 32}}}}, "fp6:32"),
         ({"quant": {"weight": {"quantized_initialization": {"num_bits": 16}}}}, None),
         ({"quant": {"weight": {"quantized_initialization": None}}}, None),
@@ -75,8 +86,11 @@ def test_weight_format(written, weight_format):
 
 def test_formats_by_name():
     written = {
-        "down": {"num_bits": 8, "group_size": 32, "symmetric": False}, "q_proj": {"num_bits": 4, "group_dim": 1}, "up": "fp6",
-        "head": {"num_bits": 16}, "gate": None,
+        "down": {"num_bits": 8, "group_size": 32, "symmetric": False},
+        "q_proj": {"num_bits": 4, "group_dim": 1},
+        "up": "fp6",
+        "head": {"num_bits": 16},
+        "gate": None,
     }
     formats = {"down": "int8:32:asymmetric", "q_proj": "int4", "up": "fp6", "head": None, "gate": None}
     config = make(quant={"weight": {"post_init_quant": written}})
@@ -86,10 +100,13 @@ def test_formats_by_name():
     assert make(config.model_dump()) == config and make(json.loads(config.model_dump_json())).module_formats == formats
 
 
-@pytest.mark.parametrize("weight", [
-    {"post_init_quant": {"a": {"num_bits": 4, "group_dim": 1}, "b": {"num_bits": 4, "group_dim": 0}}},
-    {"quantized_initialization": {"num_bits": 4, "group_dim": 0}},
-])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        {"post_init_quant": {"a": {"num_bits": 4, "group_dim": 1}, "b": {"num_bits": 4, "group_dim": 0}}},
+        {"quantized_initialization": {"num_bits": 4, "group_dim": 0}},
+    ],
+)
 def test_groups_along_the_outputs_are_told_to_have_no_effect(weight):
     (note,) = make(quant={"weight": weight}).notes(CPU)
     assert note.startswith(f"quant.weight.{next(iter(weight))}") and "groups lie along the inputs" in note
@@ -114,12 +131,17 @@ def test_resolved_dtype(dtype, device, resolved):
 
 
 def test_a_dtype_that_the_device_does_not_compute_in():
-    with pytest.raises(ConfigError, match=r"found torch.bfloat16; cuda an old GPU computes in torch.float32, torch.float16, torch.float64"):
+    with pytest.raises(
+        ConfigError,
+        match=r"found torch.bfloat16; cuda an old GPU computes in torch.float32, torch.float16, torch.float64",
+    ):
         make(dtype="bf16").resolved_dtype(OLD_GPU)
 
 
 def test_a_section_that_is_off_asks_for_one_rank():
-    config = make(tp={"enabled": False, "tp_size": 4, "tp_group": GROUP}, moe={"enabled": False, "ep_size": 4, "ep_group": GROUP})
+    config = make(
+        tp={"enabled": False, "tp_size": 4, "tp_group": GROUP}, moe={"enabled": False, "ep_size": 4, "ep_group": GROUP}
+    )
     assert (config.tp_size, config.ep_size, config.not_available()) == (1, 1, [])
 
 
@@ -191,7 +213,9 @@ def test_frozen():
 def test_text_tells_only_what_differs_from_the_defaults():
     assert str(make(replace_method="auto", tp={"tp_size": 1})) == "InferenceConfig()"
     text = str(make(dtype="half", tp={"tp_size": 2}, device="cpu", checkpoint={"checkpoints": ["part.bin"] * 100}))
-    assert text.startswith("InferenceConfig(dtype=torch.float16, tensor_parallel.tp_size=2, checkpoint={'checkpoints': ['part.bin'")
+    assert text.startswith(
+        "InferenceConfig(dtype=torch.float16, tensor_parallel.tp_size=2, checkpoint={'checkpoints': ['part.bin'"
+    )
     assert len(text) < 300
 
 
@@ -204,8 +228,19 @@ def test_dump_and_back():
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-@pytest.mark.parametrize("text", [
-    "int8", "int8:row", "int8:groups=2", "int4:128", "int4:32:asymmetric", "int4:groups=4:asymmetric", "fp8", "fp8:64", "fp6:groups=2",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int8",
+        "int8:row",
+        "int8:groups=2",
+        "int4:128",
+        "int4:32:asymmetric",
+        "int4:groups=4:asymmetric",
+        "fp8",
+        "fp8:64",
+        "fp6:groups=2",
+    ],
+)
 def test_the_formats_are_those_that_quant_reads(text):
     assert quant_format(make(quant=text).weight_format) == quant_format(text)

@@ -74,7 +74,9 @@ def test_too_many_and_repeated_arguments_are_type_errors(pair: Any) -> None:
         call(block, None, attention_mask=None)
 
 
-@pytest.mark.parametrize(("name", "argument"), [("llama", "position_embeddings"), ("gptj", "position_ids"), ("bloom", "alibi")])
+@pytest.mark.parametrize(
+    ("name", "argument"), [("llama", "position_embeddings"), ("gptj", "position_ids"), ("bloom", "alibi")]
+)
 def test_missing_positions_are_refused(name: str, argument: str) -> None:
     """Without them a layer would compute as if it had no positions at all."""
     model = infuse.init_inference(BY_NAME[name].make(), dtype="fp32").module
@@ -85,13 +87,17 @@ def test_missing_positions_are_refused(name: str, argument: str) -> None:
 # ---- caches and masks ----
 
 
-@pytest.mark.parametrize("cache", [((torch.zeros(1, 2, 3, 12),) * 2,), {"keys": 1}, object()], ids=lambda cache: type(cache).__name__)
+@pytest.mark.parametrize(
+    "cache", [((torch.zeros(1, 2, 3, 12),) * 2,), {"keys": 1}, object()], ids=lambda cache: type(cache).__name__
+)
 def test_a_cache_of_another_kind_is_refused(pair: Any, cache: Any) -> None:
     with pytest.raises(infuse.UnsupportedCall, match=f"{type(cache).__name__} as its cache"):
         call(one_block(pair[1].module), past_key_values=cache)
 
 
-@pytest.mark.parametrize("mask", [torch.ones(1, 4), torch.ones(1, 1, 4, 4, dtype=torch.long), "causal"], ids=["2-d", "integers", "text"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(1, 4), torch.ones(1, 1, 4, 4, dtype=torch.long), "causal"], ids=["2-d", "integers", "text"]
+)
 def test_a_mask_of_another_kind_is_refused(pair: Any, mask: Any) -> None:
     with pytest.raises(infuse.UnsupportedCall, match="attention_mask"):
         call(one_block(pair[1].module), attention_mask=mask)

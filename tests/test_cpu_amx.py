@@ -1,7 +1,8 @@
-"""AMX: the kernels as they are compiled, on an emulator of the instructions where the processor lacks them; which level runs.
+"""AMX: the kernels as they are compiled, on an emulator of the instructions where the processor lacks them; which level
+runs.
 
-Run as a program with the emulator's path, it runs the kernels' cases: in a process of its own, where signals are handled and a level is
-forced that the machine may lack.
+Run as a program with the emulator's path, it runs the kernels' cases: in a process of its own, where signals are
+handled and a level is forced that the machine may lack.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 
 LEVEL = "avx512_amx"
 
-built = pytest.mark.skipif(isinstance(kernels(), str) or f"{LEVEL} unbuilt" in kernels().levels(), reason="no kernels with AMX were built")
+built = pytest.mark.skipif(
+    isinstance(kernels(), str) or f"{LEVEL} unbuilt" in kernels().levels(), reason="no kernels with AMX were built"
+)
 # What is not emulated: the rest of the level's instructions.
 runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the processor has no AVX512-BF16")
 
@@ -41,20 +44,28 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def poison_scratch() -> None:
-    """Leave NaN in the memory that this thread keeps for arranged rows and tiles: what is padded must be cleared, not multiplied by 0."""
+    """Leave NaN in the memory that this thread keeps for arranged rows and tiles: what is padded must be cleared, not
+    multiplied by 0.
+    """
     nan = torch.full((64, 128), float("nan"), dtype=torch.bfloat16)
     kernels().tiled_linear(nan, nan, None, -1, False)
     kernels().attention(*[nan.view(1, 1, 64, 128)] * 3, None, None, 1.0, False, 0, 0.0)
 
 
 def product_cases() -> None:
-    """The op `tiled_linear` itself: rows around blocks of 16 and 32, inputs around steps of 32, outputs around tiles of 32."""
+    """The op `tiled_linear` itself: rows around blocks of 16 and 32, inputs around steps of 32, outputs around tiles of
+    32.
+    """
     for rows in (1, 15, 16, 17, 32, 33):
         for inputs in (2, 30, 32, 34, 66):
             poison_scratch()
             test_cpu_linear.test_tiled_is_the_exact_product_and_activates_it(rows, inputs)
     for outputs in (270, 1030):  # several tiles for a thread at once, the last ones fewer
-        x, weight, bias = torch.randn(49, 98).bfloat16(), torch.randn(outputs, 98).bfloat16(), torch.randn(outputs).bfloat16()
+        x, weight, bias = (
+            torch.randn(49, 98).bfloat16(),
+            torch.randn(outputs, 98).bfloat16(),
+            torch.randn(outputs).bfloat16(),
+        )
         poison(49, outputs, dtype=torch.bfloat16)
         assert_product(kernels().tiled_linear(x, weight, bias, -1, False), x, weight, bias, f"to {outputs}")
         found = kernels().tiled_linear(x, weight, bias, ACTIVATION_NUMBERS["relu"], True)
@@ -70,7 +81,13 @@ def quantized_cases() -> None:
     for rows in (49, 64, 81):
         poison_scratch()
         x = torch.randn(rows, 72).bfloat16()
-        assert_product(test_cpu_linear.quantized(x, data, scale, zero, None, 300, 72, "int8:8"), x, weight, None, f"{rows} rows of 72")
+        assert_product(
+            test_cpu_linear.quantized(x, data, scale, zero, None, 300, 72, "int8:8"),
+            x,
+            weight,
+            None,
+            f"{rows} rows of 72",
+        )
 
 
 def not_finite_cases() -> None:
@@ -78,9 +95,15 @@ def not_finite_cases() -> None:
         x, weight = torch.randn(40, 66).bfloat16(), torch.randn(50, 66).bfloat16()
         for place in ((0, 0), (17, 65), (39, 33)):
             x[place] = value
-            assert_near(kernels().tiled_linear(x, weight, None, -1, False), ops.linear.reference(x, weight, None), torch.bfloat16)
+            assert_near(
+                kernels().tiled_linear(x, weight, None, -1, False),
+                ops.linear.reference(x, weight, None),
+                torch.bfloat16,
+            )
         weight[49, 64] = value
-        assert_near(kernels().tiled_linear(x, weight, None, -1, False), ops.linear.reference(x, weight, None), torch.bfloat16)
+        assert_near(
+            kernels().tiled_linear(x, weight, None, -1, False), ops.linear.reference(x, weight, None), torch.bfloat16
+        )
         (data, scale, zero), _ = test_cpu_linear.quantized_args("int8:32:asymmetric", 96, 50)
         scale[49, 1] = value
         args = (torch.randn(75, 96).bfloat16(), data, scale, zero, None, 50, 96, "int8:32:asymmetric")
@@ -95,7 +118,13 @@ def thread_cases() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert_product(kernels().tiled_linear(x, weight, None, -1, False), x, weight, None, f"{threads} threads")
-        assert_product(test_cpu_linear.quantized(x, *buffers, None, 515, 128, "int4:32"), x, values, None, f"int4, {threads} threads")
+        assert_product(
+            test_cpu_linear.quantized(x, *buffers, None, 515, 128, "int4:32"),
+            x,
+            values,
+            None,
+            f"int4, {threads} threads",
+        )
         test_cpu_attention.check(torch.bfloat16, q, k, v, None, None, 0.125, True, 0, 0.0)
     torch.set_num_threads(1)
 
@@ -107,11 +136,15 @@ def attention_cases() -> None:
     test_cpu_attention.test_tiles_with_masks(1)
 
 
-CASES = {case.__name__: case for case in (product_cases, quantized_cases, not_finite_cases, thread_cases, attention_cases)}
+CASES = {
+    case.__name__: case for case in (product_cases, quantized_cases, not_finite_cases, thread_cases, attention_cases)
+}
 
 
 def kernel_cases(path: str, name: str) -> None:
-    """One of CASES: the instructions run, every thread that configures its tiles releases them, and none is left configured."""
+    """One of CASES: the instructions run, every thread that configures its tiles releases them, and none is left
+    configured.
+    """
     library = loaded(path)
     assert isa() == LEVEL
     CASES[name]()
@@ -132,12 +165,20 @@ def test_the_kernels_compute_what_the_reference_does(emulator: Path, name: str) 
 
 # ---- which level runs ----
 
-AMX_BITS, SAVED_STATES = 1 << 24 | 1 << 22, 3 << 17 | 0xE7  # AMX-TILE and AMX-BF16; tile configuration and data beside AVX-512's
+AMX_BITS, SAVED_STATES = (
+    1 << 24 | 1 << 22,
+    3 << 17 | 0xE7,
+)  # AMX-TILE and AMX-BF16; tile configuration and data beside AVX-512's
 
 
 @pytest.fixture(scope="module")
 def detection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("amx_detection.cpp", tmp_path_factory.mktemp("amx") / "detection", "-DINFUSE_WITH_AMX", "-Wno-extern-initializer")
+    return build(
+        "amx_detection.cpp",
+        tmp_path_factory.mktemp("amx") / "detection",
+        "-DINFUSE_WITH_AMX",
+        "-Wno-extern-initializer",
+    )
 
 
 def detected(program: Path, bits: int, states: int, permitted: bool, forced: str = "") -> list[str]:
@@ -176,7 +217,11 @@ def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) 
         assert detected(detection, AMX_BITS, SAVED_STATES, False, level)[:3] == [level, "0", "0"]
     assert detected(detection, AMX_BITS, SAVED_STATES, False, LEVEL)[0] == "avx512_bf16"
     assert detected(detection, 0, 0, False, f"{LEVEL}!") == [LEVEL, "0", "0", "0", f"{LEVEL} missing"]
-    assert detected(detection, AMX_BITS, SAVED_STATES, True, f"{LEVEL}!")[:3] == [LEVEL, "0", "1"]  # asked for permission all the same
+    assert detected(detection, AMX_BITS, SAVED_STATES, True, f"{LEVEL}!")[:3] == [
+        LEVEL,
+        "0",
+        "1",
+    ]  # asked for permission all the same
     assert detected(detection, AMX_BITS, SAVED_STATES, True, "no such level")[0] == "generic"
 
 

@@ -1,6 +1,8 @@
-"""The C++ bodies of attention, rotary and activations: shapes, strides, masks, threads, and every instruction set of this machine.
+"""The C++ bodies of attention, rotary and activations: shapes, strides, masks, threads, and every instruction set of
+this machine.
 
-The ops' own cases run in test_ops.py for the best instruction set, and here for the lower ones, in processes of their own.
+The ops' own cases run in test_ops.py for the best instruction set, and here for the lower ones, in processes of their
+own.
 """
 
 from __future__ import annotations
@@ -98,7 +100,13 @@ def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
 
 
 def masks(batch: int, heads: int, tokens: int, length: int) -> Iterator[Tensor]:
-    for shape in ((batch, 1, tokens, length), (1, heads, 1, length), (batch, heads, tokens, length), (tokens, length), (length,)):
+    for shape in (
+        (batch, 1, tokens, length),
+        (1, heads, 1, length),
+        (batch, heads, tokens, length),
+        (tokens, length),
+        (length,),
+    ):
         yield torch.rand(shape) < 0.7
     yield (torch.rand(batch, 1, 1, length) < 0.7).expand(batch, heads, tokens, length)
     yield (torch.rand(batch, 1, tokens, 2 * length) < 0.7)[..., ::2]
@@ -118,7 +126,9 @@ def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
             check(dtype, q, k, v, mask, bias, 0.2, True, 7, 3.0)
             for kind in DTYPES:
                 seen = mask.clone()
-                if kind == torch.float16:  # its least value is small enough for hidden scores to differ by their rounding alone
+                if (
+                    kind == torch.float16
+                ):  # its least value is small enough for hidden scores to differ by their rounding alone
                     seen[..., 0] = True
                 added = torch.zeros(mask.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
                 check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
@@ -222,7 +232,9 @@ def test_append_to_a_strided_cache(dtype: torch.dtype, threads: int) -> None:
                 found = [torch.zeros(batch, 620, kv_heads, width, dtype=dtype).transpose(1, 2) for _ in range(2)]
                 wanted = [torch.zeros(batch, kv_heads, 620, width) for _ in range(2)]
                 q = kernels().rotary_append.default(qkv, cos, sin, *found, start, heads, interleaved)
-                expected = ops.rotary_append.reference(qkv.float(), cos.float(), sin.float(), *wanted, start, heads, interleaved)
+                expected = ops.rotary_append.reference(
+                    qkv.float(), cos.float(), sin.float(), *wanted, start, heads, interleaved
+                )
                 for a, b in zip((q, *found), (expected, *wanted), strict=True):
                     assert_near(a, b, dtype, f"{width} {turned} {interleaved}")
 
@@ -248,7 +260,9 @@ def test_activation_over_all_magnitudes(name: str, threads: int) -> None:
     found, wanted = (ops.activation.body(body)(x, name).double() for body in ("cpu", "reference"))
     assert torch.equal(found.isnan(), wanted.isnan())
     # PyTorch's own gelu loses digits where 1 + erf cancels: there only the absolute error counts.
-    error = (found - wanted).nan_to_num().abs() / (wanted.nan_to_num().abs() + x.nan_to_num().abs().double().clamp(1e-6, 1))
+    error = (found - wanted).nan_to_num().abs() / (
+        wanted.nan_to_num().abs() + x.nan_to_num().abs().double().clamp(1e-6, 1)
+    )
     assert float(error.max()) <= 1e-6
     if name not in ("quick_gelu", "tanh"):
         assert ops.activation.body("cpu")(torch.tensor([float("inf")]), name).item() == float("inf")
@@ -268,7 +282,9 @@ def test_gelu_of_every_bfloat16(threads: int) -> None:
 def test_gated_activation_of_odd_widths(dtype: torch.dtype, threads: int) -> None:
     for shape in ((1, 1, 2), (3, 66), (5, 7, 2 * 1001), (14,)):
         x = torch.randn(shape, dtype=dtype)
-        assert_near(ops.gated_activation.body("cpu")(x, "silu"), ops.gated_activation.reference(x.float(), "silu"), dtype)
+        assert_near(
+            ops.gated_activation.body("cpu")(x, "silu"), ops.gated_activation.reference(x.float(), "silu"), dtype
+        )
 
 
 # ---- instruction sets ----

@@ -1,6 +1,8 @@
-"""The matrix products in C++ against float64: every dtype, few and many rows, odd sizes, every instruction set of this machine.
+"""The matrix products in C++ against float64: every dtype, few and many rows, odd sizes, every instruction set of this
+machine.
 
-Run as a program, it prints the instruction set and runs the same cases: so the tests force lower sets in processes of their own.
+Run as a program, it prints the instruction set and runs the same cases: so the tests force lower sets in processes of
+their own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,23 @@ pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()
 ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
 QUANTIZED_ROWS = (*ROWS, 73)  # which go by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
-FORMATS = ("int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric", "int4:row",
-           "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row")
+FORMATS = (
+    "int8",
+    "int8:32:asymmetric",
+    "int8:96",
+    "int8:row:asymmetric",
+    "int4",
+    "int4:32:asymmetric",
+    "int4:96:asymmetric",
+    "int4:row",
+    "fp8",
+    "fp8:32",
+    "fp8:96",
+    "fp6:32",
+    "fp6",
+    "fp6:96",
+    "fp6:row",
+)
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
@@ -79,7 +96,13 @@ def check_quantized(dtype: torch.dtype, text: str, inputs: int, outputs: int) ->
         x = torch.randn(rows, inputs).to(dtype)
         for b in (None, bias):
             poison(rows, outputs, dtype=dtype)
-            assert_product(quantized(x, *buffers, b, outputs, inputs, text), x, weight, b, f"{text} {rows}x{inputs}->{outputs} {dtype}")
+            assert_product(
+                quantized(x, *buffers, b, outputs, inputs, text),
+                x,
+                weight,
+                b,
+                f"{text} {rows}x{inputs}->{outputs} {dtype}",
+            )
 
 
 def check_sizes(dtype: torch.dtype, text: str) -> None:
@@ -103,7 +126,10 @@ def check_sizes(dtype: torch.dtype, text: str) -> None:
 def check_activated(text: str, inputs: int, outputs: int) -> None:
     """Rows enough for tiles; in bfloat16, since nothing else goes by tiles."""
     buffers, weight = quantized_args(text, inputs, outputs)
-    x, bias = (torch.randn(50, inputs) / inputs**0.5).bfloat16(), torch.randn(outputs).bfloat16()  # small: activations differ there
+    x, bias = (
+        (torch.randn(50, inputs) / inputs**0.5).bfloat16(),
+        torch.randn(outputs).bfloat16(),
+    )  # small: activations differ there
     for b in (None, bias):
         wanted = exact(x, weight.bfloat16(), b)
         for name, gated in (("gelu", False), ("silu", True)):
@@ -134,11 +160,15 @@ def test_tiled_is_the_exact_product_and_activates_it(rows: int, inputs: int) -> 
             assert_product(found, x, weight, bias, f"{rows}x{inputs}->{outputs}")
             for number, name in enumerate(("silu", "gelu")):
                 poison(rows, outputs, dtype=torch.bfloat16)
-                assert_near(kernels().tiled_linear(x, weight, bias, number, False), ops.activation(wanted, name), torch.bfloat16)
+                assert_near(
+                    kernels().tiled_linear(x, weight, bias, number, False), ops.activation(wanted, name), torch.bfloat16
+                )
                 if outputs % 2 == 0:
                     poison(rows, outputs // 2, dtype=torch.bfloat16)
                     found = kernels().tiled_linear(x, weight, bias, number, True)
-                    assert_near(found, ops.gated_activation(wanted, name), torch.bfloat16, f"gated {rows}x{inputs}->{outputs}")
+                    assert_near(
+                        found, ops.gated_activation(wanted, name), torch.bfloat16, f"gated {rows}x{inputs}->{outputs}"
+                    )
 
 
 @pytest.mark.skipif(isa() not in TILED, reason="tiles need bf16 instructions")
@@ -152,10 +182,17 @@ def test_rows_in_chunks() -> None:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             poison(rows, outputs, dtype=torch.bfloat16)
-            assert_product(quantized(x, *buffers, bias, outputs, inputs, "int8"), x, values.bfloat16(), bias, f"{threads} threads")
+            assert_product(
+                quantized(x, *buffers, bias, outputs, inputs, "int8"), x, values.bfloat16(), bias, f"{threads} threads"
+            )
             poison(rows, outputs // 2, dtype=torch.bfloat16)
             found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
-            assert_near(found, ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"), torch.bfloat16, f"{threads} threads")
+            assert_near(
+                found,
+                ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"),
+                torch.bfloat16,
+                f"{threads} threads",
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -200,7 +237,9 @@ def test_quantized_is_activated(text: str) -> None:
         check_activated(text, 480 if "96" in text else 64, outputs)
 
 
-@pytest.mark.parametrize("text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28"))
+@pytest.mark.parametrize(
+    "text", ("int8:48", "int8:7", "int4:16", "int4:6:asymmetric", "fp8:7", "fp8:6", "fp6:12", "fp6:28")
+)
 def test_groups_that_the_kernels_decline(text: str) -> None:
     check_quantized(torch.float32, text, 336, 5)
 
@@ -227,7 +266,9 @@ def test_panels_hold_the_codes_and_the_values(text: str) -> None:
 
 @pytest.mark.parametrize("name", ("fp8", "fp6"))
 def test_every_code_of_a_float_has_its_exact_value(name: str) -> None:
-    """Subnormals and both zeros too, at every place of a word and in every lane, whatever the processor does with small numbers."""
+    """Subnormals and both zeros too, at every place of a word and in every lane, whatever the processor does with small
+    numbers.
+    """
     bits, inputs = int(name[2:]), 1024
     codes = torch.arange(inputs) % 2**bits
     if name == "fp8":
@@ -247,7 +288,10 @@ def test_every_code_of_a_float_has_its_exact_value(name: str) -> None:
             try:
                 found = torch.full_like(wanted, float("nan"), dtype=dtype)
                 kernels().dequantize(panels.data, panels.scale, None, CODES.index(name), found)
-                few, many = (quantized(x.to(dtype), held.data, scale, None, None, 33, inputs, f"{name}:row") for x in one_hot(inputs))
+                few, many = (
+                    quantized(x.to(dtype), held.data, scale, None, None, 33, inputs, f"{name}:row")
+                    for x in one_hot(inputs)
+                )
             finally:
                 torch.set_flush_denormal(False)
             assert torch.equal(found, wanted.to(dtype))
@@ -265,7 +309,9 @@ def test_fp8_with_nan_is_left_to_the_reference(text: str) -> None:
     (data, scale, zero), _ = quantized_args(text, 64, 17)
     data[3, 5] = 0xFF
     layout = ops.quantized_linear.bodies["cpu"].layout
-    assert layout is not None and layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
+    assert (
+        layout is not None and layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
+    )
     args = (torch.randn(2, 64), data, scale, zero, None, 17, 64, text)
     found = quantized(*args)
     assert found[:, 3].isnan().all() and int(found.isnan().sum()) == 2
@@ -332,7 +378,9 @@ def test_two_threads_compute_what_one_does(dtype: torch.dtype) -> None:
             found.append((plain(x, weight, bias), quantized(x, *buffers, bias, 515, 1024, "int4:32:asymmetric")))
     finally:
         torch.set_num_threads(before)
-    for one, two in zip(*found, strict=True):  # which weight rows go together depends on the pieces, so not to the last bit
+    for one, two in zip(
+        *found, strict=True
+    ):  # which weight rows go together depends on the pieces, so not to the last bit
         assert_near(two, one.double(), dtype)
 
 

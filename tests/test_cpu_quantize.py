@@ -1,6 +1,8 @@
-"""The search for grids in C++ against the reference, bit by bit: every dtype, awkward lengths, every instruction set of this machine.
+"""The search for grids in C++ against the reference, bit by bit: every dtype, awkward lengths, every instruction set of
+this machine.
 
-Run as a program, it prints the instruction set and runs the same cases: so the tests force lower sets in processes of their own.
+Run as a program, it prints the instruction set and runs the same cases: so the tests force lower sets in processes of
+their own.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def values(length: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         yield "largest", normal.sign() * LARGEST
 
 
-# Values of few bits make more ties: 100 + normal in float16 are multiples of 1/16, all of which int4 stores as two or three codes.
+# Values of few bits make more ties: 100 + normal in float16 are multiples of 1/16, all of which int4 stores as two or
+# three codes.
 ONE_PICKED_GROUP_IN = 20
 
 
@@ -82,7 +85,12 @@ def test_the_same_bits_as_the_reference(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows(kind: str) -> None:
     for rows in ROWS:
-        for text, columns in ((kind.format("row"), 132), (kind.format("row"), 4164), (kind.format("groups=3"), 192), (kind.format(64), 64)):
+        for text, columns in (
+            (kind.format("row"), 132),
+            (kind.format("row"), 4164),
+            (kind.format("groups=3"), 192),
+            (kind.format(64), 64),
+        ):
             check(torch.randn(rows, columns), text, f"{text} {rows}x{columns}")
 
 
@@ -102,7 +110,9 @@ def test_no_inputs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_that_are_left_out_would_not_have_won(kind: str) -> None:
-    """Many groups of 32 to 1024, normal and with heavy tails: cutting is foretold to cost too much at other places in each."""
+    """Many groups of 32 to 1024, normal and with heavy tails: cutting is foretold to cost too much at other places in
+    each.
+    """
     for length in (32, 128, 1024):
         weight = torch.randn(2**18 // 1024, 1024)
         check(weight, kind.format(length), "normal")
@@ -154,7 +164,9 @@ def test_strides(kind: str) -> None:
     """Transposed weights are copied part by part: more than one part, and the last one smaller; parameters as they are."""
     rows = 2 * COPIED_VALUES // 1024 + 5
     weight = torch.randn(1024, rows).bfloat16()
-    for found, wanted in zip(quantize(weight.t(), kind.format(64)), quantize(weight.t().contiguous(), kind.format(64)), strict=True):
+    for found, wanted in zip(
+        quantize(weight.t(), kind.format(64)), quantize(weight.t().contiguous(), kind.format(64)), strict=True
+    ):
         assert (found is None and wanted is None) or torch.equal(found, wanted)
     wide = torch.nn.Parameter(torch.randn(6, 256))
     for view in (wide[:, ::2], wide[1::2, 64:], wide):

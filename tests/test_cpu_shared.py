@@ -1,6 +1,8 @@
-"""The kernels behind shared memory in one process, where the sanitizers see them: ranks are threads that share a tensor.
+"""The kernels behind shared memory in one process, where the sanitizers see them: ranks are threads that share a
+tensor.
 
-Run as a program, it prints the instruction set and runs the sums: so the tests force lower sets in processes of their own.
+Run as a program, it prints the instruction set and runs the sums: so the tests force lower sets in processes of their
+own.
 """
 
 from __future__ import annotations
@@ -166,7 +168,9 @@ def test_a_slice_ends_and_the_operation_goes_on() -> None:
 def test_a_waiting_rank_leaves_the_interpreter_to_others() -> None:
     region, counted = region_for(2), 0
     outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(kernels().shared_all_reduce(region, 0, torch.ones(3), 0, 400_000)))
+    thread = threading.Thread(
+        target=lambda: outcome.append(kernels().shared_all_reduce(region, 0, torch.ones(3), 0, 400_000))
+    )
     thread.start()
     while thread.is_alive():
         counted += 1
@@ -193,12 +197,21 @@ def test_last_words_are_the_first_ones() -> None:
     assert kernels().shared_last_words(region, 1) == ""
     kernels().shared_leave(region, 1, "no memory " * 100)
     kernels().shared_leave(region, 1, "something else")
-    assert kernels().shared_last_words(region, 1) == ("no memory " * 100)[:512] and kernels().shared_last_words(region, 0) == ""
+    assert (
+        kernels().shared_last_words(region, 1) == ("no memory " * 100)[:512]
+        and kernels().shared_last_words(region, 0) == ""
+    )
 
 
 def test_what_is_no_region_is_refused() -> None:
     region, x = region_for(2), torch.ones(3)
-    for wrong, rank in ((region, 2), (region, -1), (region[:1000], 0), (torch.zeros(10_000, dtype=torch.uint8), 0), (region[1:], 0)):
+    for wrong, rank in (
+        (region, 2),
+        (region, -1),
+        (region[:1000], 0),
+        (torch.zeros(10_000, dtype=torch.uint8), 0),
+        (region[1:], 0),
+    ):
         with pytest.raises(RuntimeError, match="not a region"):
             kernels().shared_all_reduce(wrong, rank, x, 0, 0)
     with pytest.raises(RuntimeError, match="can share a region"):

@@ -1,4 +1,5 @@
-"""Products of many rows of x rounded to 8 bits with integer weights (":a8", ops/cpu/src/integer_tile.h), against the same in PyTorch.
+"""Products of many rows of x rounded to 8 bits with integer weights (":a8", ops/cpu/src/integer_tile.h), against the
+same in PyTorch.
 
 Run as a program, it prints the instruction set and runs the cases, for tests that force a lower one.
 """
@@ -26,12 +27,22 @@ from infuse.quant.parse import quant_format
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
+
 def rounds(dtype: torch.dtype) -> bool:
     """Whether this machine rounds: where it multiplies bytes, and bfloat16 not as fast by AMX."""
     return str(isa()).startswith("avx512") and not (dtype == torch.bfloat16 and kernels().has_amx())
 
 
-FORMATS = ("int8:a8", "int8:32:asymmetric:a8", "int8:row:a8", "int8:20:a8", "int4:a8", "int4:32:asymmetric:a8", "int4:24:a8", "int4:row:a8")
+FORMATS = (
+    "int8:a8",
+    "int8:32:asymmetric:a8",
+    "int8:row:a8",
+    "int8:20:a8",
+    "int4:a8",
+    "int4:32:asymmetric:a8",
+    "int4:24:a8",
+    "int4:row:a8",
+)
 NOT_HERE = "this processor multiplies no bytes, or bfloat16 as fast"
 FEW_ROWS = 8  # up to which x stays as it is
 
@@ -40,11 +51,15 @@ activated = runner("quantized_linear_activation", "cpu")
 
 
 def rounded(x: Tensor, groups: int) -> Tensor:
-    """x [R, I] with each group of inputs as whole multiples of 1/127 of its largest value, in the arithmetic of the kernel; float64."""
+    """x [R, I] with each group of inputs as whole multiples of 1/127 of its largest value, in the arithmetic of the
+    kernel; float64.
+    """
     grouped = x.float().view(len(x), groups, -1)
     peak = grouped.abs().amax(dim=-1, keepdim=True)
     lift = torch.where(peak < 2.0**-64, 2.0**64, 1.0)
-    steps = torch.where(peak > 0, torch.div(torch.tensor(127.0), peak * lift), 0)  # 127 / t would be 127 times the reciprocal
+    steps = torch.where(
+        peak > 0, torch.div(torch.tensor(127.0), peak * lift), 0
+    )  # 127 / t would be 127 times the reciprocal
     return ((grouped * lift * steps).round().double() * (peak / 127).double()).view(len(x), -1)
 
 
@@ -75,7 +90,9 @@ def check(dtype: torch.dtype, text: str, inputs: int, outputs: int) -> None:
         x[2, : inputs // groups] = 0
         x[3] *= 1e-30 if dtype != torch.float16 else 1e-3
         for b in (None, bias):
-            torch.full((rows, outputs), float("nan"), dtype=dtype)  # in the memory that the next tensor of this size is likely to get
+            torch.full(
+                (rows, outputs), float("nan"), dtype=dtype
+            )  # in the memory that the next tensor of this size is likely to get
             found = product(x, *buffers, b, outputs, inputs, text)
             assert_product(found, x, weight, b, groups, f"{text} {rows}x{inputs}->{outputs} {dtype}")
         assert not torch.equal(found, product(x, *buffers, bias, outputs, inputs, text.removesuffix(":a8")))
@@ -144,7 +161,9 @@ def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> 
         buffers, _ = quantized(name, 64, 33)
         x = torch.randn(40, 64).to(dtype)
         x[17, 5] = value
-        assert_near(product(x, *buffers, None, 33, 64, f"{name}:a8"), product(x, *buffers, None, 33, 64, name).double(), dtype)
+        assert_near(
+            product(x, *buffers, None, 33, 64, f"{name}:a8"), product(x, *buffers, None, 33, 64, name).double(), dtype
+        )
 
 
 @pytest.mark.parametrize("text", ["int8:asymmetric:a8", "int4:asymmetric:a8"])
@@ -166,7 +185,9 @@ def test_double_precision_is_not_taken_for_single() -> None:
 
 
 def all_cases() -> None:
-    """A few of the cases above, for a process whose instruction set is forced: those that do not multiply bytes round nothing."""
+    """A few of the cases above, for a process whose instruction set is forced: those that do not multiply bytes round
+    nothing.
+    """
     for dtype in DTYPES:
         for text in FORMATS[:5]:
             inputs = 96 if quant_format(text).fits(96) is None else 480 if quant_format(text).fits(480) is None else 128
@@ -210,7 +231,10 @@ def test_models_with_short_activations(name: str) -> None:
     """Proven with them: a plan, a prompt near the original's, and steps of few tokens that are those without."""
     family = BY_NAME[name]
     original = family.make()
-    short, long = (infuse.init_inference(copy.deepcopy(original), dtype=torch.float32, quant=text) for text in ("int8:16:a8", "int8:16"))
+    short, long = (
+        infuse.init_inference(copy.deepcopy(original), dtype=torch.float32, quant=text)
+        for text in ("int8:16:a8", "int8:16")
+    )
     assert "int8:16:a8" in str(short.plan) and not any("refused" in left.why for left in short.plan.left)
     given = model_inputs(family)
     with torch.inference_mode():

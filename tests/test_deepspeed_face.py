@@ -32,7 +32,9 @@ class Model(nn.Module):
 
 
 def parameters_of(function):
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items() if name != "self"}
+    return {
+        name: parameter.default for name, parameter in inspect.signature(function).parameters.items() if name != "self"
+    }
 
 
 # --- names and signatures ---
@@ -42,7 +44,10 @@ def test_names():
     for name in deepspeed.__all__:
         assert hasattr(deepspeed, name)
     assert deepspeed.DeepSpeedInferenceConfig is InferenceConfig
-    assert deepspeed.init_inference is infuse.engine.init_inference and deepspeed.InferenceEngine is infuse.engine.InferenceEngine
+    assert (
+        deepspeed.init_inference is infuse.engine.init_inference
+        and deepspeed.InferenceEngine is infuse.engine.InferenceEngine
+    )
     assert issubclass(deepspeed.InferenceEngine, nn.Module)
     assert isinstance(deepspeed.__version__, str)
     assert deepspeed.module_inject is module_inject is importlib.import_module("infuse.deepspeed.module_inject")
@@ -53,8 +58,16 @@ def test_signatures():
     assert list(parameters_of(deepspeed.init_inference)) == ["model", "config", "kwargs"]
     assert parameters_of(deepspeed.init_inference)["config"] is None
     assert parameters_of(deepspeed.init_distributed) == {
-        "dist_backend": None, "auto_mpi_discovery": True, "distributed_port": 29500, "verbose": True, "timeout": None, "init_method": None,
-        "dist_init_required": None, "config": None, "rank": -1, "world_size": -1,
+        "dist_backend": None,
+        "auto_mpi_discovery": True,
+        "distributed_port": 29500,
+        "verbose": True,
+        "timeout": None,
+        "init_method": None,
+        "dist_init_required": None,
+        "config": None,
+        "rank": -1,
+        "world_size": -1,
     }
     assert parameters_of(deepspeed.OnDevice.__init__) == {"dtype": empty, "device": "meta", "enabled": True}
     slicing, quantizer = module_inject.ReplaceWithTensorSlicing, module_inject.GroupQuantizer
@@ -177,7 +190,12 @@ def test_slicing_copies_equal_shapes():
     slicing = module_inject.ReplaceWithTensorSlicing()
     target, source = torch.zeros(6, 4), torch.randn(6, 4)
     copied = slicing.copy(target, source)
-    assert isinstance(copied, nn.Parameter) and not copied.requires_grad and torch.equal(copied, source) and torch.equal(target, source)
+    assert (
+        isinstance(copied, nn.Parameter)
+        and not copied.requires_grad
+        and torch.equal(copied, source)
+        and torch.equal(target, source)
+    )
     assert torch.equal(slicing.qkv_copy(torch.zeros(6, 4), source), source)
     untouched = torch.zeros(6, 4)
     assert torch.equal(slicing.copy(untouched, source, allocate_tensor=True), source) and not untouched.any()
@@ -219,7 +237,9 @@ def test_slicing_of_wrong_shapes_is_an_error():
         module_inject.ReplaceWithTensorSlicing(in_dim=1)
 
 
-@pytest.mark.parametrize(("options", "groups"), [({}, 8), ({"group_size": 2}, 4), ({"num_groups": 2}, 2), ({"num_bits": 4}, 8)])
+@pytest.mark.parametrize(
+    ("options", "groups"), [({}, 8), ({"group_size": 2}, 4), ({"num_groups": 2}, 2), ({"num_bits": 4}, 8)]
+)
 def test_group_quantizer(options, groups):
     weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.0
@@ -231,7 +251,9 @@ def test_group_quantizer(options, groups):
     for scale, part in ((whole, weight), (first, weight[:4]), (second, weight[4:])):
         torch.testing.assert_close(scale * most, part.reshape(groups, -1).abs().amax(1))
     back = quantized.float().reshape(groups, -1) * whole[:, None]
-    assert ((back - weight.reshape(groups, -1)).abs() <= whole[:, None] * 1.0001).all()  # the largest value is clamped by one step
+    assert (
+        (back - weight.reshape(groups, -1)).abs() <= whole[:, None] * 1.0001
+    ).all()  # the largest value is clamped by one step
     assert quantized.float().abs().amax() <= most
 
 

@@ -1,4 +1,5 @@
-"""Depths below the whole block: a refused block falls to its linears, layers without a spec get linears and our attention.
+"""Depths below the whole block: a refused block falls to its linears, layers without a spec get linears and our
+attention.
 
 Bodies are stood in for where a test needs one, so that it holds on machines without a compiler as well.
 """
@@ -29,7 +30,7 @@ from infuse.ops import Body, registered
 from infuse.plan.plan import Plan
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 
-PLAN = importlib.import_module("infuse.plan")  # `infuse.plan` as an attribute is the function
+PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}
 ROUNDING = 1e-5  # of the largest value: float32, other orders of summation in some ten linears
 
@@ -68,7 +69,9 @@ def refused(plan: Plan) -> set[str]:
 def wrong_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary pairs that lie wrongly: shapes fit, numbers do not."""
     wrong = Rotary(interleaved=True)
-    monkeypatch.setattr(PLAN, "specs_for", lambda layer: tuple(spec.but(attn=dict(position=wrong)) for spec in specs_for(layer)))
+    monkeypatch.setattr(
+        PLAN, "specs_for", lambda layer: tuple(spec.but(attn=dict(position=wrong)) for spec in specs_for(layer))
+    )
 
 
 @pytest.mark.parametrize("verify", ["sample", "all"])
@@ -77,7 +80,11 @@ def test_a_refused_block_falls_to_its_linears(verify: str, wrong_spec: None, mon
     model = BY_NAME["llama"].make()
     wanted, names = logits(model), {name for name, module in model.named_modules() if type(module) is nn.Linear}
     done = applied(model, dtype="fp32", verify=verify)
-    assert {step.depth for step in done.steps} == {LINEAR} and {step.path for step in done.steps} == names and len(names) == 22
+    assert (
+        {step.depth for step in done.steps} == {LINEAR}
+        and {step.path for step in done.steps} == names
+        and len(names) == 22
+    )
     assert refused(done) == LAYERS and not any(isinstance(module, Block) for module in model.modules())
     assert all(isinstance(model.get_submodule(name), Linear) for name in names)
     calls.clear()
@@ -94,7 +101,9 @@ def test_a_refused_block_falls_to_quantized_linears(wrong_spec: None) -> None:
     assert 0 < float((logits(model) - wanted).norm() / wanted.norm()) < 0.06
 
 
-def test_linears_that_are_wrong_too_are_refused_and_nothing_is_left(wrong_spec: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_that_are_wrong_too_are_refused_and_nothing_is_left(
+    wrong_spec: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(monkeypatch, "linear", wrong=True)
     model = BY_NAME["llama"].make()
     wanted = logits(model)
@@ -103,17 +112,23 @@ def test_linears_that_are_wrong_too_are_refused_and_nothing_is_left(wrong_spec: 
     assert torch.equal(logits(model), wanted)
 
 
-def test_the_engine_warns_of_blocks_though_linears_took_their_place(wrong_spec: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_warns_of_blocks_though_linears_took_their_place(
+    wrong_spec: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More linears than blocks are put in: their number must not hide what was refused."""
     stand_in(monkeypatch, "linear")
-    with pytest.warns(UserWarning, match=r"3 of 4 replacements were refused, e\.g\. model\.layers\.0: refused: differs"):
+    with pytest.warns(
+        UserWarning, match=r"3 of 4 replacements were refused, e\.g\. model\.layers\.0: refused: differs"
+    ):
         engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", device="cpu")
     assert "0 blocks and 22 linears replaced" in engine.report()
 
 
 def test_a_wrong_body_for_quantized_weights_is_refused(no_other_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(x: Tensor, data: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        return registered()["quantized_linear"].reference(x, data, scale.roll(1, -1), *rest)  # each group has its neighbour's scale
+        return registered()["quantized_linear"].reference(
+            x, data, scale.roll(1, -1), *rest
+        )  # each group has its neighbour's scale
 
     model = BY_NAME["llama"].make()
     monkeypatch.setitem(registered()["quantized_linear"].bodies, "cpu", Body("cpu", body, lambda device, dtype: None))
@@ -181,7 +196,9 @@ def test_a_wrong_attention_is_refused(verify: str, no_other_kernels: None, monke
     assert torch.equal(outputs(model), wanted)
 
 
-def test_an_attention_that_the_model_never_calls_is_refused(no_other_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_the_model_never_calls_is_refused(
+    no_other_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the plan would tell of a kernel that does nothing."""
     stand_in(monkeypatch, "attention")
     monkeypatch.setattr(hook, "_KNOWN", set())  # every argument is a reason to go to transformers'
@@ -197,7 +214,9 @@ def test_an_attention_that_the_model_never_calls_is_refused(no_other_kernels: No
      (UNKNOWN["mixtral"], dict(replace_with_kernel_inject=False))],
     ids=["t5", "deberta", "no model of transformers", "every layer a block", "not asked for"],
 )  # fmt: skip
-def test_no_hook_where_there_is_nothing_to_hook(make: Callable, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_hook_where_there_is_nothing_to_hook(
+    make: Callable, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(monkeypatch, "attention")
     assert attention_steps(plan_of(make(), dtype="fp32", **keys)) == []
 
@@ -238,7 +257,9 @@ def test_kernels_that_are_not_built_decline(asked_anew: None, monkeypatch: pytes
     check_declined("the C++ kernels are not built: INFUSE_BUILD=0")
 
 
-def test_a_binary_that_does_not_load_declines(asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_binary_that_does_not_load_declines(
+    asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
     monkeypatch.setenv("INFUSE_BUILD", "0")
     monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
@@ -253,7 +274,9 @@ def check_declined(reason: str) -> None:
     wanted = logits(model)
     done = applied(model, dtype="fp32")
     declined = {name: why for name, body, why in done.declined if body == "cpu"}
-    assert {"linear", "rms_norm", "add_rms_norm"} <= set(declined) and all(why.startswith(reason) for why in declined.values())
+    assert {"linear", "rms_norm", "add_rms_norm"} <= set(declined) and all(
+        why.startswith(reason) for why in declined.values()
+    )
     assert not any(body == "cpu" for step in done.steps for _, body in step.bodies)
     assert f"declined  cpu, for {', '.join(sorted(declined))}: {reason}" in str(done)
     assert [step.depth for step in done.steps] == [BLOCK] * 3

@@ -51,7 +51,9 @@ def an_operation_is_refused(operation: str) -> tuple[str, str]:
         x, texts = torch.ones(2, 2), []
         for _ in range(2):
             try:
-                group.all_reduce(x, "the sum") if operation == "all_reduce" else group.all_gather(x, [2, 2], 0, "the pieces")
+                group.all_reduce(x, "the sum") if operation == "all_reduce" else group.all_gather(
+                    x, [2, 2], 0, "the pieces"
+                )
             except RankError as error:
                 texts.append(str(error))
         return texts[0], texts[1]
@@ -128,11 +130,18 @@ def test_ranks_that_fail_alike_go_on(ranks: Ranks) -> None:
 def test_ranks_that_fail_after_other_sums_are_lost(ranks: Ranks) -> None:
     """The next call would add up what does not belong together."""
     for rank, (said, usable) in enumerate(ranks.run(2, fails_after, (2, 1), ValueError, "warm")):
-        assert said.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 0: no room") and not usable
+        assert (
+            said.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 0: no room") and not usable
+        )
     for said, usable in ranks.run(2, fails_after, (2, 1), torch.OutOfMemoryError, "warm"):
         assert said == "OutOfMemoryError: no room" and not usable
     for said, usable in ranks.run(2, fails_after, (2, 1), None, "warm"):
-        assert said.endswith("a step before its capture: the ranks have left different numbers of operations to the device") and not usable
+        assert (
+            said.endswith(
+                "a step before its capture: the ranks have left different numbers of operations to the device"
+            )
+            and not usable
+        )
 
 
 def test_ranks_that_give_up_after_other_sums_are_lost(ranks: Ranks) -> None:
@@ -152,6 +161,8 @@ def test_ranks_that_give_up_after_other_sums_are_lost(ranks: Ranks) -> None:
     ],
 )
 def test_why_operations_cannot_be_captured(nccl: bool, exchange: str, device: str, why: str) -> None:
-    distributed: Any = SimpleNamespace(rank=0, size=2, nccl=nccl, name="nccl" if nccl else "gloo", device=torch.device(exchange, 0))
+    distributed: Any = SimpleNamespace(
+        rank=0, size=2, nccl=nccl, name="nccl" if nccl else "gloo", device=torch.device(exchange, 0)
+    )
     found = Group(distributed).why_not_captured(torch.device(device))
     assert why in found if why else not found

@@ -24,7 +24,11 @@ LOCAL = {"sentence-transformers/all-MiniLM-L6-v2": str(Path(MINILM.origin).paren
 def examples(run: bool) -> dict[str, str]:
     """Heading → code, of the sections that are run or of those that are not."""
     sections = re.findall(r"^## (.*?)( ▶)?\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
-    return {heading: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] for heading, mark, text in sections if bool(mark) == run}
+    return {
+        heading: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+        for heading, mark, text in sections
+        if bool(mark) == run
+    }
 
 
 def result_of(code: str) -> Any:
@@ -54,7 +58,9 @@ def test_the_example_runs_and_gives_what_the_original_gives(heading: str, monkey
     code = examples(run=True)[heading]
     made: list[Any] = []
     init_inference = infuse.init_inference
-    monkeypatch.setattr(infuse, "init_inference", lambda *args, **keys: made.append(init_inference(*args, **keys)) or made[-1])
+    monkeypatch.setattr(
+        infuse, "init_inference", lambda *args, **keys: made.append(init_inference(*args, **keys)) or made[-1]
+    )
     found = result_of(code)
     assert made and made[0].plan.steps
     if heading == "accelerate":  # without infuse there is no way from an empty model

@@ -1,4 +1,6 @@
-"""The examples of docs/tensor_parallel.md: the script under torchrun, the commands, and the blocks of code on ranks of the pool."""
+"""The examples of docs/tensor_parallel.md: the script under torchrun, the commands, and the blocks of code on ranks of
+the pool.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def sections() -> dict[str, list[str]]:
     for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
         paragraphs = re.findall(r"(?:^(?:    .*)?\n)+", section, flags=re.MULTILINE)
         codes = [textwrap.dedent(paragraph).strip() for paragraph in paragraphs]
-        found[section.partition("\n")[0]] = [code for code in codes if "infuse." in code and not code.startswith(("#", "$"))]
+        found[section.partition("\n")[0]] = [
+            code for code in codes if "infuse." in code and not code.startswith(("#", "$"))
+        ]
     return found
 
 
@@ -49,7 +53,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_script_and_the_commands_run(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained("tiny_llama")
     model: Any = AutoModelForCausalLM.from_pretrained("tiny_llama", dtype=torch.float32)
-    ids = model.generate(**tokenizer("def add(", return_tensors="pt", return_token_type_ids=False), max_new_tokens=12, do_sample=False)
+    ids = model.generate(
+        **tokenizer("def add(", return_tensors="pt", return_token_type_ids=False), max_new_tokens=12, do_sample=False
+    )
     (script,) = [code for code in blocks() if code.startswith("# script.py")]
     (folder / "script.py").write_text(script)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -65,7 +71,9 @@ def test_the_script_and_the_commands_run(folder: Path) -> None:
     script_text, generated, plan, shard = printed
     assert script_text.strip() == tokenizer.decode(ids[0]).strip()
     assert "def add(" + generated.rstrip("\n") == tokenizer.decode(ids[0], skip_special_tokens=True).rstrip("\n")
-    assert "rank 0 of 2" in plan and "rank 0 of 2" in shard and (folder / "shards" / "rank-01-of-02.safetensors").is_file()
+    assert (
+        "rank 0 of 2" in plan and "rank 0 of 2" in shard and (folder / "shards" / "rank-01-of-02.safetensors").is_file()
+    )
 
 
 def on_rank(folder: str, codes: list[str]) -> list[int]:
@@ -89,7 +97,8 @@ def on_rank(folder: str, codes: list[str]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("section", "size", "count"), [("What is split, and how", 2, 0), ("When a rank dies", 2, 1), ("Which ranks", 4, 1), ("Shards", 2, 1)]
+    ("section", "size", "count"),
+    [("What is split, and how", 2, 0), ("When a rank dies", 2, 1), ("Which ranks", 4, 1), ("Shards", 2, 1)],
 )
 def test_the_code_runs_on_ranks(section: str, size: int, count: int, folder: Path, ranks: Ranks) -> None:
     codes = ["\n\n".join(sections()[section])]

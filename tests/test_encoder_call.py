@@ -24,7 +24,9 @@ POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
 
 def model_of(name: str, quant: str | None = None) -> nn.Module:
     wide = dict(hidden_size=128, intermediate_size=192) if quant else {}
-    engine = infuse.init_inference(BY_NAME[name].make(**wide), dtype=torch.bfloat16, **({"quant": quant} if quant else {}))
+    engine = infuse.init_inference(
+        BY_NAME[name].make(**wide), dtype=torch.bfloat16, **({"quant": quant} if quant else {})
+    )
     return engine.module
 
 
@@ -33,7 +35,9 @@ def block_of(name: str, quant: str | None = None) -> Block:
 
 
 def given(block: Block, batch: int, tokens: int) -> Tensor:
-    return torch.randn(batch, tokens, block.shape.attn.hidden, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+    return torch.randn(
+        batch, tokens, block.shape.attn.hidden, generator=torch.Generator().manual_seed(tokens)
+    ).bfloat16()
 
 
 @pytest.fixture
@@ -59,7 +63,8 @@ def compare(block: Block, x: Tensor, mask: Tensor | None = None) -> None:
         assert_near(found, wanted, torch.bfloat16, f"{threads} threads")
 
 
-# Alone on few and on many tokens, sequences that threads share, that each takes alone, and that divide among them unevenly.
+# Alone on few and on many tokens, sequences that threads share, that each takes alone, and that divide among them
+# unevenly.
 SIZES = [(1, 9), (1, 128), (1, 77), (2, 128), (3, 50), (9, 33), (16, 128), (7, 300)]
 
 
@@ -93,7 +98,10 @@ def test_masks_hide_of_each_sequence_what_they_say(kind: str, batch: int, taken:
     if kind == "added":
         mask = torch.zeros(batch, 1, tokens, tokens).masked_fill(~allowed, torch.finfo(torch.bfloat16).min).bfloat16()
     elif kind == "of each head":
-        mask = torch.rand(batch, block.shape.attn.heads, tokens, tokens, generator=torch.Generator().manual_seed(batch)) > 0.3
+        mask = (
+            torch.rand(batch, block.shape.attn.heads, tokens, tokens, generator=torch.Generator().manual_seed(batch))
+            > 0.3
+        )
     x = given(block, batch, tokens)
     taken.clear()
     compare(block, x, mask)

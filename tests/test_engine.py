@@ -1,4 +1,6 @@
-"""The engine as people call it: through `engine.module`, in transformers' pipelines, with models of their own; and its end."""
+"""The engine as people call it: through `engine.module`, in transformers' pipelines, with models of their own; and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TEXTS = ["the cat sat on the mat", "a dog ran after the cat", "she reads a book 
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -50,7 +54,11 @@ def test_a_deepspeed_script_that_keeps_the_module_only() -> None:
     original = BY_NAME["gpt2"].make()
     with pytest.warns(UserWarning, match="replace_method: accepted without effect"):
         engine = deepspeed.init_inference(
-            BY_NAME["gpt2"].make(), mp_size=1, dtype=torch.float32, replace_method="auto", replace_with_kernel_inject=True
+            BY_NAME["gpt2"].make(),
+            mp_size=1,
+            dtype=torch.float32,
+            replace_method="auto",
+            replace_with_kernel_inject=True,
         )
     model = engine.module.eval()
     del engine
@@ -63,7 +71,16 @@ def test_a_deepspeed_script_that_keeps_the_module_only() -> None:
 
 def test_the_engine_answers_what_the_model_answers() -> None:
     original, engine = BY_NAME["llama"].make(), injected(BY_NAME["llama"].make())
-    for name in ("config", "generation_config", "device", "dtype", "main_input_name", "name_or_path", "base_model_prefix", "training"):
+    for name in (
+        "config",
+        "generation_config",
+        "device",
+        "dtype",
+        "main_input_name",
+        "name_or_path",
+        "base_model_prefix",
+        "training",
+    ):
         assert str(getattr(engine, name)) == str(getattr(original, name)), name
     assert engine.can_generate() and engine.get_input_embeddings() is engine.module.get_input_embeddings()
     assert engine.num_parameters() == original.num_parameters()
@@ -114,8 +131,12 @@ def test_a_generate_of_the_users_own() -> None:
 def tokenizer() -> t.PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(unk_token="<unk>"))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=96, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False))
-    return t.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<unk>", padding_side="left")
+    bpe.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=96, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    )
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<unk>", padding_side="left"
+    )
 
 
 ASKED = dict(max_new_tokens=6, do_sample=False, batch_size=2)
@@ -127,7 +148,9 @@ def test_pipeline_on_an_engine(tokenizer: t.PreTrainedTokenizerFast) -> None:
     pipe = t.pipeline("text-generation", model=engine, tokenizer=tokenizer)
     assert pipe.model is engine
     assert pipe(TEXTS, **ASKED) == exact
-    assert [answer[0]["generated_text"].startswith(text) for text, answer in zip(TEXTS, exact, strict=True)] == [True] * 3
+    assert [answer[0]["generated_text"].startswith(text) for text, answer in zip(TEXTS, exact, strict=True)] == [
+        True
+    ] * 3
 
 
 def test_engine_put_into_a_pipeline(tokenizer: t.PreTrainedTokenizerFast) -> None:
@@ -145,7 +168,9 @@ def test_engine_put_into_a_pipeline(tokenizer: t.PreTrainedTokenizerFast) -> Non
 
 
 class Spoken(t.GPT2PreTrainedModel, t.GenerationMixin):
-    """GPT-2 behind other embeddings: a prefix of conditioning vectors, cached for the whole answer, then tokens with a table of places."""
+    """GPT-2 behind other embeddings: a prefix of conditioning vectors, cached for the whole answer, then tokens with a
+    table of places.
+    """
 
     def __init__(self, config: t.GPT2Config):
         super().__init__(config)
@@ -158,11 +183,19 @@ class Spoken(t.GPT2PreTrainedModel, t.GenerationMixin):
     def store_prefix(self, vectors: Tensor) -> None:
         self.prefix = vectors
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         started = past_key_values is not None and past_key_values.get_seq_length() > 0
-        return {"input_ids": input_ids[:, -1:] if started else input_ids, "past_key_values": past_key_values, "use_cache": True}
+        return {
+            "input_ids": input_ids[:, -1:] if started else input_ids,
+            "past_key_values": past_key_values,
+            "use_cache": True,
+        }
 
-    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any
+    ) -> Any:
         assert self.prefix is not None
         held = past_key_values.get_seq_length() if past_key_values is not None else 0
         start = max(held - self.prefix.shape[1], 0)
@@ -170,7 +203,9 @@ class Spoken(t.GPT2PreTrainedModel, t.GenerationMixin):
         if not held:
             embedded = torch.cat((self.prefix.expand(len(input_ids), -1, -1), embedded), dim=1)
         out = self.transformer(inputs_embeds=embedded, past_key_values=past_key_values, use_cache=use_cache)
-        return CausalLMOutputWithCrossAttentions(logits=self.head(out.last_hidden_state), past_key_values=out.past_key_values)
+        return CausalLMOutputWithCrossAttentions(
+            logits=self.head(out.last_hidden_state), past_key_values=out.past_key_values
+        )
 
 
 class Nowhere(nn.Module):
@@ -269,13 +304,17 @@ def test_a_dtype_that_cannot_be_computed_in(dtype: Any) -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("quant", ["int4", "int4:16", {"enabled": True, "weight": {"num_bits": 4, "q_groups": 4}}], ids=str)
+@pytest.mark.parametrize(
+    "quant", ["int4", "int4:16", {"enabled": True, "weight": {"num_bits": 4, "q_groups": 4}}], ids=str
+)
 def test_int4_is_close_to_the_original(quant: Any) -> None:
     changes = dict(hidden_size=128, intermediate_size=256)
     original = BY_NAME["llama"].make(**changes)
     engine = infuse.init_inference(BY_NAME["llama"].make(**changes), dtype="fp32", quant=quant)
     blocks = [step for step in engine.plan.steps if step.depth == "block"]
-    assert len(blocks) == 3 and all(len(step.formats) == 4 and "int4" in text for step in blocks for text in step.formats.values())
+    assert len(blocks) == 3 and all(
+        len(step.formats) == 4 and "int4" in text for step in blocks for text in step.formats.values()
+    )
     exact, found = logits(original, ids(2, 9)), logits(engine, ids(2, 9))
     error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0.001 < error < 0.5
@@ -284,7 +323,9 @@ def test_int4_is_close_to_the_original(quant: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["sample", "all", "strict", "off"])
 def test_ways_to_verify(verify: str) -> None:
-    assert_close(logits(injected(BY_NAME["llama"].make(), verify=verify), ids(2, 7)), logits(BY_NAME["llama"].make(), ids(2, 7)))
+    assert_close(
+        logits(injected(BY_NAME["llama"].make(), verify=verify), ids(2, 7)), logits(BY_NAME["llama"].make(), ids(2, 7))
+    )
     with pytest.raises(ValueError, match="verify"):
         infuse.init_inference(BY_NAME["llama"].make(), verify=verify.upper())
 
@@ -292,16 +333,22 @@ def test_ways_to_verify(verify: str) -> None:
 def test_each_warning_comes_once() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        engine = injected(BY_NAME["llama"].make(), replace_method="auto", zero={"stage": 0}, enable_cuda_graph=True, device="cpu")
+        engine = injected(
+            BY_NAME["llama"].make(), replace_method="auto", zero={"stage": 0}, enable_cuda_graph=True, device="cpu"
+        )
         for _ in range(3):
             engine.generate(ids(1, 4), max_new_tokens=2)
     ours = [str(one.message) for one in told if "infuse" in str(one.message)]
-    assert len(ours) == len(set(ours)) == 3 and all(one.filename == __file__ for one in told if "infuse" in str(one.message))
+    assert len(ours) == len(set(ours)) == 3 and all(
+        one.filename == __file__ for one in told if "infuse" in str(one.message)
+    )
 
 
 def test_what_cannot_be_injected(tokenizer: t.PreTrainedTokenizerFast) -> None:
     pipe = t.pipeline("text-generation", model=BY_NAME["gpt2"].make(), tokenizer=tokenizer)
-    with pytest.raises(infuse.ConfigError, match=r"TextGenerationPipeline was given.*pipe\.model = infuse\.init_inference\(pipe\.model"):
+    with pytest.raises(
+        infuse.ConfigError, match=r"TextGenerationPipeline was given.*pipe\.model = infuse\.init_inference\(pipe\.model"
+    ):
         infuse.init_inference(pipe)
     for thing in ("gpt2", None, {"model": 1}, t.GPT2Config()):
         with pytest.raises(infuse.ConfigError, match=f"torch.nn.Module is needed, {type(thing).__name__} was given"):

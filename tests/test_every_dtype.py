@@ -33,7 +33,9 @@ def fault(model: nn.Module, dtype: str, verify: str = "sample") -> str | None:
     try:
         engine = infuse.init_inference(copy.deepcopy(model), dtype=dtype, verify=verify)
         found = error(first_output(engine.module), exact)
-    except infuse.UnsupportedCall as refusal:  # a model that passes to its layers what blocks do not serve: the proof keeps such layers
+    except (
+        infuse.UnsupportedCall
+    ) as refusal:  # a model that passes to its layers what blocks do not serve: the proof keeps such layers
         if verify == "off":
             return fault(model, dtype)
         ours = str(refusal)
@@ -88,7 +90,9 @@ class Keeps(t.PreTrainedModel):
 
     def __init__(self, config: t.LlamaConfig, strict: bool):
         super().__init__(config)
-        self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = (None, ["exact"]) if strict else (["exact"], None)
+        self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = (
+            (None, ["exact"]) if strict else (["exact"], None)
+        )
         self.linear = nn.Linear(4, 4)
         self.exact, self.inexact = nn.Module(), nn.Module()
         for module in (self.exact, self.inexact):

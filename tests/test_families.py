@@ -96,7 +96,11 @@ def run(model: nn.Module, given: dict[str, Tensor], **more: Any) -> Any:
 
 def layers_of(model: nn.Module) -> int:
     """How many transformer layers there are: members of the lists that transformers keeps them in."""
-    lists = [m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS]
+    lists = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS
+    ]
     return sum(len(members) for members in lists)
 
 
@@ -111,7 +115,9 @@ def test_every_layer_is_a_block(name: str) -> None:
     assert len(steps) == layers_of(original) > 0
     assert all(isinstance(engine.module.get_submodule(step.path), Block) for step in steps)
     for step in engine.plan.steps:  # kernels for linears take heads and poolers besides, and nothing inside a layer
-        assert step in steps or (step.depth == "linear" and not any(step.path.startswith(f"{block.path}.") for block in steps)), step
+        assert step in steps or (
+            step.depth == "linear" and not any(step.path.startswith(f"{block.path}.") for block in steps)
+        ), step
     for left in engine.plan.left:
         assert not left.why.startswith(("refused", "not as a whole block", "not proven")), left
 
@@ -148,7 +154,11 @@ def test_decode(name: str, padding: str | None, cache: str) -> None:
     given = inputs(BY_NAME[name], tokens=12, padding=padding, seed=3)
     past, own_past = CACHES[cache](), None
     for start, stop in ((0, 7), (7, 10), (10, 11), (11, 12)):
-        piece = dict(input_ids=given["input_ids"][:, start:stop], attention_mask=given["attention_mask"][:, :stop], use_cache=True)
+        piece = dict(
+            input_ids=given["input_ids"][:, start:stop],
+            attention_mask=given["attention_mask"][:, :stop],
+            use_cache=True,
+        )
         exact = run(original, piece, past_key_values=own_past)
         found = run(engine, piece, past_key_values=past)
         assert_close(found, exact, given["attention_mask"][:, start:stop])
@@ -269,5 +279,7 @@ def test_embeddings_of_a_real_bert(dtype: str, least: float) -> None:
     engine = infuse.init_inference(model, dtype=dtype, replace_with_kernel_inject=True)
     assert len(blocks(engine)) == 6
     exact = embeddings(original, given)
-    assert F.cosine_similarity(exact[:1], exact[1:]).max() < 0.6  # the sentences are told apart, as random weights would not
+    assert (
+        F.cosine_similarity(exact[:1], exact[1:]).max() < 0.6
+    )  # the sentences are told apart, as random weights would not
     assert F.cosine_similarity(embeddings(engine, given), exact).min() >= least

@@ -1,4 +1,5 @@
-"""Faults that users of comparable libraries reported, in the words of the reports: masks, lengths, caches, ways to generate.
+"""Faults that users of comparable libraries reported, in the words of the reports: masks, lengths, caches, ways to
+generate.
 
 What is compared with is always transformers' own model with the same weights. More of them in test_faults_in_use.py.
 """
@@ -34,7 +35,9 @@ def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, dtype="fp32", **config)
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -56,7 +59,9 @@ def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
 
 
 def test_positions_are_the_models_own_even_after_injection() -> None:
-    """RoPE comes from the model: frequencies that are changed, and positions that are passed, after it was injected, count."""
+    """RoPE comes from the model: frequencies that are changed, and positions that are passed, after it was injected,
+    count.
+    """
     original, engine = BY_NAME["llama"].make(), injected(BY_NAME["llama"].make())
     positions = torch.tensor([[3, 4, 9, 10, 30, 31, 70]])
     before = logits(original, ids(1, 7))
@@ -112,12 +117,17 @@ def test_each_row_of_a_padded_batch_equals_its_single_run(name: str, side: str) 
         for i, length in enumerate(lengths):
             assert_close(found.logits[i : i + 1][:, mask[i].bool()], logits(original, rows[i][:, :length]))
         if name in ("mpt", "gemma3") and side == "right":
-            return  # MPT's positions and Gemma's windows count places: in transformers itself the gap before the answer counts
+            # MPT's positions and Gemma's windows count places: in transformers itself the gap before the answer counts
+            return
         for step in range(new):
             mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.long)), dim=1)
-            token = torch.cat([row[:, length + step : length + step + 1] for row, length in zip(rows, lengths, strict=True)])
+            token = torch.cat(
+                [row[:, length + step : length + step + 1] for row, length in zip(rows, lengths, strict=True)]
+            )
             positions = dict(position_ids=(mask.sum(-1, keepdim=True) - 1)) if positions else {}
-            found = engine(token, attention_mask=mask, past_key_values=found.past_key_values, use_cache=True, **positions)
+            found = engine(
+                token, attention_mask=mask, past_key_values=found.past_key_values, use_cache=True, **positions
+            )
             for i, length in enumerate(lengths):
                 assert_close(found.logits[i : i + 1], logits(original, rows[i][:, : length + step + 1])[:, -1:])
 
@@ -150,7 +160,9 @@ def test_more_than_1024_tokens() -> None:
         second = engine(given[:, 1000:1499], use_cache=True, past_key_values=first.past_key_values)
         third = engine(given[:, 1499:], use_cache=True, past_key_values=second.past_key_values)
     assert_close(torch.cat((first.logits, second.logits, third.logits), dim=1), exact)
-    assert torch.equal(engine.generate(ids(2, 1030), max_new_tokens=5), original.generate(ids(2, 1030), max_new_tokens=5))
+    assert torch.equal(
+        engine.generate(ids(2, 1030), max_new_tokens=5), original.generate(ids(2, 1030), max_new_tokens=5)
+    )
     long = engine.generate(ids(1, 4), max_new_tokens=700)  # beyond what generate prepares at first
     best = logits(original, long[:, :-1]).topk(2)
     chosen = best.indices[0, 3:, 0] == long[0, 4:]
@@ -222,14 +234,18 @@ def test_any_sequence_of_batches_and_lengths_on_one_engine(name: str) -> None:
     dice = random.Random(4)
     for turn in range(12):
         batch, tokens = dice.randint(1, 4), dice.choice((1, 2, 5, 17, 40))
-        given = inputs(BY_NAME[name], batch, tokens, dice.choice((None, "left", "right")) if tokens > 4 else None, seed=turn)
+        given = inputs(
+            BY_NAME[name], batch, tokens, dice.choice((None, "left", "right")) if tokens > 4 else None, seed=turn
+        )
         if dice.random() < 0.3:
             given.pop("attention_mask")
         real = given.get("attention_mask", torch.ones(batch, tokens)).bool()
         assert_close(logits(engine, **given)[real], logits(original, **given)[real])
         if dice.random() < 0.4:
             new = dice.randint(1, 4)
-            assert torch.equal(engine.generate(**given, max_new_tokens=new), original.generate(**given, max_new_tokens=new))
+            assert torch.equal(
+                engine.generate(**given, max_new_tokens=new), original.generate(**given, max_new_tokens=new)
+            )
 
 
 # ---- 1-token prompts, past_key_values passed by the user, use_cache=False ----
@@ -246,7 +262,9 @@ CACHES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom", "falcon-7b"])
 def test_a_cache_of_the_caller(name: str, kind: str) -> None:
-    """A prompt of one token, then several tokens at once, then one, on a cache that the caller made; then generate goes on with it."""
+    """A prompt of one token, then several tokens at once, then one, on a cache that the caller made; then generate goes
+    on with it.
+    """
     original, engine = pair(name)
     given, past = ids(2, 9), CACHES[kind](original)
     for start, stop in ((0, 1), (1, 6), (6, 7)):
@@ -266,11 +284,15 @@ def test_without_a_cache(name: str) -> None:
         found = engine(ids(2, 5), use_cache=False)
     assert found.past_key_values is None
     assert_close(found.logits, logits(original, ids(2, 5)))
-    assert torch.equal(engine.generate(ids(2, 1), use_cache=False, max_new_tokens=5), original.generate(ids(2, 1), max_new_tokens=5))
+    assert torch.equal(
+        engine.generate(ids(2, 1), use_cache=False, max_new_tokens=5), original.generate(ids(2, 1), max_new_tokens=5)
+    )
 
 
 def test_prefill_is_told_by_the_cache() -> None:
-    """One token into an empty cache is a prompt, several into a full one are not; the same object serves again after reset."""
+    """One token into an empty cache is a prompt, several into a full one are not; the same object serves again after
+    reset.
+    """
     original, engine = pair("llama")
     past = KVCache()
     for given in (ids(1, 1), ids(3, 6, seed=2)):
@@ -291,7 +313,9 @@ def test_outputs_are_the_callers(name: str) -> None:
         kept = [value.clone() for value in (first.logits, *first.hidden_states, first.past_key_values.layers[0].keys)]
         engine(ids(2, 6, seed=9), use_cache=True)
         engine.generate(ids(2, 6, seed=8), max_new_tokens=3)
-    for value, copy in zip((first.logits, *first.hidden_states, first.past_key_values.layers[0].keys), kept, strict=True):
+    for value, copy in zip(
+        (first.logits, *first.hidden_states, first.past_key_values.layers[0].keys), kept, strict=True
+    ):
         assert torch.equal(value, copy)
     answer = engine.generate(ids(2, 6), max_new_tokens=4)
     copy = answer.clone()

@@ -1,4 +1,5 @@
-"""Faults that users of comparable libraries reported, in the words of the reports: engines, memory, threads, environments.
+"""Faults that users of comparable libraries reported, in the words of the reports: engines, memory, threads,
+environments.
 
 What is compared with is always transformers' own model with the same weights. More of them in test_faults.py.
 """
@@ -30,7 +31,9 @@ TOLERANCE = 2e-5  # of the largest value: float32, three layers
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -64,7 +67,10 @@ def resident_bytes(model: nn.Module) -> int:
 
 def test_two_engines_in_one_process() -> None:
     """Of one class, with different weights, sizes and configurations; in turns, and after one of them is gone."""
-    small, large = BY_NAME["llama"].make(seed=1), BY_NAME["llama"].make(seed=2, num_key_value_heads=4, num_hidden_layers=2)
+    small, large = (
+        BY_NAME["llama"].make(seed=1),
+        BY_NAME["llama"].make(seed=2, num_key_value_heads=4, num_hidden_layers=2),
+    )
     first = injected(BY_NAME["llama"].make(seed=1), max_out_tokens=30)
     second = injected(BY_NAME["llama"].make(seed=2, num_key_value_heads=4, num_hidden_layers=2))
     untouched = BY_NAME["llama"].make(seed=1)  # of the same class, made afterwards, not injected
@@ -246,7 +252,9 @@ def test_a_config_that_lies_does_no_harm(lie: str) -> None:
         engine = infuse.init_inference(model, dtype="fp32")
     given, past = ids(2, 9), [DynamicCache(), DynamicCache()]
     for start, stop in ((0, 8), (8, 9)):
-        exact, found = (logits(m, given[:, start:stop], past_key_values=p) for m, p in zip((original, engine), past, strict=True))
+        exact, found = (
+            logits(m, given[:, start:stop], past_key_values=p) for m, p in zip((original, engine), past, strict=True)
+        )
         assert_close(found, exact)
 
 
@@ -267,5 +275,7 @@ def test_without_a_compiler() -> None:
         )
     )
     environment = {**os.environ, "PATH": "", "CC": "/nowhere/cc", "CXX": "/nowhere/c++", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

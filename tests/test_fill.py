@@ -40,7 +40,9 @@ class Sources(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in dict(a=(101, WIDTH), b=(83, WIDTH), packed=(HEADS.rows, WIDTH), columns=(WIDTH, 150)).items():
+        for name, shape in dict(
+            a=(101, WIDTH), b=(83, WIDTH), packed=(HEADS.rows, WIDTH), columns=(WIDTH, 150)
+        ).items():
             self.register_buffer(name, torch.randn(shape, generator=generator))
 
 
@@ -74,7 +76,10 @@ def test_a_plain_target(label: str, part_values: int) -> None:
 def test_a_quantized_target(label: str, format: str, part_values: int) -> None:
     sources = Sources()
     wanted = quant_format(format).quantize(expected(label, sources))
-    bodies = {name: ops.registered()[name].choose(Device.of("cpu"), torch.float32).body for name in ("quantize", "quantized_linear")}
+    bodies = {
+        name: ops.registered()[name].choose(Device.of("cpu"), torch.float32).body
+        for name in ("quantize", "quantized_linear")
+    }
     place = nn.Module()
     place.linear = QuantizedLinear(wanted.shape[1], wanted.shape[0], False, format, bodies)
     filling.fill_module(place, [replace(FILLS[label], format=format)], LiveReader(sources), torch.float32, bodies)
@@ -87,10 +92,17 @@ def test_what_cannot_be_quantized_is_said_of_its_sources(monkeypatch: pytest.Mon
     monkeypatch.setattr(filling, "PART_VALUES", 16 * WIDTH)
     sources = Sources()
     sources.get_buffer("b")[40, 3] = float("nan")  # in row 141, the 13th from row 128 on
-    bodies = {name: ops.registered()[name].choose(Device.of("cpu"), torch.float32).body for name in ("quantize", "quantized_linear")}
+    bodies = {
+        name: ops.registered()[name].choose(Device.of("cpu"), torch.float32).body
+        for name in ("quantize", "quantized_linear")
+    }
     place = nn.Module()
     place.linear = QuantizedLinear(WIDTH, 184, False, "int8", bodies)
-    at = r"from row 128 on: .* holds nan at \[13, 3\]" if place.linear.part_rows else r"from row 0 on: .* holds nan at \[141, 3\]"
+    at = (
+        r"from row 128 on: .* holds nan at \[13, 3\]"
+        if place.linear.part_rows
+        else r"from row 0 on: .* holds nan at \[141, 3\]"
+    )
     with pytest.raises(ConfigError, match=r"a \+ b, " + at):
         filling.fill_module(place, [replace(PAIR, format="int8")], LiveReader(sources), torch.float32, bodies)
 

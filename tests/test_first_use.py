@@ -1,6 +1,7 @@
 """An installation without kernels builds them when they are first used: once, for all processes, and says what it does.
 
-A stand-in for the compiler, which copies the kernels of this checkout and counts its runs, makes that quick; one slow test compiles.
+A stand-in for the compiler, which copies the kernels of this checkout and counts its runs, makes that quick; one slow
+test compiles.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="kernels are built on Linux and macOS"),
 ]
 
-# Writes what -o names: the kernels of this checkout where it is to link. With BROKEN in its folder it fails like a compiler.
+# Writes what -o names: the kernels of this checkout where it is to link. With BROKEN in its folder it fails like a
+# compiler.
 COMPILER = f"""#!{sys.executable}
 import os, pathlib, shutil, sys, time
 here = pathlib.Path(__file__).parent
@@ -67,14 +69,18 @@ def links(compiler: Path) -> int:
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A copy of the package without kernels."""
-    shutil.copytree(ROOT / "infuse", tmp_path / "site" / "infuse", ignore=shutil.ignore_patterns("_kernels.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "infuse", tmp_path / "site" / "infuse", ignore=shutil.ignore_patterns("_kernels.so", "__pycache__")
+    )
     return tmp_path / "site"
 
 
 def start(installed: Path, code: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, env=environment, cwd=installed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, cwd=installed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def end(process: subprocess.Popen) -> tuple[str, str]:
@@ -94,7 +100,9 @@ def test_processes_that_start_together_build_once_and_the_next_finds_it(compiler
 
 
 def test_neither_the_import_nor_env_builds(compiler: Path, installed: Path) -> None:
-    out, err = end(start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli.app import app; app()"))
+    out, err = end(
+        start(installed, "import sys, infuse; sys.argv = ['infuse', 'env']; from infuse.cli.app import app; app()")
+    )
     assert not links(compiler) and "building" not in err
     assert "not built yet" in out and "stand-in" not in out and "infuse build" in " ".join(out.split())
 
@@ -112,7 +120,9 @@ def test_a_failure_is_told_once_and_tried_again_when_something_changed(compiler:
         why = first_use.obtain()
     assert isinstance(why, str) and "`infuse build` tries again" in why and "\n" not in why
     broken.unlink()
-    assert first_use.obtain() == why == first_use.outlook()  # without a warning; the compiler has the same name and version
+    assert (
+        first_use.obtain() == why == first_use.outlook()
+    )  # without a warning; the compiler has the same name and version
     compiler.write_text(COMPILER.replace("stand-in 1.0", "stand-in 1.1"))
     assert isinstance(first_use.obtain(), Path)
     assert first_use.kept() is not None
@@ -147,7 +157,9 @@ def test_a_home_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypat
     ours.mkdir()
     ours.chmod(0o777)  # as one that somebody else made for us
     why = first_use.obtain()
-    assert isinstance(why, str) and "others may write there" in why and "INFUSE_CACHE_DIR" in why and not links(compiler)
+    assert (
+        isinstance(why, str) and "others may write there" in why and "INFUSE_CACHE_DIR" in why and not links(compiler)
+    )
     ours.chmod(0o700)
     found = first_use.obtain()
     assert isinstance(found, Path) and found.is_relative_to(ours) and first_use.kept() == found
@@ -161,7 +173,10 @@ def test_an_interrupted_build_leaves_nothing_behind(compiler: Path, monkeypatch:
         patched.setattr(build, "compile_kernels", interrupted)
         first_use.obtain()
     assert first_use.kept() is None and isinstance(first_use.obtain(), Path)
-    assert {path.name for path in Path(os.environ["INFUSE_CACHE_DIR"]).rglob("*") if path.is_file()} == {"lock", "_kernels.so"}
+    assert {path.name for path in Path(os.environ["INFUSE_CACHE_DIR"]).rglob("*") if path.is_file()} == {
+        "lock",
+        "_kernels.so",
+    }
 
 
 def test_a_library_that_does_not_load_here_is_built_here(compiler: Path, installed: Path) -> None:
@@ -175,7 +190,9 @@ def test_a_library_that_does_not_load_here_is_built_here(compiler: Path, install
 def test_installed_without_pytorch_in_the_build(compiler: Path, tmp_path: Path) -> None:
     """As `pip install .` in a fresh environment: the wheel has the sources, and the first use builds them."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "infuse", source / "infuse", ignore=shutil.ignore_patterns("__pycache__"))  # with stale kernels in the tree
+    shutil.copytree(
+        ROOT / "infuse", source / "infuse", ignore=shutil.ignore_patterns("__pycache__")
+    )  # with stale kernels in the tree
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     fresh = tmp_path / "fresh"
@@ -183,11 +200,17 @@ def test_installed_without_pytorch_in_the_build(compiler: Path, tmp_path: Path) 
     python = fresh / "bin/python"
     packages = os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
-    environment = os.environ | {"PYTHONPATH": packages}  # setuptools; PyTorch does not lie in the environment's own folders
+    environment = os.environ | {
+        "PYTHONPATH": packages
+    }  # setuptools; PyTorch does not lie in the environment's own folders
     run = dict(env=environment, check=True, capture_output=True, cwd=tmp_path)
     subprocess.run([*pip, "install", "--no-index", "--no-build-isolation", "--no-deps", str(source)], **run)
     site = next(fresh.glob("lib/python*/site-packages/infuse"))
-    assert not list(site.rglob("_kernels.so")) and (site / "py.typed").exists() and (site / "ops/cpu/src/kernels.cpp").exists()
+    assert (
+        not list(site.rglob("_kernels.so"))
+        and (site / "py.typed").exists()
+        and (site / "ops/cpu/src/kernels.cpp").exists()
+    )
     out = subprocess.run([python, "-c", USE.replace("'site'", "'fresh'")], **run).stdout
     assert out.decode().strip() == native.isa() and links(compiler) == 1
 

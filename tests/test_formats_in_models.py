@@ -1,4 +1,6 @@
-"""Number formats in whole models: each is proven, computes the model with rounded weights, and names choose a matrix's format."""
+"""Number formats in whole models: each is proven, computes the model with rounded weights, and names choose a matrix's
+format.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,19 @@ from infuse.quant.parse import quant_format
 
 FAMILIES = ("llama", "gpt2", "bloom", "falcon-7b", "falcon-40b", "bert")
 FORMATS = ("int8", "int8:row", "int4:32", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
-LLAMA = [f"model.layers.{i}.{part}" for i in range(3) for part in (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+LLAMA = [
+    f"model.layers.{i}.{part}"
+    for i in range(3)
+    for part in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+]
 
 
 def make(name: str) -> nn.Module:
@@ -47,13 +60,17 @@ def formats_of(engine: infuse.InferenceEngine) -> dict[str, str]:
     """Path of each linear of the original → the format of the matrix that holds it now."""
     return {
         linear: fill.format
-        for step in engine.plan.steps for fill in step.fills if fill.format
+        for step in engine.plan.steps
+        for fill in step.fills
+        if fill.format
         for linear in linears_of(fill, step.path)
     }
 
 
 def rounded(name: str, engine: infuse.InferenceEngine) -> nn.Module:
-    """The original with each weight that the plan quantizes rounded to its format: rows stay rows, however they are merged."""
+    """The original with each weight that the plan quantizes rounded to its format: rows stay rows, however they are
+    merged.
+    """
     model = make(name)
     for step in engine.plan.steps:
         for fill in (fill for fill in step.fills if fill.format):
@@ -83,7 +100,9 @@ def test_a_quantized_model_is_the_model_with_rounded_weights(name: str, text: st
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "falcon-7b", "bert"])
 def test_floating_formats_in_bfloat16(name: str, text: str) -> None:
     engine = engine_of(name, text, dtype="bf16", verify="strict")
-    assert any(isinstance(module, QuantizedLinear) and module.data.dtype == torch.uint8 for module in engine.module.modules())
+    assert any(
+        isinstance(module, QuantizedLinear) and module.data.dtype == torch.uint8 for module in engine.module.modules()
+    )
     bound = quant_format(text).proof_tolerance * len(formats_of(engine)) ** 0.5
     assert distance(logits(engine, name).float(), logits(make(name), name)) < bound + 0.02  # bfloat16 over three layers
 
@@ -103,7 +122,9 @@ def test_names_choose_and_leave_alone() -> None:
     """As DeepSpeed writes it: only what matches is quantized; on top of a format for all, names override and exclude."""
     names = {"mlp.down_proj": {"num_bits": 4, "group_size": 32, "group_dim": 1, "symmetric": False}, "o_proj": "fp6"}
     engine = engine_of("llama", {"enabled": True, "weight": {"post_init_quant": names}}, verify="strict")
-    wanted = {path: "int4:32:asymmetric" for path in LLAMA if "down" in path} | {path: "fp6" for path in LLAMA if "o_proj" in path}
+    wanted = {path: "int4:32:asymmetric" for path in LLAMA if "down" in path} | {
+        path: "fp6" for path in LLAMA if "o_proj" in path
+    }
     assert formats_of(engine) == wanted and [step.depth for step in engine.plan.steps[:3]] == [BLOCK] * 3
     assert distance(logits(engine, "llama"), logits(rounded("llama", engine), "llama")) < 1e-4
 
@@ -134,7 +155,9 @@ def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
     assert {path for path, depth in depths.items() if depth == BLOCK} == {"model.layers.1", "model.layers.2"}
     assert all(depth == LINEAR for path, depth in depths.items() if path.startswith("model.layers.0."))
     formats = formats_of(engine)
-    assert formats["model.layers.0.self_attn.k_proj"] == "int4:32" and formats["model.layers.0.self_attn.q_proj"] == "int8"
+    assert (
+        formats["model.layers.0.self_attn.k_proj"] == "int4:32" and formats["model.layers.0.self_attn.q_proj"] == "int8"
+    )
     assert "model.layers.0.self_attn.v_proj" not in formats
     told = "self_attn.q_proj in int8, self_attn.k_proj in int4:32, self_attn.v_proj in the compute dtype cannot be one matrix"
     assert told in str(engine.plan)
@@ -142,7 +165,9 @@ def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
 
 
 def test_initialization_is_a_format_for_all() -> None:
-    written = {"weight": {"quantized_initialization": {"num_bits": 8, "group_size": 32, "group_dim": 1, "symmetric": False}}}
+    written = {
+        "weight": {"quantized_initialization": {"num_bits": 8, "group_size": 32, "group_dim": 1, "symmetric": False}}
+    }
     assert set(formats_of(engine_of("gpt2", written)).values()) == {"int8:32:asymmetric"}
 
 
@@ -153,22 +178,37 @@ def test_names_that_match_nothing_are_told_with_the_linears_that_there_are() -> 
     with pytest.raises(ConfigError) as caught:
         infuse.init_inference(model, quant={"weight": {"post_init_quant": names}})
     text = str(caught.value)
-    assert "'fc1' is in no linear's path" in text and "'attention.dense' is in no linear's path" in text and "'down_proj'" not in text
-    assert "model.layers.{0-2}.self_attn.q_proj" in text and "model.layers.{0-2}.mlp.down_proj" in text and "lm_head" in text
+    assert (
+        "'fc1' is in no linear's path" in text
+        and "'attention.dense' is in no linear's path" in text
+        and "'down_proj'" not in text
+    )
+    assert (
+        "model.layers.{0-2}.self_attn.q_proj" in text
+        and "model.layers.{0-2}.mlp.down_proj" in text
+        and "lm_head" in text
+    )
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 def test_names_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"'mlp' and 'down_proj' give model.layers.0.mlp.down_proj different formats; one linear has one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'mlp' and 'down_proj' give model.layers.0.mlp.down_proj different formats; one linear has one",
+    ):
         engine_of("llama", {"weight": {"post_init_quant": {"mlp": "int8", "down_proj": "int4"}}})
     same = {"mlp": {"num_bits": 8}, "down_proj": "int8"}
-    assert set(formats_of(engine_of("llama", {"weight": {"post_init_quant": same}}))) == {path for path in LLAMA if "mlp" in path}
+    assert set(formats_of(engine_of("llama", {"weight": {"post_init_quant": same}}))) == {
+        path for path in LLAMA if "mlp" in path
+    }
 
 
 def test_tables_are_not_quantized_and_it_is_said() -> None:
     """DeepSpeed's examples name embeddings too."""
     with pytest.warns(UserWarning, match="only tables match"):
-        engine = engine_of("llama", {"weight": {"post_init_quant": {"embed_tokens": {"num_bits": 8, "group_dim": 0}, "mlp": "int8"}}})
+        engine = engine_of(
+            "llama", {"weight": {"post_init_quant": {"embed_tokens": {"num_bits": 8, "group_dim": 0}, "mlp": "int8"}}}
+        )
     assert any(re.search("'embed_tokens': no effect: only tables match", note) for note in engine.plan.notes)
     assert any("groups lie along the inputs" in note for note in engine.plan.notes)
 
@@ -181,7 +221,10 @@ def test_the_plan_tells_formats_and_their_bytes() -> None:
     text = str(engine.plan)
     rows, hidden, inner = (4 + 2 * 2) * 16, 64, 128
     int8, int4 = (rows + 2 * inner) * (hidden + 2), hidden * (inner // 2 + inner // 32 * 2)
-    assert f"int4:32 for mlp.down {int4 / 1e3:.1f} kB, int8 for self_attn.qkv and mlp.up {int8 / 1e3:.1f} kB, spec of" in text
+    assert (
+        f"int4:32 for mlp.down {int4 / 1e3:.1f} kB, int8 for self_attn.qkv and mlp.up {int8 / 1e3:.1f} kB, spec of"
+        in text
+    )
     step = engine.plan.steps[0]
     module = engine.module.get_submodule(step.path)
     for target, format, size in step.matrices:

@@ -38,7 +38,9 @@ MODES: dict[str, dict[str, Any]] = {
     "dynamic cache": dict(cache_implementation="dynamic"),
     "no cache": dict(use_cache=False),
     "bad words": dict(bad_words_ids=[[5], [9], [29], [60]]),
-    "config by keyword": dict(generation_config=t.GenerationConfig(max_new_tokens=NEW, num_beams=2, pad_token_id=0, eos_token_id=None)),
+    "config by keyword": dict(
+        generation_config=t.GenerationConfig(max_new_tokens=NEW, num_beams=2, pad_token_id=0, eos_token_id=None)
+    ),
 }
 
 
@@ -55,7 +57,9 @@ def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
 
 def injected(name: str) -> infuse.InferenceEngine:
     engine = infuse.init_inference(made(name), dtype="fp32")
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -85,7 +89,9 @@ def test_modes(name: str, mode: str, face: Callable) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_modes_are_told_apart(name: str) -> None:
-    """Guards the test above: a mode that were ignored would give the greedy tokens, and these are several different ones."""
+    """Guards the test above: a mode that were ignored would give the greedy tokens, and these are several different
+    ones.
+    """
     original, _ = pair(name)
     greedy = seeded(original, **padded(name))
     assert len(greedy[:, PROMPT:].unique()) > 3
@@ -130,7 +136,9 @@ def test_min_new_tokens(name: str, face: Callable) -> None:
     first = seeded(original, **padded(name))[:, PROMPT].tolist()
     asked = dict(eos_token_id=first, pad_token_id=0, min_new_tokens=4)
     exact = seeded(original, **padded(name), **asked)
-    assert exact.shape[1] >= PROMPT + 4 and not torch.equal(exact, seeded(original, **padded(name), eos_token_id=first, pad_token_id=0))
+    assert exact.shape[1] >= PROMPT + 4 and not torch.equal(
+        exact, seeded(original, **padded(name), eos_token_id=first, pad_token_id=0)
+    )
     assert torch.equal(seeded(face(engine), **padded(name), **asked), exact)
 
 
@@ -144,7 +152,9 @@ def one_row(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("injected", [False, True], ids=["plain assistant", "injected assistant"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_assisted(name: str, injected: bool, face: Callable) -> None:
-    """The tokens are those of the model alone, whatever the assistant proposes; it is asked, and some proposals are taken."""
+    """The tokens are those of the model alone, whatever the assistant proposes; it is asked, and some proposals are
+    taken.
+    """
     original, engine = pair(name)
     assistant: Any = made(name)  # the same weights, then disturbed a little: right sometimes
     with torch.no_grad():
@@ -250,14 +260,18 @@ def test_generation_config(by: str, face: Callable) -> None:
     assert torch.equal(found, exact)
 
 
-@pytest.mark.parametrize("own", [dict(cache_implementation="static"), dict(use_cache=False), dict(max_new_tokens=4)], ids=str)
+@pytest.mark.parametrize(
+    "own", [dict(cache_implementation="static"), dict(use_cache=False), dict(max_new_tokens=4)], ids=str
+)
 def test_what_the_models_own_generation_config_says_counts(own: dict[str, Any]) -> None:
     """transformers fills what a given config leaves open from the model's own."""
     models = made("llama"), injected("llama").module
     for model in models:
         model.generation_config.update(**own)
     settings = t.GenerationConfig(repetition_penalty=1.5, pad_token_id=0)
-    exact, found = (model.generate(**padded("llama"), generation_config=settings, return_dict_in_generate=True) for model in models)
+    exact, found = (
+        model.generate(**padded("llama"), generation_config=settings, return_dict_in_generate=True) for model in models
+    )
     assert torch.equal(found.sequences, exact.sequences)
     assert isinstance(found.past_key_values, KVCache if "max_new_tokens" in own else type(exact.past_key_values))
 

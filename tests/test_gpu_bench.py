@@ -1,4 +1,6 @@
-"""The GPU benchmark from start to end on a CPU: tiny shapes, a recorder in the place of graphs, every table and every figure there."""
+"""The GPU benchmark from start to end on a CPU: tiny shapes, a recorder in the place of graphs, every table and every
+figure there.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_what_a_step_reads() -> None:
-    """All weights, but of an embedding that is not the head's: 15.0 GB of the 8B shape in bfloat16, 2.47 GB of the 1B shape."""
+    """All weights, but of an embedding that is not the head's: 15.0 GB of the 8B shape in bfloat16, 2.47 GB of the 1B
+    shape.
+    """
     for shape, expected in ((gpu_models.LLAMA_8B, 15.0e9), (gpu_models.LLAMA_1B, 2.47e9)):
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).bfloat16()
@@ -67,7 +71,12 @@ def test_what_a_step_reads() -> None:
 def test_operations_of_a_prompt() -> None:
     """By hand for two layers of width 8, two heads of which one for keys, inner width 12, 3 tokens."""
     config = transformers.LlamaConfig(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, vocab_size=7
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=12,
+        vocab_size=7,
     )
     matrices = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12
     assert gpu_models.prefill_operations(config, 3) == 2 * 3 * 2 * matrices + 2 * 2 * 2 * 2 * 4 * 9 / 2
@@ -79,7 +88,13 @@ def test_operations_of_a_prompt() -> None:
 
 
 def test_sizes_to_search_for() -> None:
-    assert gpu.matrix_sizes(gpu_models.LLAMA_1B) == [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)]
+    assert gpu.matrix_sizes(gpu_models.LLAMA_1B) == [
+        (3072, 2048),
+        (2048, 2048),
+        (16384, 2048),
+        (2048, 8192),
+        (128256, 2048),
+    ]
     assert gpu.matrix_sizes(gpu_models.LLAMA_8B)[0] == (6144, 4096)
 
 

@@ -105,7 +105,9 @@ def test_loops_that_are_not_ours(mode: dict[str, Any]) -> None:
     original, engine = llama(), infuse.init_inference(llama(), dtype="fp32")
     for padding in ("left", None, "left"):
         given = moved(inputs(BY_NAME["llama"], batch=2, padding=padding))
-        assert torch.equal(engine.generate(**given, **mode, max_new_tokens=40), original.generate(**given, **mode, max_new_tokens=40))
+        assert torch.equal(
+            engine.generate(**given, **mode, max_new_tokens=40), original.generate(**given, **mode, max_new_tokens=40)
+        )
     (bucket,) = buckets(engine)._idle
     assert [step.captured is not None for step in bucket._steps.values()] == [True] and not buckets(engine).refused
 
@@ -128,20 +130,28 @@ def test_ends_and_streamers() -> None:
         ends = [rows[0][at], rows[1][at // 2], rows[2][at]]
         ours, theirs = Collected(), Collected()
         exact = original.generate(**given, max_new_tokens=40, eos_token_id=ends, pad_token_id=0, streamer=theirs)
-        assert torch.equal(engine.generate(**given, max_new_tokens=40, eos_token_id=ends, pad_token_id=0, streamer=ours), exact)
+        assert torch.equal(
+            engine.generate(**given, max_new_tokens=40, eos_token_id=ends, pad_token_id=0, streamer=ours), exact
+        )
         assert ours.tokens == theirs.tokens
 
 
 def test_two_engines_beside_each_other() -> None:
     names = ("llama", "gpt2")
     originals = [BY_NAME[name].make(tie_word_embeddings=False).to(CUDA) for name in names]
-    engines = [infuse.init_inference(BY_NAME[name].make(tie_word_embeddings=False).to(CUDA), dtype="fp32") for name in names]
+    engines = [
+        infuse.init_inference(BY_NAME[name].make(tie_word_embeddings=False).to(CUDA), dtype="fp32") for name in names
+    ]
     for _ in range(3):
         for name, original, engine in zip(names, originals, engines, strict=True):
             given = moved(inputs(BY_NAME[name], padding="left"))
-            assert torch.equal(engine.generate(**given, max_new_tokens=20), original.generate(**given, max_new_tokens=20))
+            assert torch.equal(
+                engine.generate(**given, max_new_tokens=20), original.generate(**given, max_new_tokens=20)
+            )
     engines[0].destroy()
-    assert torch.equal(engines[1].generate(**given, max_new_tokens=20), originals[1].generate(**given, max_new_tokens=20))
+    assert torch.equal(
+        engines[1].generate(**given, max_new_tokens=20), originals[1].generate(**given, max_new_tokens=20)
+    )
 
 
 def test_tensors_of_the_cpu_are_brought() -> None:
@@ -157,7 +167,12 @@ def test_tensors_of_the_cpu_are_brought() -> None:
 def test_out_of_memory_is_told_and_over() -> None:
     """This process may have 256 MB more: a large batch does not fit, a small one does, before and after."""
     config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1024, vocab_size=1000, max_position_embeddings=4096
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        intermediate_size=1024,
+        vocab_size=1000,
+        max_position_embeddings=4096,
     )
     model = LlamaForCausalLM(config).to(CUDA).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0

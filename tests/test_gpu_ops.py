@@ -10,5 +10,7 @@ from triton_cases import *  # noqa: F403  (its tests are these)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="there is no GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="there is no GPU"
+    ),
 ]

@@ -34,7 +34,10 @@ def test_forward(family: Family, dtype: torch.dtype) -> None:
         for step in range(4):  # as it is, captured, replayed
             for padding in (None, "left" if family.kind == "decoder" else "right"):
                 given = inputs(family, padding=padding, seed=step)
-                exact, found = first_tensor(original(**moved(given))), first_tensor(engine.module(**moved(given, dtype)))
+                exact, found = (
+                    first_tensor(original(**moved(given))),
+                    first_tensor(engine.module(**moved(given, dtype))),
+                )
                 shown = given.get("attention_mask")
                 if shown is not None and exact.shape[:2] == shown.shape:  # what padding sees is nobody's affair
                     exact, found = exact[shown.bool()], found[shown.bool()]
@@ -47,7 +50,9 @@ def test_tokens(family: Family) -> None:
     for padding in ("left", None):
         given = moved(inputs(family, batch=3, tokens=9, padding=padding, seed=11))
         for _ in range(2):
-            assert torch.equal(engine.generate(**given, max_new_tokens=30), original.generate(**given, max_new_tokens=30))
+            assert torch.equal(
+                engine.generate(**given, max_new_tokens=30), original.generate(**given, max_new_tokens=30)
+            )
 
 
 @pytest.mark.parametrize("mode", [*SAMPLING, *(name for name in ON_HOST if "own" not in name)])
@@ -71,7 +76,9 @@ def test_quantized(format: str) -> None:
     """The device and the CPU, whose kernels have other tests, agree on what a quantized model says."""
     family = next(family for family in DECODERS if family.name == "llama")
     on_cpu = infuse.init_inference(family.make(hidden_size=128, intermediate_size=256), dtype="fp32", quant=format)
-    on_gpu = infuse.init_inference(family.make(hidden_size=128, intermediate_size=256).to(CUDA), dtype="bf16", quant=format)
+    on_gpu = infuse.init_inference(
+        family.make(hidden_size=128, intermediate_size=256).to(CUDA), dtype="bf16", quant=format
+    )
     given = inputs(family)
     with torch.no_grad():
         assert_close(on_gpu(**moved(given)).logits, on_cpu(**given).logits, torch.bfloat16, format)

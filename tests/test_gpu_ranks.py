@@ -17,7 +17,10 @@ from torch import Tensor
 
 import infuse
 
-pytestmark = [*needs_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: NCCL has one rank on each")]
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: NCCL has one rank on each"),
+]
 SIZE = 2
 MODES: list[dict[str, Any]] = [{}, dict(do_sample=True, top_k=20), dict(num_beams=2), dict(no_repeat_ngram_size=2)]
 SAMPLED = (2, 3)  # of the answers: another rounding may draw another token
@@ -27,11 +30,15 @@ def on_rank(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(f"{folder}/store", SIZE)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=90))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=90)
+    )
     family, device = BY_NAME["llama"], torch.device("cuda", rank)
     original = family.make(tie_word_embeddings=False).to(device)
     model = family.make(tie_word_embeddings=False).to(device)
-    engine = infuse.init_inference(model, dtype="fp32", enable_cuda_graph=True, progress=False, tensor_parallel={"tp_size": SIZE})
+    engine = infuse.init_inference(
+        model, dtype="fp32", enable_cuda_graph=True, progress=False, tensor_parallel={"tp_size": SIZE}
+    )
 
     def given(seed: int) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in inputs(family, batch=2, padding="left", seed=seed).items()}
@@ -48,7 +55,9 @@ def on_rank(rank: int, folder: str) -> None:
 
     found, exact = answers(engine.module), answers(original)
     captured = [s.captured is not None for b in engine.module._infuse.buckets._idle for s in b._steps.values()]
-    torch.save((found, exact, captured, engine.module.forward.graphs.captured(), engine.group.describe()), f"{folder}/{rank}")
+    torch.save(
+        (found, exact, captured, engine.module.forward.graphs.captured(), engine.group.describe()), f"{folder}/{rank}"
+    )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""Gradients: a backward pass that reaches a replaced layer raises; one that needs nothing of it gives the original's gradients."""
+"""Gradients: a backward pass that reaches a replaced layer raises; one that needs nothing of it gives the original's
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,9 @@ def test_results_can_be_changed_in_place() -> None:
     for name in NAMES:
         model = infused(name)
         block = next(module for module in model.modules() if isinstance(module, Block))
-        block.register_forward_hook(lambda module, args, out: (out[0] if isinstance(out, tuple) else out).zero_().sum().item() or None)
+        block.register_forward_hook(
+            lambda module, args, out: (out[0] if isinstance(out, tuple) else out).zero_().sum().item() or None
+        )
         assert not torch.equal(model(**given(name))[0], infused(name)(**given(name))[0])
 
 
@@ -154,8 +158,15 @@ def training_warnings(call: object) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("inject", [True, False])
 def test_train_warns_once_and_eval_never(name: str, inject: bool) -> None:
-    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32", quant="int8:16", replace_with_kernel_inject=inject)
-    for model in (engine, engine.module, copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module.config)) and engine.module):
+    engine = infuse.init_inference(
+        BY_NAME[name].make(), dtype="fp32", quant="int8:16", replace_with_kernel_inject=inject
+    )
+    for model in (
+        engine,
+        engine.module,
+        copy.deepcopy(engine.module),
+        pickle.loads(pickle.dumps(engine.module.config)) and engine.module,
+    ):
         model.eval()
         assert not training_warnings(model.eval) and not training_warnings(lambda model=model: model.train(False))
         (text,) = training_warnings(model.train)
@@ -167,7 +178,9 @@ def test_train_warns_once_and_eval_never(name: str, inject: bool) -> None:
 
 
 def test_compiled_calls_with_gradients_on_compute_the_same_and_raise_in_backward() -> None:
-    replaced = Linear(8, 8, True, {}, combine=lambda part: part).to_empty(device="cpu")  # of ranks, which refuses gradients
+    replaced = Linear(8, 8, True, {}, combine=lambda part: part).to_empty(
+        device="cpu"
+    )  # of ranks, which refuses gradients
     nn.init.normal_(replaced.weight), nn.init.zeros_(replaced.bias)
     model = nn.Sequential(nn.Embedding(5, 8), replaced)
     index = torch.tensor([[0, 3, 4]])

@@ -1,4 +1,6 @@
-"""Graphs of a callable, on a recorder that keeps and loses what a CUDA graph does: values, copies, keys, eviction, fallback."""
+"""Graphs of a callable, on a recorder that keeps and loses what a CUDA graph does: values, copies, keys, eviction,
+fallback.
+"""
 
 from __future__ import annotations
 
@@ -139,16 +141,28 @@ def test_structures_come_back_as_they_were() -> None:
     def function(batch: dict[str, Any], pair: Pair, *, name: str) -> Any:
         x = batch["x"][0]
         record = Record(x * 2, name)
-        return {"output": BaseModelOutput(last_hidden_state=x + 1, hidden_states=(x, pair.second)), "pair": Pair(record, [x, None, 3])}
+        return {
+            "output": BaseModelOutput(last_hidden_state=x + 1, hidden_states=(x, pair.second)),
+            "pair": Pair(record, [x, None, 3]),
+        }
 
     graphs = Graphs(function, FakeBackend())
     for _ in range(4):
         x, y = random(2), random(3)
         found = graphs({"x": [x]}, Pair(1, y), name="n")
     output, pair = found["output"], found["pair"]
-    assert isinstance(output, BaseModelOutput) and torch.equal(output.last_hidden_state, x + 1) and torch.equal(output[1][1], y)
+    assert (
+        isinstance(output, BaseModelOutput)
+        and torch.equal(output.last_hidden_state, x + 1)
+        and torch.equal(output[1][1], y)
+    )
     assert output.attentions is None and output.to_tuple()[0] is output.last_hidden_state
-    assert isinstance(pair, Pair) and isinstance(pair.first, Record) and pair.first.name == "n" and torch.equal(pair.first.value, x * 2)
+    assert (
+        isinstance(pair, Pair)
+        and isinstance(pair.first, Record)
+        and pair.first.name == "n"
+        and torch.equal(pair.first.value, x * 2)
+    )
     assert pair.second[1:] == [None, 3]
 
 

@@ -1,7 +1,8 @@
-"""The decode loop over graphs gives the original's tokens in float32: families, padding, ends, growth, streamers, fallbacks.
+"""The decode loop over graphs gives the original's tokens in float32: families, padding, ends, growth, streamers,
+fallbacks.
 
-The graphs are those of a recorder (fake_graph.py): what depends on a number of the host, or on a buffer that was written over, is wrong
-tokens here as it would be on a GPU.
+The graphs are those of a recorder (fake_graph.py): what depends on a number of the host, or on a buffer that was
+written over, is wrong tokens here as it would be on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "typical": dict(do_sample=True, typical_p=0.8),
     "epsilon": dict(do_sample=True, epsilon_cutoff=0.01),
     "repetition penalty": dict(repetition_penalty=1.5),
-    "sampled with penalty": dict(do_sample=True, repetition_penalty=1.3, renormalize_logits=True, remove_invalid_values=True),
+    "sampled with penalty": dict(
+        do_sample=True, repetition_penalty=1.3, renormalize_logits=True, remove_invalid_values=True
+    ),
 }
 
 
@@ -57,7 +60,9 @@ def original(name: str) -> nn.Module:
     return made(name)
 
 
-def padded(name: str = "llama", batch: int = 3, tokens: int = PROMPT, padding: str | None = "left", seed: int = 11) -> dict[str, Tensor]:
+def padded(
+    name: str = "llama", batch: int = 3, tokens: int = PROMPT, padding: str | None = "left", seed: int = 11
+) -> dict[str, Tensor]:
     return inputs(BY_NAME[name], batch=batch, tokens=tokens, padding=padding, seed=seed)
 
 
@@ -95,7 +100,9 @@ def test_ways_to_choose(mode: str) -> None:
     for padding in ("left", None, "left"):
         same("llama", engine, **padded(padding=padding), **SAMPLING[mode])
     made_so_far = len(backend.captures)
-    assert made_so_far <= (2 if "repetition_penalty" in SAMPLING[mode] else 1)  # some releases hide padding from it by a tensor
+    assert made_so_far <= (
+        2 if "repetition_penalty" in SAMPLING[mode] else 1
+    )  # some releases hide padding from it by a tensor
     for seed in (12, 13):
         same("llama", engine, **padded(seed=seed), **SAMPLING[mode])
     many = dict(num_return_sequences=2) if SAMPLING[mode].get("do_sample") else {}
@@ -111,7 +118,9 @@ def test_a_penalty_learns_of_another_padding() -> None:
         given = padded(batch=2, padding=None, seed=21)
         given["attention_mask"][0, :hidden] = 0
         given["input_ids"][0, :hidden] = torch.arange(20, 20 + hidden)
-        answers.add(tuple(same("llama", engine, **given, repetition_penalty=3.0, max_new_tokens=30)[0, PROMPT:].tolist()))
+        answers.add(
+            tuple(same("llama", engine, **given, repetition_penalty=3.0, max_new_tokens=30)[0, PROMPT:].tolist())
+        )
     assert len(backend.captures) == 1 and len(answers) > 1
 
 
@@ -146,7 +155,9 @@ def test_samples_in_16_bits_are_many() -> None:
 def test_a_mode_does_not_use_the_graph_of_another() -> None:
     engine, backend = graphed(made("llama"))
     for _ in range(2):
-        found = {mode: tuple(same("llama", engine, **padded(), **SAMPLING[mode]).flatten().tolist()) for mode in SAMPLING}
+        found = {
+            mode: tuple(same("llama", engine, **padded(), **SAMPLING[mode]).flatten().tolist()) for mode in SAMPLING
+        }
     assert len(set(found.values())) > 5 and len(backend.captures) == len(SAMPLING)
     for temperature in (0.7, 0.9, 0.7):
         same("llama", engine, **padded(), do_sample=True, temperature=temperature)
@@ -163,14 +174,30 @@ def test_prompts() -> None:
         given = padded()
         embedded = original("llama").get_input_embeddings()(given["input_ids"]).detach() * 1.1
         for penalty in (1.0, 1.4):
-            found = same("llama", engine, inputs_embeds=embedded, attention_mask=given["attention_mask"], repetition_penalty=penalty)
+            found = same(
+                "llama",
+                engine,
+                inputs_embeds=embedded,
+                attention_mask=given["attention_mask"],
+                repetition_penalty=penalty,
+            )
             assert found.shape[1] == 14
     assert backend.captures
 
 
 def test_batches_and_lengths_that_change() -> None:
     engine, backend = graphed(made("llama"))
-    for batch, tokens, new in ((2, 5, 20), (1, 40, 9), (3, 3, 30), (2, 7, 9), (1, 70, 12), (2, 5, 3), (2, 5, 1), (3, 60, 5), (1, 40, 30)):
+    for batch, tokens, new in (
+        (2, 5, 20),
+        (1, 40, 9),
+        (3, 3, 30),
+        (2, 7, 9),
+        (1, 70, 12),
+        (2, 5, 3),
+        (2, 5, 1),
+        (3, 60, 5),
+        (1, 40, 30),
+    ):
         same("llama", engine, **padded(batch=batch, tokens=tokens), max_new_tokens=new)
     assert len(backend.captures) <= 5
 
@@ -185,7 +212,9 @@ def rows_of(name: str, **kwargs: Any) -> list[list[int]]:
 @pytest.mark.parametrize("new", [4, 14, 40])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma2"])
 def test_rows_that_end_at_different_times(name: str, new: int) -> None:
-    """For each length there is, three tokens with which the last row ends there: at the first step, in the middle of eight, at the end."""
+    """For each length there is, three tokens with which the last row ends there: at the first step, in the middle of
+    eight, at the end.
+    """
     engine, backend = graphed(made(name))
     rows = rows_of(name, **padded(name), max_new_tokens=new)
     by_length: dict[int, tuple[int, ...]] = {}
@@ -282,11 +311,20 @@ def test_growing_changes_the_bucket(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("infuse.generate.install._PREPARED_TOKENS", 20)
     engine, backend = graphed(made(name))
     ends = rows_of(name, **padded(name), max_new_tokens=110)[1][90]
-    for mode in (dict(), dict(repetition_penalty=1.3), dict(eos_token_id=ends, pad_token_id=0), dict(no_repeat_ngram_size=3), dict()):
+    for mode in (
+        dict(),
+        dict(repetition_penalty=1.3),
+        dict(eos_token_id=ends, pad_token_id=0),
+        dict(no_repeat_ngram_size=3),
+        dict(),
+    ):
         same(name, engine, **padded(name), max_new_tokens=110, **mode)
     kept = engine.module._infuse.buckets._idle
     captures = len(backend.captures)
-    assert [bucket.capacity_tokens for bucket in kept] == [64, 128] and 6 <= captures <= 8  # four ways, some of which end before
+    assert [bucket.capacity_tokens for bucket in kept] == [
+        64,
+        128,
+    ] and 6 <= captures <= 8  # four ways, some of which end before
     same(name, engine, **padded(name), max_new_tokens=20)
     assert len(backend.captures) == captures, "the small bucket is as good as before"
 
@@ -334,7 +372,9 @@ def test_a_cap_on_tokens(limit: int) -> None:
         same("llama", engine, **padded(tokens=tokens), max_new_tokens=limit - tokens)
     with pytest.raises(infuse.errors.ContextLimitError):
         engine.generate(**padded(), max_new_tokens=limit)
-    assert len(backend.captures) == 1 and {bucket.capacity_tokens for bucket in engine.module._infuse.buckets._idle} == {limit}
+    assert len(backend.captures) == 1 and {
+        bucket.capacity_tokens for bucket in engine.module._infuse.buckets._idle
+    } == {limit}
 
 
 # ---- what needs the host
@@ -360,7 +400,9 @@ def test_the_host_chooses_over_a_graph_of_the_step(mode: str) -> None:
 
 
 OTHERS: list[dict[str, Any]] = [
-    dict(use_cache=False), dict(use_cache=False, num_beams=2), dict(cache_implementation="static"),
+    dict(use_cache=False),
+    dict(use_cache=False, num_beams=2),
+    dict(cache_implementation="static"),
 ]
 
 
@@ -501,7 +543,10 @@ def test_a_call_inside_a_call() -> None:
     asks = Asks()
     given = padded(batch=3, padding=None)
     torch.manual_seed(5)
-    assert torch.equal(engine.generate(**given, max_new_tokens=20, streamer=asks), original("llama").generate(**given, max_new_tokens=20))
+    assert torch.equal(
+        engine.generate(**given, max_new_tokens=20, streamer=asks),
+        original("llama").generate(**given, max_new_tokens=20),
+    )
     assert len(asks.columns) == 21
 
 

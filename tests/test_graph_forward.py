@@ -54,7 +54,9 @@ def test_encoders(family: Family) -> None:
 
 
 def test_a_backward_pass_through_a_graph_is_refused() -> None:
-    """A replay records nothing: without a refusal a head on top would train, and the model below would not, without a word."""
+    """A replay records nothing: without a refusal a head on top would train, and the model below would not, without a
+    word.
+    """
     family = BY_NAME["bert"]
     engine, backend = graphed(family.make(), forward=True)
     head = nn.Linear(96, 2)
@@ -152,7 +154,9 @@ class Greedy(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden.shape[0] > self.rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 1 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 1 GiB"
+            )
         return self.layer(hidden, *args, **kwargs)
 
 

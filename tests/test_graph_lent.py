@@ -1,4 +1,6 @@
-"""Loops that are not ours over graphs of decode steps: transformers' beams, callers' own; tokens and counts are the original's."""
+"""Loops that are not ours over graphs of decode steps: transformers' beams, callers' own; tokens and counts are the
+original's.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_beams(mode: str) -> None:
         assert (len(backend.captures), backend.warmed, backend.replays) == (1, WARM, 13 * call - WARM)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "gemma2", "falcon-7b", "opt", "gpt-neo", "bert-decoder", "mistral", "bigcode"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bloom", "gemma2", "falcon-7b", "opt", "gpt-neo", "bert-decoder", "mistral", "bigcode"]
+)
 def test_beams_of_families(name: str) -> None:
     engine, backend = graphed(made(name))
     for _ in range(2):
@@ -56,7 +60,16 @@ def test_beams_that_end(early: Any) -> None:
     rows = rows_of("llama", **padded(), max_new_tokens=30)
     for ends in ([rows[0][2]], [rows[0][4], rows[1][9], rows[2][1]], [rows[1][20]]):
         for beams in (2, 4):
-            same("llama", engine, **padded(), max_new_tokens=30, num_beams=beams, early_stopping=early, eos_token_id=ends, pad_token_id=0)
+            same(
+                "llama",
+                engine,
+                **padded(),
+                max_new_tokens=30,
+                num_beams=beams,
+                early_stopping=early,
+                eos_token_id=ends,
+                pad_token_id=0,
+            )
     assert len(backend.captures) == 2 and backend.replays
 
 
@@ -66,11 +79,15 @@ def test_beams_grow_into_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None
     for call in (1, 2):
         same("llama", engine, **padded(), max_new_tokens=90, num_beams=2)
         assert backend.replays == 89 * call - 2 * WARM
-    assert [bucket.capacity_tokens for bucket in engine.module._infuse.buckets._idle] == [64, 128] and len(backend.captures) == 2
+    assert [bucket.capacity_tokens for bucket in engine.module._infuse.buckets._idle] == [64, 128] and len(
+        backend.captures
+    ) == 2
 
 
 def test_a_bucket_serves_our_loop_and_others() -> None:
-    """What one loop makes in inference mode the other writes to without it; the steps that the host chooses over are the same ones."""
+    """What one loop makes in inference mode the other writes to without it; the steps that the host chooses over are
+    the same ones.
+    """
     engine, backend = graphed(made("llama"))
     for _ in range(2):
         same("llama", engine, **padded())
@@ -92,7 +109,9 @@ def test_a_cap_on_tokens() -> None:
 def test_results_are_the_callers(beams: int) -> None:
     """Scores, logits and the cache of one call are not written over by the next, and the cache can be gone on from."""
     engine, backend = graphed(made("llama"))
-    asked: dict[str, Any] = dict(num_beams=beams, return_dict_in_generate=True, output_scores=True, output_logits=True, max_new_tokens=8)
+    asked: dict[str, Any] = dict(
+        num_beams=beams, return_dict_in_generate=True, output_scores=True, output_logits=True, max_new_tokens=8
+    )
     exact = [seeded(original("llama"), **padded(seed=seed), **asked) for seed in (11, 12)]
     found = [seeded(engine, **padded(seed=seed), **asked) for seed in (11, 12)]
     seeded(engine, **padded(seed=13), **asked)
@@ -108,7 +127,13 @@ def test_results_are_the_callers(beams: int) -> None:
     if beams == 1:
         mask = torch.cat((padded()["attention_mask"], torch.ones(3, 8, dtype=torch.long)), dim=1)
         longer = [
-            seeded(model, input_ids=given.sequences, attention_mask=mask, past_key_values=given.past_key_values, max_new_tokens=6)
+            seeded(
+                model,
+                input_ids=given.sequences,
+                attention_mask=mask,
+                past_key_values=given.past_key_values,
+                max_new_tokens=6,
+            )
             for model, given in ((engine, found[0]), (original("llama"), exact[0]))
         ]
         assert torch.equal(*longer)
@@ -117,7 +142,13 @@ def test_results_are_the_callers(beams: int) -> None:
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
 def test_more_than_logits_is_run_as_it_is(asked: str) -> None:
     engine, backend = graphed(made("llama"))
-    kwargs: dict[str, Any] = {**padded(), "num_beams": 2, "return_dict_in_generate": True, "max_new_tokens": 6, asked: True}
+    kwargs: dict[str, Any] = {
+        **padded(),
+        "num_beams": 2,
+        "return_dict_in_generate": True,
+        "max_new_tokens": 6,
+        asked: True,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found, exact = seeded(engine, **kwargs), seeded(original("llama"), **kwargs)
@@ -130,11 +161,15 @@ def test_more_than_logits_is_run_as_it_is(asked: str) -> None:
 
 
 def test_other_steps_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt lookup asks for several tokens at once and drops some again; a prompt in pieces may end with a piece of one token."""
+    """Prompt lookup asks for several tokens at once and drops some again; a prompt in pieces may end with a piece of
+    one token.
+    """
     steps: list[int] = []
     model = type(original("llama"))
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda self, **given: steps.append(given["input_ids"].shape[1]) or forward(self, **given))
+    monkeypatch.setattr(
+        model, "forward", lambda self, **given: steps.append(given["input_ids"].shape[1]) or forward(self, **given)
+    )
     engine, backend = graphed(made("llama"))
     for seed in (11, 12):
         given = padded(batch=1, padding=None, seed=seed)
@@ -159,7 +194,9 @@ def test_an_encoder_with_a_decoder_stays_as_it_is() -> None:
     exact, (engine, backend) = t5(), graphed(t5())
     ids = torch.randint(1, 96, (2, 7), generator=torch.Generator().manual_seed(3))
     for kwargs in (dict(num_beams=3), dict()):
-        assert torch.equal(engine.generate(ids, max_new_tokens=9, **kwargs), exact.generate(ids, max_new_tokens=9, **kwargs))
+        assert torch.equal(
+            engine.generate(ids, max_new_tokens=9, **kwargs), exact.generate(ids, max_new_tokens=9, **kwargs)
+        )
     assert not backend.captures
 
 
@@ -202,7 +239,9 @@ def lent(engine: Any, batch: int = 3, tokens: int = 40) -> LentCache:
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])
 @torch.no_grad()
 def test_calls_of_every_kind(name: str) -> None:
-    """Several tokens, one, crops, other rows, other arguments: logits and counts are those of the original with its own cache."""
+    """Several tokens, one, crops, other rows, other arguments: logits and counts are those of the original with its own
+    cache.
+    """
     engine, backend = graphed(made(name))
     exact, ours, theirs = original(name), lent(engine), DynamicCache(config=original(name).config)
     generator = torch.Generator().manual_seed(7)
@@ -223,20 +262,28 @@ def test_calls_of_every_kind(name: str) -> None:
                 mask = torch.cat((mask, mask.new_ones(3, count)), dim=1)
             ids = torch.randint(3, 90, (3, count), generator=generator)
             given: dict[str, Any] = dict(input_ids=ids, attention_mask=mask, return_dict=True)
-            kept.append((engine.module(**given, past_key_values=ours, **more), exact(**given, past_key_values=theirs, **more)))
+            kept.append(
+                (engine.module(**given, past_key_values=ours, **more), exact(**given, past_key_values=theirs, **more))
+            )
             assert kept[-1][0].past_key_values is ours and type(kept[-1][0]) is type(kept[-1][1])
             assert len(kept[-1][0]) == len(kept[-1][1])
         assert ours.get_seq_length() == theirs.get_seq_length() == mask.shape[1]
     assert backend.replays > 6
     for found, expected in kept:
-        seen = mask.new_ones(3, found.logits.shape[1]).bool() if found.logits.shape[1] != PROMPT else padded(name)["attention_mask"].bool()
+        seen = (
+            mask.new_ones(3, found.logits.shape[1]).bool()
+            if found.logits.shape[1] != PROMPT
+            else padded(name)["attention_mask"].bool()
+        )
         assert torch.allclose(found.logits[seen], expected.logits[seen], atol=1e-4)
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_calls_that_are_no_steps() -> None:
-    """Other rows than the cache has, a mask of another length, embeddings, four axes, tuples, gradients: they run as they are."""
+    """Other rows than the cache has, a mask of another length, embeddings, four axes, tuples, gradients: they run as
+    they are.
+    """
     engine, backend = graphed(made("llama"))
     ids = torch.full((3, 1), 5)
 
@@ -289,7 +336,9 @@ def test_a_cache_after_its_run() -> None:
     ids = torch.full((3, 1), 5)
     exact = engine.module(input_ids=ids, past_key_values=other, return_dict=True).logits
     for each in (cache, *copies):
-        assert torch.allclose(engine.module(input_ids=ids, past_key_values=each, return_dict=True).logits, exact, atol=1e-5)
+        assert torch.allclose(
+            engine.module(input_ids=ids, past_key_values=each, return_dict=True).logits, exact, atol=1e-5
+        )
         assert each.get_seq_length() == PROMPT + 1
     dropped = lent(engine)
     dropped.end(keep=False)
@@ -318,7 +367,10 @@ def test_beams_are_reordered_where_they_lie() -> None:
     cache.end(keep=True)
     kept, before = cache.layers[0].keys, [storage.data_ptr() for storage in cache.storages()]
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(cache.layers[0].keys, kept[[1, 0]]) and [storage.data_ptr() for storage in cache.storages()] != before
+    assert (
+        torch.equal(cache.layers[0].keys, kept[[1, 0]])
+        and [storage.data_ptr() for storage in cache.storages()] != before
+    )
 
 
 def test_a_bucket_is_handed_on_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

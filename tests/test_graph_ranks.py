@@ -1,6 +1,8 @@
-"""Graphs of ranks that share a model, on recorders: the same tokens, the same decisions everywhere, whatever happens on one rank.
+"""Graphs of ranks that share a model, on recorders: the same tokens, the same decisions everywhere, whatever happens on
+one rank.
 
-NCCL has a stand-in (fake_nccl.py) that refuses what NCCL forbids: an operation that is of a graph on one rank and of none on another.
+NCCL has a stand-in (fake_nccl.py) that refuses what NCCL forbids: an operation that is of a graph on one rank and of
+none on another.
 """
 
 from __future__ import annotations
@@ -30,16 +32,22 @@ NEW = 14
 
 
 @contextmanager
-def graphed_ranks(name: str = "llama", *, forward: bool = False, steps: bool = True, **keys: Any) -> Iterator[tuple[Any, FakeBackend]]:
+def graphed_ranks(
+    name: str = "llama", *, forward: bool = False, steps: bool = True, **keys: Any
+) -> Iterator[tuple[Any, FakeBackend]]:
     """The engine of this rank, its graphs recorded, sums over ranks by the stand-in for NCCL's."""
     engine = engine_of(name, dict(tie_word_embeddings=False), **keys)
     uninstall(engine.module, engine._handles)
     backend = FakeBackend()
     with pytest.MonkeyPatch.context() as monkey:
         fake_nccl.put_in(engine.group, backend, monkey)
-        monkey.setattr("infuse.layers.embedding.check", lambda *args: None)  # a look on the host, which is for CPUs alone
+        monkey.setattr(
+            "infuse.layers.embedding.check", lambda *args: None
+        )  # a look on the host, which is for CPUs alone
         use = GraphUse(backend, steps=steps, forward=forward)
-        engine._handles = install(engine.module, limit_tokens=None, min_new_tokens=1, caches=True, graphs=use, group=engine.group)
+        engine._handles = install(
+            engine.module, limit_tokens=None, min_new_tokens=1, caches=True, graphs=use, group=engine.group
+        )
         yield engine, backend
 
 
@@ -126,7 +134,10 @@ def test_forward(ranks: Ranks) -> None:
 
 def capture_fails_on(rank: int, error: Exception, forward: bool) -> tuple[list[Tensor], int, list[str]]:
     found = []
-    with graphed_ranks(forward=forward, steps=not forward) as (engine, backend), warnings.catch_warnings(record=True) as told:
+    with (
+        graphed_ranks(forward=forward, steps=not forward) as (engine, backend),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         if dist.get_rank() == rank:
             backend.fail = error
@@ -246,9 +257,15 @@ def on_one_rank(how: str, error: Exception, of_rank_0: Exception | None = None) 
 def test_a_run_before_a_capture_that_fails_on_one_rank(ranks: Ranks) -> None:
     """The others' sums of that run have waited in vain: they cannot make it again."""
     for rank, (text, usable) in enumerate(ranks.run(2, on_one_rank, "warm", ValueError("no such kernel"))):
-        assert text.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 1: no such kernel") and not usable
+        assert (
+            text.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 1: no such kernel")
+            and not usable
+        )
     (first, _), (second, _) = ranks.run(2, on_one_rank, "warm", torch.OutOfMemoryError("no room"))
-    assert first.startswith("RankError: rank 0 of 2, a step before its capture: rank 1: no room") and second == "OutOfMemoryError: no room"
+    assert (
+        first.startswith("RankError: rank 0 of 2, a step before its capture: rank 1: no room")
+        and second == "OutOfMemoryError: no room"
+    )
 
 
 def test_what_one_rank_cannot_capture_is_told_to_all(ranks: Ranks) -> None:
@@ -274,7 +291,12 @@ def without_capturable_collectives(keys: dict[str, Any]) -> tuple[list[str], str
         monkey.setattr("infuse.engine.backend_for", lambda device: backend)
         engine = engine_of("llama", **keys)
         right = torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact())
-        return [str(w.message) for w in told if "CUDA graphs" in str(w.message)], str(engine.plan), right, bool(backend.warmed)
+        return (
+            [str(w.message) for w in told if "CUDA graphs" in str(w.message)],
+            str(engine.plan),
+            right,
+            bool(backend.warmed),
+        )
 
 
 def test_where_sums_cannot_be_captured_the_plan_says_so(ranks: Ranks) -> None:
@@ -289,7 +311,9 @@ def test_where_sums_cannot_be_captured_the_plan_says_so(ranks: Ranks) -> None:
 
 
 def out_of_memory(on: tuple[int, ...], call: str, timeout_s: float) -> tuple[str, float, bool]:
-    """What a call raises where some ranks run out of memory in the second layer, how long it takes, and whether the next one is right."""
+    """What a call raises where some ranks run out of memory in the second layer, how long it takes, and whether the
+    next one is right.
+    """
     keys: dict[str, Any] = {"tensor_parallel": {"tp_size": dist.get_world_size(), "timeout_s": timeout_s}}
     with pytest.MonkeyPatch.context() as monkey:
         monkey.setattr("infuse.engine.backend_for", lambda device: FakeBackend())
@@ -316,7 +340,11 @@ def test_out_of_memory_on_one_rank_is_told_to_the_others(call: str, ranks: Ranks
     for rank, (text, took, right) in enumerate(results):
         assert took < 50 and not right
         if rank == 1:
-            assert text.startswith("OutOfMemory: ") and "no memory left for this call" in text and "The ranks have lost each other" in text
+            assert (
+                text.startswith("OutOfMemory: ")
+                and "no memory left for this call" in text
+                and "The ranks have lost each other" in text
+            )
         else:
             assert text.startswith("RankError: ") and f"rank {rank} of 3" in text and "rank 1 " in text
             assert "given up: no memory left on the device" in text

@@ -1,4 +1,6 @@
-"""Files and configurations that lie: whatever is changed in them, the error is infuse's own, and the model is what it was."""
+"""Files and configurations that lie: whatever is changed in them, the error is infuse's own, and the model is what it
+was.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def loads(model: nn.Module, folder: Path, **keys: Any) -> infuse.InferenceEngine
         return None
 
 
-def right_or_refused(model: nn.Module, folder: Path, change: Callable[[random.Random], None], tries: int = TRIES) -> None:
+def right_or_refused(
+    model: nn.Module, folder: Path, change: Callable[[random.Random], None], tries: int = TRIES
+) -> None:
     refusals = 0
     for seed in range(tries):
         change(random.Random(seed))
@@ -164,7 +168,9 @@ def test_indexes(form: Callable[[Any, Path], Any], way: str, tmp_path: Path) -> 
     text = path.read_bytes()
 
     def change(chance: random.Random) -> None:
-        path.write_bytes(json.dumps(tampered(json.loads(text), chance)).encode() if way == "tree" else garbled(text, chance))
+        path.write_bytes(
+            json.dumps(tampered(json.loads(text), chance)).encode() if way == "tree" else garbled(text, chance)
+        )
 
     right_or_refused(model, tmp_path, change, 60)
 
@@ -307,7 +313,11 @@ PICKLES: dict[str, Callable[[dict[str, Any]], dict[Any, Any]]] = {
 @pytest.mark.parametrize("kind", PICKLES)
 def test_tensors_without_plain_values_are_refused(kind: str, tmp_path: Path) -> None:
     torch.save(PICKLES[kind](dict(source().state_dict())), tmp_path / "pytorch_model.bin")
-    what = {"without end": "nested too deeply", "twice": "more than once", "integers": f"{NORM}: torch.int64, the model has torch.float32"}
+    what = {
+        "without end": "nested too deeply",
+        "twice": "more than once",
+        "integers": f"{NORM}: torch.int64, the model has torch.float32",
+    }
     refused(str(tmp_path), what.get(kind, f"tensors that are not dense values: {NORM}"))
 
 
@@ -322,9 +332,34 @@ def test_parameters_are_read_as_values(tmp_path: Path) -> None:
 # ---- configurations ----
 
 SECTIONS = (InferenceConfig, TensorParallel, Moe, CheckpointKeys, Quant, WeightQuant, ModuleQuant)
-NAMES = sorted({name for section in SECTIONS for name in (*section.model_fields, *section.aliases, *section.moved)} | {"unknown", ""})
-OBJECTS = [torch.float16, torch.int64, torch.zeros(3), np.zeros(3), nn.Linear(2, 2), {1, 2}, b"x", object(), int, {1: 2}, {None: 1}]
-LEAVES = [*JUNK, "fp16", "cpu:3", "cuda:99999999999", "meta", "9" * 5000, "int8:groups=9999999999999999999999", 10**12, float("inf")]
+NAMES = sorted(
+    {name for section in SECTIONS for name in (*section.model_fields, *section.aliases, *section.moved)}
+    | {"unknown", ""}
+)
+OBJECTS = [
+    torch.float16,
+    torch.int64,
+    torch.zeros(3),
+    np.zeros(3),
+    nn.Linear(2, 2),
+    {1, 2},
+    b"x",
+    object(),
+    int,
+    {1: 2},
+    {None: 1},
+]
+LEAVES = [
+    *JUNK,
+    "fp16",
+    "cpu:3",
+    "cuda:99999999999",
+    "meta",
+    "9" * 5000,
+    "int8:groups=9999999999999999999999",
+    10**12,
+    float("inf"),
+]
 WRITTEN = st.recursive(
     st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3), max_leaves=8,
@@ -351,7 +386,9 @@ def test_configurations(written: dict[str, Any]) -> None:
     judged(written)
 
 
-@pytest.mark.parametrize("key", sorted({*InferenceConfig.model_fields, *InferenceConfig.aliases, *InferenceConfig.moved}))
+@pytest.mark.parametrize(
+    "key", sorted({*InferenceConfig.model_fields, *InferenceConfig.aliases, *InferenceConfig.moved})
+)
 def test_each_key_with_each_value(key: str) -> None:
     for value in (*LEAVES, *OBJECTS, in_itself()):
         judged({key: value})

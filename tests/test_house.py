@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "infuse"
 
-# Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from each other.
+# Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from
+# each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "interrupts", "logs", "device", "memory", "dtype_cast", "native"),
     ("quant", "parallel"),
@@ -28,8 +29,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # The files that may import transformers. Each one more is one more to look at with every release of transformers.
 TRANSFORMERS = {
-    "cli/app.py", "cli/model_folder.py", "engine.py", "layers/cache.py", "layers/hook.py", "generate/same_inputs.py", "graphs/choose.py",
-    "generate/install.py", "generate/loop.py", "generate/straight.py", "proof/proof.py", "weights/names.py",
+    "cli/app.py",
+    "cli/model_folder.py",
+    "engine.py",
+    "layers/cache.py",
+    "layers/hook.py",
+    "generate/same_inputs.py",
+    "graphs/choose.py",
+    "generate/install.py",
+    "generate/loop.py",
+    "generate/straight.py",
+    "proof/proof.py",
+    "weights/names.py",
 }
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60  # a file holds one idea; a longer one is worth a look
 NAMES_OF_NOTHING = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
@@ -98,33 +109,46 @@ def test_no_files_share_a_prefix() -> None:
     """plan_text.py beside plan.py would be a folder that is not there."""
     for path in (path for path in FILES if "ops" not in path.parts):  # there, an op is named by what it computes
         first = path.stem.partition("_")[0]
-        assert path.stem == first or not (path.parent / f"{first}.py").exists(), f"{path} belongs into a folder {first}/"
+        assert path.stem == first or not (path.parent / f"{first}.py").exists(), (
+            f"{path} belongs into a folder {first}/"
+        )
 
 
 def test_the_resolution_of_imports() -> None:
     """The tests above judge what `imported_modules` finds: on these files that is known."""
-    assert {"config.keys", "config.values", "device", "errors"} <= set(imported_modules(HOUSE / "config" / "inference.py"))
+    assert {"config.keys", "config.values", "device", "errors"} <= set(
+        imported_modules(HOUSE / "config" / "inference.py")
+    )
     assert "__init__" in set(imported_modules(HOUSE / "cli" / "app.py"))
     assert "ops.op" in set(imported_modules(HOUSE / "ops" / "norm.py"))
 
 
 def test_transformers_is_imported_in_few_files():
-    found = {path.relative_to(HOUSE).as_posix() for path in FILES if any(_is(name, "transformers") for name in imported(path))}
+    found = {
+        path.relative_to(HOUSE).as_posix()
+        for path in FILES
+        if any(_is(name, "transformers") for name in imported(path))
+    }
     assert found <= TRANSFORMERS
 
 
 def test_importing_infuse_is_light():
-    """No kernel compiler, no diffusers, no modelling of transformers (seconds), no device: they are for those who use them."""
-    code = "\n".join((
-        "import sys, torch",
-        "sys.modules['triton'] = None",  # whoever imports it fails; transformers and torch take it as not installed, and so must we
-        "before = set(sys.modules)",  # what torch itself imports is not our affair
-        "import infuse",
-        "new = set(sys.modules) - before",
-        "heavy = ('diffusers.', 'infuse.ops.triton.kernels', 'transformers.modeling_utils')",
-        "assert not [name for name in new if name.startswith(heavy)], 'heavy import'",
-        "assert not torch.cuda.is_initialized(), 'a device was touched'",
-    ))
+    """No kernel compiler, no diffusers, no modelling of transformers (seconds), no device: they are for those who use
+    them.
+    """
+    code = "\n".join(
+        (
+            "import sys, torch",
+            # whoever imports it fails; transformers and torch take it as not installed, and so must we
+            "sys.modules['triton'] = None",
+            "before = set(sys.modules)",  # what torch itself imports is not our affair
+            "import infuse",
+            "new = set(sys.modules) - before",
+            "heavy = ('diffusers.', 'infuse.ops.triton.kernels', 'transformers.modeling_utils')",
+            "assert not [name for name in new if name.startswith(heavy)], 'heavy import'",
+            "assert not torch.cuda.is_initialized(), 'a device was touched'",
+        )
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -135,8 +159,14 @@ def test_triton_and_diffusers_are_imported_only_when_used():
         if path.relative_to(HOUSE).parts[:3] == ("ops", "triton", "kernels"):
             continue
         top = [node for node in tree(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        names = {name.name for node in top for name in node.names} | {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
-        heavy = [name for name in names if any(_is(name, heavy) for heavy in ("triton", "diffusers", "infuse.ops.triton.kernels"))]
+        names = {name.name for node in top for name in node.names} | {
+            node.module or "" for node in top if isinstance(node, ast.ImportFrom)
+        }
+        heavy = [
+            name
+            for name in names
+            if any(_is(name, heavy) for heavy in ("triton", "diffusers", "infuse.ops.triton.kernels"))
+        ]
         assert not heavy, f"{path.name} imports {heavy} at its top"
 
 

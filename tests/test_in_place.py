@@ -1,4 +1,6 @@
-"""A linear is proven inside the module that calls it: what that one reads of it besides its output is seen before the swap."""
+"""A linear is proven inside the module that calls it: what that one reads of it besides its output is seen before the
+swap.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_a_model_that_cannot_be_run_is_proven_alone_and_says_so() -> None:
 
     plan = infuse.init_inference(Strange(), dtype="fp32", quant="int8:16").plan
     assert [step.path for step in plan.steps] == ["up"]
-    assert any(note.startswith("proven alone, not inside the module that calls it: up (TypeError: ") for note in plan.notes)
+    assert any(
+        note.startswith("proven alone, not inside the module that calls it: up (TypeError: ") for note in plan.notes
+    )
 
 
 SEQ2SEQ: dict[str, Any] = dict(d_model=32, vocab_size=96, decoder_start_token_id=0, pad_token_id=0)
@@ -150,7 +154,9 @@ def test_the_caller_of_every_linear_is_found(name: str) -> None:
 
 
 def test_what_transformers_installs_at_its_first_run_stays() -> None:
-    """It looks for layers by their class, once, to record hidden states: those that the proof skips must be found as well."""
+    """It looks for layers by their class, once, to record hidden states: those that the proof skips must be found as
+    well.
+    """
     model = BY_NAME["llama"].make(output_hidden_states=True, attn_implementation="eager")
     engine = infuse.init_inference(model, dtype="fp32")
     assert len(engine(input_ids=torch.tensor([[5, 6, 7]])).hidden_states) == 4
@@ -164,4 +170,7 @@ def test_layers_that_are_one_module() -> None:
 
 
 def traces(model: nn.Module) -> list[tuple]:
-    return [(path, id(module), len(module._forward_hooks), len(module._forward_pre_hooks)) for path, module in model.named_modules()]
+    return [
+        (path, id(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for path, module in model.named_modules()
+    ]

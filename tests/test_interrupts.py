@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment: `init_inference` leaves the original model or the complete one, `generate` leaves nothing behind.
+"""Ctrl-C at any moment: `init_inference` leaves the original model or the complete one, `generate` leaves nothing
+behind.
 
 A real SIGINT is raised before a chosen line of what runs, at points spread evenly over all of it.
 """
@@ -81,13 +82,18 @@ def llama() -> nn.Module:
 
 
 def starts_are_whole(original: nn.Module, count: int, **keys: Any) -> None:
-    """Interrupt `init_inference` at `count` points: each leaves the original or the complete model, and a later start works."""
+    """Interrupt `init_inference` at `count` points: each leaves the original or the complete model, and a later start
+    works.
+    """
     keys = {"dtype": "fp32", "progress": False, **keys}
     complete = copy.deepcopy(original)
     infuse.init_inference(complete, **keys)
     faces = {"original": face(original), "complete": face(complete)}
     seen = {"original": 0, "complete": 0}
-    wanted = {"original": None if next(original.parameters()).is_meta else outputs(original), "complete": outputs(complete)}
+    wanted = {
+        "original": None if next(original.parameters()).is_meta else outputs(original),
+        "complete": outputs(complete),
+    }
     handler = signal.getsignal(signal.SIGINT)
     another = copy.deepcopy(original)
     for number in points(lambda: infuse.init_inference(another, **keys), count):
@@ -120,7 +126,9 @@ def test_a_start_that_is_interrupted_anywhere(keys: dict) -> None:
 @pytest.mark.parametrize("kind", ["meta", "live"])
 def test_a_load_that_is_interrupted_leaves_the_original_or_the_complete_model(kind: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    original = on_meta("llama", num_hidden_layers=2) if kind == "meta" else BY_NAME["llama"].make(seed=1, num_hidden_layers=2)
+    original = (
+        on_meta("llama", num_hidden_layers=2) if kind == "meta" else BY_NAME["llama"].make(seed=1, num_hidden_layers=2)
+    )
     starts_are_whole(original, POINTS, checkpoint=str(tmp_path), quant="int8:4")
 
 
@@ -135,11 +143,20 @@ def test_a_start_without_a_spec_that_is_interrupted() -> None:
 
 def answers_leave_nothing(model: Any, count: int, **asked: Any) -> None:
     """Interrupt `generate` at `count` points: the model is as it was after each, and the next answer is the right one."""
-    asked = {**GIVEN, "attention_mask": torch.ones_like(GIVEN["input_ids"]), "max_new_tokens": 6, "do_sample": False, **asked}
+    asked = {
+        **GIVEN,
+        "attention_mask": torch.ones_like(GIVEN["input_ids"]),
+        "max_new_tokens": 6,
+        "do_sample": False,
+        **asked,
+    }
     wanted = model.generate(**asked)
     before, handler = face(model), signal.getsignal(signal.SIGINT)
     for number in points(lambda: model.generate(**asked), count):
-        with suppress(KeyboardInterrupt), Interrupted(number):  # Python itself swallows one that meets the end of a generator
+        with (
+            suppress(KeyboardInterrupt),
+            Interrupted(number),
+        ):  # Python itself swallows one that meets the end of a generator
             model.generate(**asked)
         assert face(model) == before and signal.getsignal(signal.SIGINT) is handler, f"interrupted at line {number}"
         assert torch.equal(model.generate(**asked), wanted), f"interrupted at line {number}"

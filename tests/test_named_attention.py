@@ -1,4 +1,6 @@
-"""After `set_attn_implementation` a replaced model attends by the function that it names, called as the original calls it."""
+"""After `set_attn_implementation` a replaced model attends by the function that it names, called as the original calls
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def calls() -> Iterator[list[Call]]:
     """What the attention function "recorded" is called with, whose result is half of sdpa's."""
     made: list[Call] = []
 
-    def recorded(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
-        made.append({"class": type(module).__name__, "query": query, "key": key, "value": value, "mask": mask, **kwargs})
+    def recorded(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        made.append(
+            {"class": type(module).__name__, "query": query, "key": key, "value": value, "mask": mask, **kwargs}
+        )
         known = {name: kwargs[name] for name in ("dropout", "scaling", "is_causal") if name in kwargs}
         return 0.5 * sdpa_attention_forward(module, query, key, value, mask, **known)[0], None
 
@@ -61,7 +67,9 @@ def same(name: str, ours: Any, theirs: Any) -> None:
         assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == pytest.approx(theirs), name
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.name.startswith(SERVES_NO_OTHER)], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if not f.name.startswith(SERVES_NO_OTHER)], ids=lambda family: family.name
+)
 def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, calls: list[Call]) -> None:
     results, made = [], []
     for model in pair(family.name):
@@ -74,7 +82,11 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
     for theirs, ours in zip(*made, strict=True):
         if family.name.startswith("opt"):  # which scales its queries itself
             ours["query"], ours["scaling"] = ours["query"] * ours["scaling"], 1.0
-        for name in ("use_cache", "output_attentions", "encoder_hidden_states"):  # which say nothing to an attention function
+        for name in (
+            "use_cache",
+            "output_attentions",
+            "encoder_hidden_states",
+        ):  # which say nothing to an attention function
             theirs.pop(name, None), ours.pop(name, None)
         assert theirs.keys() == ours.keys()
         for name in theirs:
@@ -82,11 +94,15 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))])
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))]
+)
 def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original, replaced = pair(name)
     # Compiled, it needs seconds for each shape; what it computes is the same.
-    monkeypatch.setattr(flex_attention.WrappedFlexAttention, "__call__", lambda self: torch.nn.attention.flex_attention.flex_attention)
+    monkeypatch.setattr(
+        flex_attention.WrappedFlexAttention, "__call__", lambda self: torch.nn.attention.flex_attention.flex_attention
+    )
     original.set_attn_implementation("flex_attention")
     replaced.set_attn_implementation("flex_attention")
     given = inputs(BY_NAME[name], padding="left")

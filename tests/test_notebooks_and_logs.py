@@ -67,7 +67,9 @@ def test_the_plan_explains_its_own_words_alone() -> None:
 
 
 @pytest.mark.parametrize("notebook", [True, False])
-def test_bars_show_in_notebooks(notebook: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bars_show_in_notebooks(
+    notebook: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Console, "is_jupyter", notebook, raising=False)
     monkeypatch.setattr(Console, "__init__", lambda self, **_: None)
     monkeypatch.setattr(Console, "is_terminal", False, raising=False)
@@ -80,7 +82,9 @@ def test_the_logger_hears_the_plan_the_stages_and_warnings(caplog: pytest.LogCap
         engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, replace_method="auto")
     by_level = {level: [r.getMessage() for r in caplog.records if r.levelno == level] for level in (10, 20, 30)}
     assert any("replacements done" in text for text in by_level[logging.INFO])
-    assert str(engine.plan) in by_level[logging.DEBUG] and any(text.startswith("proving: ") for text in by_level[logging.DEBUG])
+    assert str(engine.plan) in by_level[logging.DEBUG] and any(
+        text.startswith("proving: ") for text in by_level[logging.DEBUG]
+    )
     assert [text for text in by_level[logging.WARNING] if "replace_method" in text]
     assert {record.name for record in caplog.records} == {"infuse"}
 

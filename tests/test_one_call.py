@@ -27,7 +27,8 @@ from infuse.native import kernels
 from infuse.ops.cpu.layer import LayerForm, LinearForm, NormForm
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
-# Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for each head.
+# Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for
+# each head.
 IN_PARTS = {"granite", "stablelm-parallel", "cohere-qk"}
 BY_NAME = {family.name: family for family in DECODERS}
 
@@ -39,7 +40,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @torch.no_grad()
-def decoded(engine: infuse.InferenceEngine, family: Family, padding: str | None = None, tokens: int = 1, batch: int = 2) -> list[Tensor]:
+def decoded(
+    engine: infuse.InferenceEngine, family: Family, padding: str | None = None, tokens: int = 1, batch: int = 2
+) -> list[Tensor]:
     """Logits of three calls over a cache that holds a prompt, with `tokens` new tokens each; then its keys and values."""
     given = inputs(family, batch=batch, padding=padding)
     mask, cache, found = given["attention_mask"], KVCache(), []
@@ -82,7 +85,9 @@ def test_every_format(quant: str | None, dtype: torch.dtype, taken: list[bool]) 
     assert any(taken)
 
 
-@pytest.mark.parametrize(("batch", "tokens", "together"), [(1, 1, True), (1, 8, True), (2, 3, True), (3, 3, False), (9, 1, False)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "together"), [(1, 1, True), (1, 8, True), (2, 3, True), (3, 3, False), (9, 1, False)]
+)
 def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: bool, taken: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME["qwen3"].make(), dtype=torch.float32)
     taken.clear()
@@ -92,7 +97,9 @@ def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: b
 
 @contextmanager
 def listening(part: nn.Module, way: str, tell: Callable[[], None]) -> Iterator[None]:
-    """While the `with` runs, `tell` is called with each call of the part: by a hook after it, one before it, or its own forward."""
+    """While the `with` runs, `tell` is called with each call of the part: by a hook after it, one before it, or its own
+    forward.
+    """
     forward = part.forward
     if way == "forward":
 
@@ -168,7 +175,10 @@ def replaced(path: str) -> Callable[[Block], None]:
     return replace
 
 
-CHANGES = {path: replaced(path) for path in ("mlp.up", "mlp.down", "self_attn.qkv", "self_attn.out", "norm1", "mlp", "self_attn")}
+CHANGES = {
+    path: replaced(path)
+    for path in ("mlp.up", "mlp.down", "self_attn.qkv", "self_attn.out", "norm1", "mlp", "self_attn")
+}
 CHANGES |= {"another class": louder, "a bias": biased, "no weight": without_norm}
 
 
@@ -185,12 +195,44 @@ def test_what_a_user_changes_in_a_block_counts(name: str, taken: list[bool]) -> 
 
 
 def test_a_form_has_all_that_shapes_can_say() -> None:
-    """A field that is added to a shape is part of a call's form, or a reason to go part by part, or is known to be neither."""
+    """A field that is added to a shape is part of a call's form, or a reason to go part by part, or is known to be
+    neither.
+    """
     handled = {field.name for shape in (LayerForm, NormForm, LinearForm) for field in fields(shape)}
     refused = {"clip", "whole", "head_counts", "residual_scale", "causal"}  # by make_one_call
-    places = {"norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias", "in_bias", "bias", "weight"}
-    sizes_and_names = {"name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask"}
-    by_call = {"position", "window", "kind", "passes"}  # asked, an argument, `centred`; what other attention functions are given
+    places = {
+        "norm1",
+        "norm2",
+        "post1",
+        "post2",
+        "q_norm",
+        "k_norm",
+        "attn",
+        "mlp",
+        "qkv_bias",
+        "out_bias",
+        "in_bias",
+        "bias",
+        "weight",
+    }
+    sizes_and_names = {
+        "name",
+        "hidden",
+        "inner",
+        "width",
+        "arguments",
+        "repeated",
+        "returns",
+        "copies",
+        "first_head",
+        "inverted_mask",
+    }
+    by_call = {
+        "position",
+        "window",
+        "kind",
+        "passes",
+    }  # asked, an argument, `centred`; what other attention functions are given
     for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - handled - refused - places - sizes_and_names - by_call
         assert not unknown, shape
@@ -215,7 +257,9 @@ with torch.no_grad():
 
 def test_tracing_does_not_reach_into_memory() -> None:
     """Tensors of a trace have nothing behind their pointers: kernels that took them ended the process."""
-    run = subprocess.run([sys.executable, "-c", TRACED], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", TRACED], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.startswith(("equal: True", "refused:")), run.stdout
 
@@ -242,7 +286,11 @@ def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytes
     ))  # fmt: skip
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")
     layers = len(blocks(engine.module))
-    assert {call: masked.count(call) for call in masked} == {(1, False): layers, (2, True): 2 * layers, (1, True): layers}
+    assert {call: masked.count(call) for call in masked} == {
+        (1, False): layers,
+        (2, True): 2 * layers,
+        (1, True): layers,
+    }
     assert taken.count(True) == 4 * layers
 
 

@@ -46,7 +46,9 @@ def runs(name: str, body: str, dtype: torch.dtype) -> None:
 def written(name: str) -> list[int]:
     """The positions of the arguments that the op writes to, from its schema."""
     arguments = getattr(torch.ops.infuse, name).default._schema.arguments
-    return [i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write]
+    return [
+        i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def own(args: tuple, poisoned: list[int]) -> tuple:
@@ -105,7 +107,9 @@ NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -floa
 
 
 def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
-    """Each case with `value` in the last place of one argument, for each argument that holds real numbers and is not written to."""
+    """Each case with `value` in the last place of one argument, for each argument that holds real numbers and is not
+    written to.
+    """
     for case in cases(name, torch.float32):
         for i, arg in enumerate(case.args):
             if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
@@ -124,8 +128,11 @@ def widened(args: tuple) -> tuple:
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: str, value: float) -> None:
     runs(name, body, torch.float32)
     for _, case in planted(name, value):
-        if name.endswith("activation") and "gelu" in case.label and body not in HELD:  # those take PyTorch's own activation
-            # PyTorch's gelu of infinity is NaN in float32 tensors and infinity, as it should be, in float64: that is the measure here.
+        if (
+            name.endswith("activation") and "gelu" in case.label and body not in HELD
+        ):  # those take PyTorch's own activation
+            # PyTorch's gelu of infinity is NaN in float32 tensors and infinity, as it should be, in float64: that is
+            # the measure here.
             wanted = registered()[name].reference(*widened(case.args)).float()
             assert_near(run_body(name, body, *case.args), wanted, torch.float32, case.label)
             continue
@@ -134,7 +141,8 @@ def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: 
 
 @NOT_FINITE
 def test_damage_stays_in_its_row_and_head(value: float) -> None:
-    """PyTorch's attention on CPUs gives zeros for a NaN query without a mask, and adds -inf to hidden scores, which NaN survives.
+    """PyTorch's attention on CPUs gives zeros for a NaN query without a mask, and adds -inf to hidden scores, which NaN
+    survives.
 
     What belongs to other rows of the batch and to heads of another key head is as in the reference all the same.
     """
@@ -223,7 +231,9 @@ def test_preference_ends_with_the_reference() -> None:
 
 @pytest.mark.parametrize(("name", "body"), [*BODIES, *((name, REFERENCE) for name in OPS)])
 def test_registered_form(name: str, body: str) -> None:
-    """Its schema is true of the body (what is written to, no result that is a view), and its fake has the body's shapes and strides."""
+    """Its schema is true of the body (what is written to, no result that is a view), and its fake has the body's shapes
+    and strides.
+    """
     runs(name, body, torch.float32)
     op, registered_form = registered()[name], getattr(torch.ops.infuse, name).default
     made = cases(name, torch.float32)
@@ -246,7 +256,9 @@ def test_a_traced_graph_has_the_registered_form(name: str) -> None:
 
     torch._dynamo.reset()
     case, bound, mutated = cases(name, torch.float32)[1], registered()[name].bound(REFERENCE), written(name)
-    found = results(torch.compile(lambda *args: bound(*args), fullgraph=True, backend=recorded), own(case.args, []), mutated)
+    found = results(
+        torch.compile(lambda *args: bound(*args), fullgraph=True, backend=recorded), own(case.args, []), mutated
+    )
     for a, b in zip(found, results(registered()[name].reference, own(case.args, []), mutated), strict=True):
         assert torch.equal(a, b)
     (node,) = (node for node in graphs[0].nodes if "infuse" in str(node.target))
@@ -274,7 +286,9 @@ def test_who_declines_is_listed_and_the_next_is_taken() -> None:
     op = private_op()
     op.implement("torch")(lambda x: x + x)
     op.implement("cpu", lambda device, dtype: None if "amx_bf16" in device.features else "needs amx_bf16")(lambda x: x)
-    op.implement("triton", lambda device, dtype: None if device.kind == "cuda" else f"needs a GPU, not {device.name}")(lambda x: x)
+    op.implement("triton", lambda device, dtype: None if device.kind == "cuda" else f"needs a GPU, not {device.name}")(
+        lambda x: x
+    )
     choice = op.choose(SMALL, torch.float32)
     assert choice.op == "twice" and choice.body == "torch"
     assert choice.declined == (("triton", "needs a GPU, not a small CPU"), ("cpu", "needs amx_bf16"))
@@ -296,8 +310,23 @@ def test_a_body_outside_the_order_of_preference_is_refused() -> None:
 
 
 def test_a_layer_calls_ops_that_fuse_where_a_body_does_and_their_parts_elsewhere() -> None:
-    of_linear = (("linear", "triton"), ("fused_linear", "triton"), ("linear_activation", "triton"), ("quantize", "reference"))
+    of_linear = (
+        ("linear", "triton"),
+        ("fused_linear", "triton"),
+        ("linear_activation", "triton"),
+        ("quantize", "reference"),
+    )
     assert ops.layer_bodies(of_linear) == (of_linear[0], of_linear[1], of_linear[3])
-    quantized = (("quantized_linear", "cpu"), ("fused_quantized_linear", "reference"), ("quantized_linear_activation", "cpu"))
+    quantized = (
+        ("quantized_linear", "cpu"),
+        ("fused_quantized_linear", "reference"),
+        ("quantized_linear_activation", "cpu"),
+    )
     assert ops.layer_bodies(quantized) == (quantized[0], quantized[2])
-    assert ops.layer_bodies((*of_linear, *quantized)) == (of_linear[0], of_linear[1], of_linear[3], quantized[0], quantized[2])
+    assert ops.layer_bodies((*of_linear, *quantized)) == (
+        of_linear[0],
+        of_linear[1],
+        of_linear[3],
+        quantized[0],
+        quantized[2],
+    )

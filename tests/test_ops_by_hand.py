@@ -20,7 +20,9 @@ def cases(name: str) -> list[Case]:
     return list(maker(torch.float32, torch.device("cpu")))
 
 
-def norm_by_hand(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, centred: bool) -> Tensor:
+def norm_by_hand(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, centred: bool
+) -> Tensor:
     out = torch.empty_like(x, dtype=torch.float64)
     for at in torch.cartesian_prod(*(torch.arange(n) for n in x.shape[:-1])).view(-1, x.dim() - 1).tolist():
         row = x[tuple(at)].double()
@@ -49,7 +51,15 @@ def test_norm_by_hand(name: str) -> None:
 
 
 def attention_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """One query, one head, one key at a time, in float64."""
     batch, heads, tokens, _ = q.shape
@@ -76,7 +86,11 @@ def attention_by_hand(
     return out
 
 
-ATTENTION = sorted(name for name, body in registered()["attention"].bodies.items() if body.needs(Device.of("cpu"), torch.float32) is None)
+ATTENTION = sorted(
+    name
+    for name, body in registered()["attention"].bodies.items()
+    if body.needs(Device.of("cpu"), torch.float32) is None
+)
 
 
 @pytest.mark.parametrize("body", ATTENTION)
@@ -91,7 +105,9 @@ def test_attention_by_hand(body: str) -> None:
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_row_that_may_look_nowhere_is_zeros(body: str, softcap: float, causal: bool, window: int, tokens: int, with_bias: bool) -> None:
+def test_a_row_that_may_look_nowhere_is_zeros(
+    body: str, softcap: float, causal: bool, window: int, tokens: int, with_bias: bool
+) -> None:
     q = torch.randn(2, 4, tokens, 8)
     k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
     mask = torch.rand(2, 1, tokens, 6) > 0.3
@@ -107,7 +123,9 @@ def test_attention_weights_add_up_to_the_attention() -> None:
     for case in cases("attention"):
         q, k, v, *rest = case.args
         weights = ops.attention_weights(q, k, *rest)
-        by_hand = attention_by_hand(q, k, torch.eye(k.shape[2]).expand(*k.shape[:3], -1), *rest) if q.shape[1] < 6 else None
+        by_hand = (
+            attention_by_hand(q, k, torch.eye(k.shape[2]).expand(*k.shape[:3], -1), *rest) if q.shape[1] < 6 else None
+        )
         if by_hand is not None:
             assert_near(weights, by_hand.transpose(1, 2), torch.float32, case.label)
         sums = weights.sum(-1)
@@ -140,7 +158,9 @@ def test_rotary_turns_complex_numbers(interleaved: bool, turned: int) -> None:
     found = ops.rotary.reference(x, table.cos(), table.sin(), interleaved)
     pairs = x[..., :turned].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    turns = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles).double(), angles.double()).unsqueeze(2)
+    turns = torch.view_as_complex(pairs.contiguous()) * torch.polar(
+        torch.ones_like(angles).double(), angles.double()
+    ).unsqueeze(2)
     wanted = torch.view_as_real(turns)
     wanted = (wanted if interleaved else wanted.transpose(-1, -2)).flatten(-2)
     assert_near(found[..., :turned], wanted, torch.float32)

@@ -25,7 +25,9 @@ PACKED = [(packing, heads) for packing in PACKINGS for heads in HEADS[packing]]
 
 
 def split_qkv(packed: Tensor, packing: str, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Query rows [H D, ...], key rows [K D, ...] and value rows [K D, ...], by the shapes of a packed matrix or bias alone."""
+    """Query rows [H D, ...], key rows [K D, ...] and value rows [K D, ...], by the shapes of a packed matrix or bias
+    alone.
+    """
     assert packed.shape[0] == heads.rows, (packed.shape, heads)
     tail, (h, k, d) = packed.shape[1:], (heads.query, heads.key, heads.width)
     if packing == BLOCKS:
@@ -75,7 +77,9 @@ def test_a_cut_takes_its_ranges_of_the_whole(packing: str, heads: Heads) -> None
 def of_interface(model: nn.Module, attention: nn.Module, caught: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catch what a layer hands to transformers' attention functions."""
 
-    def spy(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def spy(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         caught.append((query, key, value))
         return query.transpose(1, 2).contiguous(), None
 
@@ -110,12 +114,18 @@ def first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module, Fill]:
     """The first layer, its attention and the fill of its qkv."""
     layer = next(module for module in model.modules() if specs_for(module))
     found = bind_any(specs_for(layer), layer, model.config)
-    return layer, layer.get_submodule(found.attn), next(fill for fill in found.fills if fill.target.endswith(".qkv.weight"))
+    return (
+        layer,
+        layer.get_submodule(found.attn),
+        next(fill for fill in found.fills if fill.target.endswith(".qkv.weight")),
+    )
 
 
 @pytest.mark.parametrize("name", SLICED)
 def test_packing_is_the_layers_own_slicing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token at position 0, where rotary turns nothing: what the original's attention sees are the split rows, exactly."""
+    """One token at position 0, where rotary turns nothing: what the original's attention sees are the split rows,
+    exactly.
+    """
     model = BY_NAME[name].make()
     layer, attention, fill = first_layer(model)
     assert len(fill.sources) == 1 and fill.heads is not None

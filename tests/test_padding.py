@@ -30,7 +30,9 @@ def rows_seen(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[list[int], T
     seen: list[int] = []
     for block in model.modules():
         if isinstance(block, Block):
-            block.mlp.up.register_forward_hook(lambda module, args, output: seen.append(args[0].numel() // args[0].shape[-1]))
+            block.mlp.up.register_forward_hook(
+                lambda module, args, output: seen.append(args[0].numel() // args[0].shape[-1])
+            )
     with torch.no_grad():
         return seen, model(input_ids=ids, attention_mask=mask)[0]
 
@@ -68,7 +70,9 @@ def test_hidden_states_and_attentions_of_padding_are_the_originals() -> None:
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_padding_is_not_computed_where_it_is_to_be_skipped(name: str, side: str, attention: str) -> None:
     original = BY_NAME[name].make(attn_implementation=attention)
-    model = infuse.init_inference(BY_NAME[name].make(attn_implementation=attention), dtype="fp32", skip_padding=True).module
+    model = infuse.init_inference(
+        BY_NAME[name].make(attn_implementation=attention), dtype="fp32", skip_padding=True
+    ).module
     ids, mask = padded(side)
     seen, found = rows_seen(model, ids, mask)
     firsts = int((mask[:, 0] == 0).sum())  # of padded rows: what a pooler takes
@@ -90,14 +94,18 @@ def test_a_layer_that_skips_padding_returns_zeros_there() -> None:
 
 def test_the_plan_says_whether_padding_is_skipped() -> None:
     plans = {skip: infuse.plan(BY_NAME["bert"].make(), dtype="fp32", skip_padding=skip) for skip in (False, True)}
-    assert "padding" not in str(plans[False]) and "rows of padding are skipped: their output is zero" in str(plans[True])
+    assert "padding" not in str(plans[False]) and "rows of padding are skipped: their output is zero" in str(
+        plans[True]
+    )
     assert plans[False].digest() != plans[True].digest(), "ranks must skip the same rows"
     causal = str(infuse.plan(BY_NAME["llama"].make(), dtype="fp32", skip_padding=True))
     assert "rows of padding are skipped" not in causal and "skip_padding: no effect here" in causal
 
 
 def test_skipped_padding_is_a_choice_of_each_run_not_of_the_shards(tmp_path: Path) -> None:
-    infuse.init_inference(BY_NAME["bert"].make(), dtype="fp32", skip_padding=True, save_mp_checkpoint_path=str(tmp_path))
+    infuse.init_inference(
+        BY_NAME["bert"].make(), dtype="fp32", skip_padding=True, save_mp_checkpoint_path=str(tmp_path)
+    )
     ids, mask = padded("right")
     for skip in (False, True):
         with torch.device("meta"):

@@ -1,4 +1,5 @@
-"""Plans: what they say (golden text), that they change nothing, that they know the memory, and what becomes of unknown models.
+"""Plans: what they say (golden text), that they change nothing, that they know the memory, and what becomes of unknown
+models.
 
 The golden texts are in tests/golden; `python tests/test_plan.py` writes them anew, for a diff that one can read.
 """
@@ -67,7 +68,9 @@ class Stack(nn.Module):
 _BART = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
              decoder_ffn_dim=128, max_position_embeddings=64)  # fmt: skip
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])
-T5 = seeded(t.T5ForConditionalGeneration, t.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96))
+T5 = seeded(
+    t.T5ForConditionalGeneration, t.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
+)
 MIXTRAL = seeded(t.MixtralForCausalLM, t.MixtralConfig(**{**families.GQA, "num_hidden_layers": 2}, num_local_experts=4))
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
     "t5": T5,
@@ -114,7 +117,9 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 def text_of(plan: Plan) -> str:
-    """The text less who declined, which depends on the kernels that there are; test_text_tells_of_who_declined has that."""
+    """The text less who declined, which depends on the kernels that there are; test_text_tells_of_who_declined has
+    that.
+    """
     return "".join(f"{line}\n" for line in str(plan).splitlines() if not line.startswith("  declined"))
 
 
@@ -151,8 +156,13 @@ def test_text_tells_of_who_declined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def everything(model: nn.Module) -> tuple:
     """All that a plan could change: modules, classes, tensors, their versions, hooks, flags, and the random state."""
-    modules = [(name, id(m), type(m), m.training, len(m._forward_hooks), sorted(vars(m))) for name, m in model.named_modules()]
-    tensors = [(name, id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in (*model.named_parameters(), *model.named_buffers())]
+    modules = [
+        (name, id(m), type(m), m.training, len(m._forward_hooks), sorted(vars(m))) for name, m in model.named_modules()
+    ]
+    tensors = [
+        (name, id(p), p.data_ptr(), p._version, p.requires_grad)
+        for name, p in (*model.named_parameters(), *model.named_buffers())
+    ]
     return modules, tensors, torch.get_rng_state().tolist()
 
 
@@ -190,11 +200,16 @@ def test_digest_tells_decisions_apart() -> None:
     ]
     assert len({plan.digest() for plan in plans}) == len(plans)
     for plan in plans:
-        assert " at 0x" not in repr((plan.steps, plan.left)), "an address would make the digest another one in each process"
+        assert " at 0x" not in repr((plan.steps, plan.left)), (
+            "an address would make the digest another one in each process"
+        )
 
 
 def test_digest_does_not_depend_on_weights_or_how_the_plan_is_proven() -> None:
-    first, second = plan_of(family("llama")(seed=0), dtype="fp32"), plan_of(family("llama")(seed=5), dtype="fp32", verify="off")
+    first, second = (
+        plan_of(family("llama")(seed=0), dtype="fp32"),
+        plan_of(family("llama")(seed=5), dtype="fp32", verify="off"),
+    )
     assert first.digest() == second.digest()
 
 
@@ -248,7 +263,9 @@ def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, n
     assert done.steps == () and all(left.why for left in done.left)
     left = [left.path.partition(": ")[0] for left in done.left]
     for parameter, _ in model.named_parameters():
-        assert any(not path or parameter.startswith(f"{path}.") for path in left), f"the plan says nothing of {parameter}"
+        assert any(not path or parameter.startswith(f"{path}.") for path in left), (
+            f"the plan says nothing of {parameter}"
+        )
     assert torch.equal(outputs(model), wanted)
 
 
@@ -260,12 +277,16 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, ATTENTION}
     # What the format does not fit may run through a kernel for plain linears, and the plan says so.
     for step in (step for step in done.steps if step.depth == LINEAR):
-        assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), step
+        assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), (
+            step
+        )
     assert any(step.formats for step in done.steps)
     assert resident_bytes(model) == done.after_bytes < before
     found = outputs(model)
     error = float((found - wanted).norm() / wanted.norm())
-    assert 0 < error < 0.06, error  # a linear is off by 0.006 (infuse.quant.integer.ERRORS), and tens of them follow each other
+    assert 0 < error < 0.06, (
+        error
+    )  # a linear is off by 0.006 (infuse.quant.integer.ERRORS), and tens of them follow each other
 
 
 def test_t5_in_int4_is_t5_with_rounded_weights() -> None:

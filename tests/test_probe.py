@@ -1,6 +1,8 @@
-"""The probes: the kernel reads every word once, on every instruction set; what a figure is made of; who reads where there are no kernels.
+"""The probes: the kernel reads every word once, on every instruction set; what a figure is made of; who reads where
+there are no kernels.
 
-Run as a program, it prints the instruction set and the kernel's results: so the tests force lower sets in processes of their own.
+Run as a program, it prints the instruction set and the kernel's results: so the tests force lower sets in processes of
+their own.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ import infuse
 
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -116,7 +118,9 @@ def test_profile() -> None:
     assert found["decode_tokens_per_second"] >= 3 * 2 / forward_seconds
     assert found["prefill_tokens_per_second"] >= 2 * 5 / forward_seconds
     assert found["probed_bytes_per_second"] > 1e8
-    assert found["share_of_bandwidth"] == pytest.approx(found["read_bytes_per_second"] / found["probed_bytes_per_second"])
+    assert found["share_of_bandwidth"] == pytest.approx(
+        found["read_bytes_per_second"] / found["probed_bytes_per_second"]
+    )
     json.dumps(found)
 
 
@@ -125,7 +129,16 @@ def test_profile_as_text_and_as_trace(tmp_path: Path) -> None:
     with engine.profile() as profile:
         engine.generate(ids(1, 5), max_new_tokens=3)
     text = str(profile)
-    for word in ("3 forwards in", "by module (own time)", "GPT2Block", "by op (own time)", "aten::", "decode tokens/s", "GB/s", "%"):
+    for word in (
+        "3 forwards in",
+        "by module (own time)",
+        "GPT2Block",
+        "by op (own time)",
+        "aten::",
+        "decode tokens/s",
+        "GB/s",
+        "%",
+    ):
         assert word in text, word
     profile.save_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())

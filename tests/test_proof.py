@@ -1,4 +1,6 @@
-"""The proof at work: specs, weights and kernels broken on purpose are refused, the reason is in the plan, the model is unharmed."""
+"""The proof at work: specs, weights and kernels broken on purpose are refused, the reason is in the plan, the model is
+unharmed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,20 @@ from torch import Tensor, nn
 from infuse import native
 from infuse.apply.apply import apply
 from infuse.architectures import specs_for
-from infuse.architectures.layer import LAYER, PARALLEL, PRE, SANDWICH, Act, GatedMLP, LayerSpec, NoPosition, Norm, Packed, Rotary, Separate
+from infuse.architectures.layer import (
+    LAYER,
+    PARALLEL,
+    PRE,
+    SANDWICH,
+    Act,
+    GatedMLP,
+    LayerSpec,
+    NoPosition,
+    Norm,
+    Packed,
+    Rotary,
+    Separate,
+)
 from infuse.architectures.packing import BLOCKS, PER_HEAD
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -35,7 +50,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The modules: `infuse.plan` as an attribute is the function.
-APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply", "plan"))
+APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply.apply", "plan.decide"))
 RMS_1, RMS_2 = Norm("post_attention_layernorm", "rms"), Norm("input_layernorm", "rms")
 _Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
 
@@ -97,7 +112,9 @@ def outputs(name: str, model: nn.Module) -> Tensor:
 
 def traces(model: nn.Module) -> tuple:
     hooks = [(path, len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for path, m in model.named_modules()]
-    tensors = [(path, p.dtype, p.data_ptr(), p._version) for path, p in (*model.named_parameters(), *model.named_buffers())]
+    tensors = [
+        (path, p.dtype, p.data_ptr(), p._version) for path, p in (*model.named_parameters(), *model.named_buffers())
+    ]
     return hooks, tensors
 
 
@@ -130,7 +147,9 @@ def test_a_broken_spec_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_spec_that_overlooks_what_some_layers_do_is_refused_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its window the spec takes all layers of GPT-Neo for alike: the first is proven, and must not speak for the second."""
+    """Without its window the spec takes all layers of GPT-Neo for alike: the first is proven, and must not speak for
+    the second.
+    """
     name = "gpt-neo"
     model = BY_NAME[name].make()
     wanted = outputs(name, model)
@@ -150,9 +169,13 @@ def test_what_a_spec_does_not_claim_is_told_before_any_proof(monkeypatch: pytest
     assert torch.equal(outputs("qwen3", model), wanted)
 
 
-@pytest.mark.parametrize("keys", [dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16")], ids=str)
+@pytest.mark.parametrize(
+    "keys", [dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16")], ids=str
+)
 def test_coarse_numbers_hide_nothing(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounding would cover is found: the structure is compared in float32. What is right passes in the same formats."""
+    """What rounding would cover is found: the structure is compared in float32. What is right passes in the same
+    formats.
+    """
     right, wrong = BY_NAME["llama"].make(), BY_NAME["llama"].make()
     applied(right, **keys)
     break_specs(monkeypatch, broken(mlp=dict(activation=Act("quick_gelu"))))
@@ -197,7 +220,9 @@ def test_sample_proves_one_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keys", [dict(dtype="fp32"), dict(dtype="bf16")], ids=str)
 @pytest.mark.parametrize("what", ["rotary pairing", "packing: heads for groups"])
-def test_strict_raises_and_leaves_the_model_as_it_was(what: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_raises_and_leaves_the_model_as_it_was(
+    what: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, change = BROKEN[what]
     model = BY_NAME[name].make()
     wanted = outputs(name, model)
@@ -246,7 +271,9 @@ def test_a_layer_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> N
     model = BY_NAME["gpt2"].make()
     monkeypatch.setattr(model.transformer.h[1].mlp, "act", None)
     done = applied(model, verify="all")
-    assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(done)
+    assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(
+        done
+    )
 
 
 def test_handing_on_to_continuous_batching_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +370,8 @@ def test_a_broken_body_is_refused(body: Callable, why: str, monkeypatch: pytest.
     assert torch.equal(outputs("llama", model), wanted)
 
 
-# Calls that users make and a first prompt with one step of decoding is not: the family, and how such a call is told apart.
+# Calls that users make and a first prompt with one step of decoding is not: the family, and how such a call is told
+# apart.
 CALLS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]]] = {
     "several tokens": ("llama", lambda q, k, mask: q.shape[2] == 2),
     "a static cache, prefill": ("llama", lambda q, k, mask: q.shape[2] == 5 and k.shape[2] == 12),
@@ -351,7 +379,10 @@ CALLS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]]] = 
     "two texts in a row": ("llama", lambda q, k, mask: mask is not None and mask.is_floating_point()),
     "two texts in a row, prefill": ("bert", lambda q, k, mask: mask is not None and mask.is_floating_point()),
     "a full window, decode": ("starcoder2", lambda q, k, mask: q.shape[2] == 1 and k.shape[2] == 5),
-    "a full window, our cache": ("starcoder2", lambda q, k, mask: q.shape[0] == 2 and not bool(mask[1, 0, -1, 0]) and k.shape[2] == 15),
+    "a full window, our cache": (
+        "starcoder2",
+        lambda q, k, mask: q.shape[0] == 2 and not bool(mask[1, 0, -1, 0]) and k.shape[2] == 15,
+    ),
 }
 
 
@@ -385,8 +416,14 @@ def test_a_body_for_linears_is_proven_on_linears(right_up_to: int | None, monkey
     wanted = outputs("llama", model)
     monkeypatch.setitem(registered()["linear"].bodies, "cpu", Body("cpu", body, lambda device, dtype: None))
     done = applied(model)
-    assert [step.path for step in done.steps] == ([] if wrong else ["model.layers.0", "model.layers.1", "model.layers.2", "lm_head"])
+    assert [step.path for step in done.steps] == (
+        [] if wrong else ["model.layers.0", "model.layers.1", "model.layers.2", "lm_head"]
+    )
     refused = {left.path for left in done.left if left.why.startswith("refused")}
-    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}  # all that is left to try then
-    assert refused == ({f"model.layers.{i}" for i in range(3)} | linears if wrong else set()) and len(linears) == (22 if wrong else 0)
+    linears = {
+        name for name, module in model.named_modules() if type(module) is nn.Linear
+    }  # all that is left to try then
+    assert refused == ({f"model.layers.{i}" for i in range(3)} | linears if wrong else set()) and len(linears) == (
+        22 if wrong else 0
+    )
     assert_near(outputs("llama", model), wanted, torch.float32)

@@ -1,4 +1,6 @@
-"""The number formats: what a round trip may lose, what it may not, what is refused, and how far from the best possible grid a format is."""
+"""The number formats: what a round trip may lose, what it may not, what is refused, and how far from the best possible
+grid a format is.
+"""
 
 import pickle
 
@@ -32,7 +34,9 @@ def relative_error(weight: torch.Tensor, result: torch.Tensor) -> float:
 
 @st.composite
 def weights(draw: st.DrawFn, length: int) -> torch.Tensor:
-    """A few rows of two groups: normal values, hand-picked ones (zeros, ties, outliers, one sign, tiny, huge) between them."""
+    """A few rows of two groups: normal values, hand-picked ones (zeros, ties, outliers, one sign, tiny, huge) between
+    them.
+    """
     rows = draw(st.integers(1, 3))
     weight = normal(rows, 2 * length, draw(st.integers(0, 2**31)))
     if draw(st.booleans()):
@@ -53,28 +57,64 @@ def test_text_reads_back(text: str) -> None:
     assert pickle.loads(pickle.dumps(format)) == format and hash(quant_format(text)) == hash(format)
 
 
-@pytest.mark.parametrize(("text", "canonical"), [
-    ("int8", "int8"), ("int8:64", "int8"), ("INT8:symmetric", "int8"), ("int8:128", "int8:128"), ("int8:row", "int8:row"),
-    ("int4", "int4:64"), ("int4:128:symmetric", "int4:128"), ("int4:asymmetric", "int4:64:asymmetric"), ("int8:groups=2", "int8:groups=2"),
-    ("fp8", "fp8"), ("fp8:row", "fp8"), ("FP8:128", "fp8:128"), ("fp6", "fp6"), ("fp6:64:symmetric", "fp6"), ("fp6:row", "fp6:row"),
-    ("fp6:groups=2", "fp6:groups=2"), ("int8:asymmetric", "int8:asymmetric"), (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
-])
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("int8", "int8"),
+        ("int8:64", "int8"),
+        ("INT8:symmetric", "int8"),
+        ("int8:128", "int8:128"),
+        ("int8:row", "int8:row"),
+        ("int4", "int4:64"),
+        ("int4:128:symmetric", "int4:128"),
+        ("int4:asymmetric", "int4:64:asymmetric"),
+        ("int8:groups=2", "int8:groups=2"),
+        ("fp8", "fp8"),
+        ("fp8:row", "fp8"),
+        ("FP8:128", "fp8:128"),
+        ("fp6", "fp6"),
+        ("fp6:64:symmetric", "fp6"),
+        ("fp6:row", "fp6:row"),
+        ("fp6:groups=2", "fp6:groups=2"),
+        ("int8:asymmetric", "int8:asymmetric"),
+        (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
+    ],
+)
 def test_canonical_text(text: str, canonical: str) -> None:
     assert str(quant_format(text)) == canonical
 
 
-@pytest.mark.parametrize("text", [
-    "int3", "fp", "fp4", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4", "int4:groups=", 8,
-    None,
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int3",
+        "fp",
+        "fp4",
+        "",
+        "int8:",
+        "int8:big",
+        "int8:64:64",
+        "int8:64:lopsided",
+        "int8:asymmetric:64",
+        "int8:-4",
+        "int4:groups=",
+        8,
+        None,
+    ],
+)
 def test_unknown_text_lists_what_is_possible(text: object) -> None:
     with pytest.raises(ConfigError, match="possible: .*int8:GROUP.*int4"):
         quant_format(text)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("int8:0", "group size is 0"), ("int8:groups=0", "number of groups is 0"), ("int4:5", "even, not 5"),
-])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("int8:0", "group size is 0"),
+        ("int8:groups=0", "number of groups is 0"),
+        ("int4:5", "even, not 5"),
+    ],
+)
 def test_impossible_numbers(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         quant_format(text)
@@ -83,16 +123,19 @@ def test_impossible_numbers(text: str, reason: str) -> None:
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(("text", "columns", "reason"), [
-    ("int8:128", 4544, r"groups of 128 do not divide 4544 inputs \(64 or 32 would\)"),
-    ("int4", 70, r"groups of 64 do not divide 70 inputs \(row would\)"),
-    ("int8:groups=3", 64, "64 inputs do not divide into 3 groups"),
-    ("int4:row", 33, "33 inputs are an odd number"),
-    ("int4:groups=2", 6, "6 inputs in 2 groups are 3 for each, an odd number"),
-    ("fp8:128", 320, r"groups of 128 do not divide 320 inputs \(64 or 32 would\)"),
-    ("fp6:row", 66, "66 inputs are not a multiple of 4"),
-    ("fp6:groups=2", 12, "12 inputs in 2 groups are 6 for each"),
-])
+@pytest.mark.parametrize(
+    ("text", "columns", "reason"),
+    [
+        ("int8:128", 4544, r"groups of 128 do not divide 4544 inputs \(64 or 32 would\)"),
+        ("int4", 70, r"groups of 64 do not divide 70 inputs \(row would\)"),
+        ("int8:groups=3", 64, "64 inputs do not divide into 3 groups"),
+        ("int4:row", 33, "33 inputs are an odd number"),
+        ("int4:groups=2", 6, "6 inputs in 2 groups are 3 for each, an odd number"),
+        ("fp8:128", 320, r"groups of 128 do not divide 320 inputs \(64 or 32 would\)"),
+        ("fp6:row", 66, "66 inputs are not a multiple of 4"),
+        ("fp6:groups=2", 12, "12 inputs in 2 groups are 6 for each"),
+    ],
+)
 def test_widths_that_do_not_fit(text: str, columns: int, reason: str) -> None:
     format = quant_format(text)
     with pytest.raises(ConfigError, match=reason):
@@ -160,7 +203,9 @@ def test_a_shard_of_rows_or_groups_is_the_shard_of_the_codes(kind: str) -> None:
     weight, format = normal(300, 1024), quant_format(kind.format(64))
     whole, rows, groups = format.quantize(weight), format.quantize(weight[100:200]), format.quantize(weight[:, 512:])
     assert torch.equal(whole.data[100:200], rows.data) and torch.equal(whole.scale[100:200], rows.scale)
-    assert torch.equal(whole.data[:, whole.data.shape[1] // 2 :], groups.data) and torch.equal(whole.scale[:, 8:], groups.scale)
+    assert torch.equal(whole.data[:, whole.data.shape[1] // 2 :], groups.data) and torch.equal(
+        whole.scale[:, 8:], groups.scale
+    )
 
 
 # ---- layout ----
@@ -196,7 +241,11 @@ def test_bytes_shapes_and_meta(text: str, rows: int, columns: int) -> None:
     quantized, planned = format.quantize(weight), format.quantize(weight.to("meta"))
     assert quantized.nbytes == planned.nbytes == format.nbytes(rows, columns)
     assert quantized.shape == (rows, columns) and quantized.format is format and quantized.scale.dtype == torch.bfloat16
-    for real, meta in ((quantized.data, planned.data), (quantized.scale, planned.scale), (quantized.zero, planned.zero)):
+    for real, meta in (
+        (quantized.data, planned.data),
+        (quantized.scale, planned.scale),
+        (quantized.zero, planned.zero),
+    ):
         assert (real is None) == (meta is None)
         if real is not None and meta is not None:
             assert meta.is_meta and real.shape == meta.shape and real.dtype == meta.dtype
@@ -220,21 +269,35 @@ def test_dtypes_and_strides(kind: str, dtype: torch.dtype) -> None:
 
 
 def best_possible_error(weight: torch.Tensor, text: str) -> float:
-    """By brute force: each row has the best of all uniform grids, with any step and any zero point that the format can store."""
+    """By brute force: each row has the best of all uniform grids, with any step and any zero point that the format can
+    store.
+    """
     levels, unit = (256, 1) if text.startswith("int8") else (16, 1 / 16)
-    largest, middle = weight.abs().amax(-1, keepdim=True), (weight.amax(-1, keepdim=True) + weight.amin(-1, keepdim=True)) / 2
+    largest, middle = (
+        weight.abs().amax(-1, keepdim=True),
+        (weight.amax(-1, keepdim=True) + weight.amin(-1, keepdim=True)) / 2,
+    )
     half_span = weight.amax(-1, keepdim=True) - middle
     if text.endswith("asymmetric"):
         shifts = torch.linspace(-2, 2, 33).tolist() if levels == 16 else [-1, 0, 1]
-        steps = [half_span * shrink / (levels / 2) for shrink in torch.linspace(0.45, 1.15, 60 if levels == 16 else 300).tolist()]
+        steps = [
+            half_span * shrink / (levels / 2)
+            for shrink in torch.linspace(0.45, 1.15, 60 if levels == 16 else 300).tolist()
+        ]
         grids = [(step, ((shift - 0.5 - middle / step) / unit).round() * unit) for step in steps for shift in shifts]
     else:
         zero = torch.zeros_like(largest)
-        grids = [(sign * shrink * largest / (levels / 2), zero) for shrink in torch.linspace(0.45, 1.15, 300).tolist() for sign in (1, -1)]
+        grids = [
+            (sign * shrink * largest / (levels / 2), zero)
+            for shrink in torch.linspace(0.45, 1.15, 300).tolist()
+            for sign in (1, -1)
+        ]
     best = torch.full_like(largest, torch.inf)
     for step, zero in grids:
         position = weight / step + zero
-        off = (position - position.round().clamp_(-levels // 2, levels // 2 - 1)).square_().sum(-1, keepdim=True) * step.square()
+        off = (position - position.round().clamp_(-levels // 2, levels // 2 - 1)).square_().sum(
+            -1, keepdim=True
+        ) * step.square()
         best = torch.minimum(best, off)
     return (best.sum().sqrt() / weight.norm()).item()
 
@@ -252,11 +315,15 @@ def test_expected_error_is_what_is_measured(kind: str) -> None:
     for length in (*ERROR_LENGTHS, 96, 512):
         weight, format = normal(2**19 // length, length, seed=1), quant_format(kind.format(length))
         assert relative_error(weight, round_trip(weight, format)) == pytest.approx(format.expected_error, rel=0.04)
-    assert quant_format(kind.format("row")).expected_error == quant_format(kind.format(ERROR_LENGTHS[-1])).expected_error
+    assert (
+        quant_format(kind.format("row")).expected_error == quant_format(kind.format(ERROR_LENGTHS[-1])).expected_error
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_heavy_tails_stay_within_the_proof_tolerance(text: str) -> None:
-    weight = normal(64, 512) * torch.rand(64, 512, generator=torch.Generator().manual_seed(1)).log().neg().sqrt()  # Laplace
+    weight = (
+        normal(64, 512) * torch.rand(64, 512, generator=torch.Generator().manual_seed(1)).log().neg().sqrt()
+    )  # Laplace
     format = quant_format(text)
     assert relative_error(weight, round_trip(weight, format)) < format.proof_tolerance

@@ -1,4 +1,6 @@
-"""fp8 and fp6: their codes one by one, how values are rounded to them, what a value may lose, how far from the best scale they are."""
+"""fp8 and fp6: their codes one by one, how values are rounded to them, what a value may lose, how far from the best
+scale they are.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
 NAMES = ("fp8", "fp6")
-# exponent bits, mantissa bits, bias, largest value, as the formats' definitions have them (fp8: OCP FP8 E4M3; fp6: OCP MX FP6 E3M2)
+# exponent bits, mantissa bits, bias, largest value, as the formats' definitions have them (fp8: OCP FP8 E4M3; fp6: OCP
+# MX FP6 E3M2)
 DEFINITIONS = {"fp8": (4, 3, 7, 448.0), "fp6": (3, 2, 3, 28.0)}
 
 
@@ -35,7 +38,9 @@ def grid(name: str) -> torch.Tensor:
 def held(codes: torch.Tensor, name: str, scale: float = 1.0) -> QuantizedWeight:
     """One row of codes with one scale, laid out by hand."""
     data = codes[None] if name == "fp8" else pack_fp6(codes[None])
-    return QuantizedWeight(data, torch.full((1, 1), scale).bfloat16(), None, (1, len(codes)), quant_format(f"{name}:row"))
+    return QuantizedWeight(
+        data, torch.full((1, 1), scale).bfloat16(), None, (1, len(codes)), quant_format(f"{name}:row")
+    )
 
 
 def code_at(quantized: QuantizedWeight, row: int, column: int) -> int:
@@ -75,14 +80,18 @@ def test_rounding_is_to_the_nearest_value_and_of_two_to_the_even_code(name: str)
     """Every midpoint of the grid and its neighbours, subnormal ones too, at a scale of 1."""
     values = grid(name)[len(grid(name)) // 2 :]  # from zero on
     middles = (values[1:] + values[:-1]) / 2
-    even = torch.where(torch.arange(len(middles)) % 2 == 0, values[:-1], values[1:])  # codes count the values from zero on
+    even = torch.where(
+        torch.arange(len(middles)) % 2 == 0, values[:-1], values[1:]
+    )  # codes count the values from zero on
     for sign in (1.0, -1.0):
         for steps, wanted in ((middles * (1 - 1e-6), values[:-1]), (middles * (1 + 1e-6), values[1:]), (middles, even)):
             assert torch.equal(rounded(steps * sign, name), wanted * sign)
 
 
 def rounded(steps: torch.Tensor, name: str) -> torch.Tensor:
-    """`steps` on the grid of scale 1, through the format: many exact values beside them let no other scale be the best one."""
+    """`steps` on the grid of scale 1, through the format: many exact values beside them let no other scale be the best
+    one.
+    """
     anchors = grid(name).repeat(64)
     row = torch.cat((steps, anchors))
     row = torch.nn.functional.pad(row, (0, -len(row) % 4))
@@ -98,7 +107,9 @@ def test_every_byte_packs_exactly() -> None:
         packed = pack_fp6(four)
         assert packed.dtype == torch.uint8 and packed.shape == (4096, 3)
         assert torch.equal(unpack_fp6(packed), four)
-    assert pack_fp6(torch.tensor([[0b111111, 0b000001, 0b100000, 0b000011]]).to(torch.uint8)).tolist() == [[0x7F, 0x00, 0x0E]]
+    assert pack_fp6(torch.tensor([[0b111111, 0b000001, 0b100000, 0b000011]]).to(torch.uint8)).tolist() == [
+        [0x7F, 0x00, 0x0E]
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +142,9 @@ def test_layout_and_rounding_agree_with_the_definition(data: st.DataObject) -> N
 
 
 def best_possible_error(weight: torch.Tensor, name: str) -> float:
-    """By brute force: each row has the best of 600 scales, over more than an octave on both sides, each value its nearest one."""
+    """By brute force: each row has the best of 600 scales, over more than an octave on both sides, each value its
+    nearest one.
+    """
     values, largest = grid(name), weight.abs().amax(-1, keepdim=True)
     middles = (values[1:] + values[:-1]) / 2
     best = torch.full_like(largest, torch.inf)

@@ -1,4 +1,6 @@
-"""docs/quantization.md: its example prints what it says, its table is that of the formats; and the benchmark behind its figures."""
+"""docs/quantization.md: its example prints what it says, its table is that of the formats; and the benchmark behind its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def test_the_example_runs_and_prints_what_is_told(monkeypatch: pytest.MonkeyPatc
     with contextlib.redirect_stdout(printed):
         exec(compile(example, "docs/quantization.md", "exec"), {})  # noqa: S102
     lines = [" ".join(line.split()) for line in printed.getvalue().splitlines()]
-    told = [" ".join(line.split()).removesuffix("…") for line in TEXT.splitlines() if line.startswith(("    block ", "    left "))]
+    told = [
+        " ".join(line.split()).removesuffix("…")
+        for line in TEXT.splitlines()
+        if line.startswith(("    block ", "    left "))
+    ]
     assert len(told) == 3
     for line in told:
         assert any(found.startswith(line) for found in lines), (line, lines)
@@ -44,8 +50,14 @@ def test_the_table_is_that_of_the_formats() -> None:
 
 
 def test_the_numbers_of_candidates() -> None:
-    assert f"| int8 | {len(INT8_LARGEST)}: the largest weight gets a code from {min(INT8_LARGEST)} to {max(INT8_LARGEST)}" in TEXT
-    assert f"| {len(INT8_SPANS)} spans between smallest and largest weight, {min(INT8_SPANS)} to {max(INT8_SPANS)} steps" in TEXT
+    assert (
+        f"| int8 | {len(INT8_LARGEST)}: the largest weight gets a code from {min(INT8_LARGEST)} to {max(INT8_LARGEST)}"
+        in TEXT
+    )
+    assert (
+        f"| {len(INT8_SPANS)} spans between smallest and largest weight, {min(INT8_SPANS)} to {max(INT8_SPANS)} steps"
+        in TEXT
+    )
     assert f"| int4 | {2 * len(INT4_CLIPS)}: the largest weight is up to {INT4_CLIPS[-1]:.1f} times" in TEXT
 
 
@@ -62,23 +74,35 @@ def test_quality_scores_each_format_against_float32() -> None:
     assert [round(score.bits, 2) for score in found] == [32, 16, 8.25, 4.82]  # the head stays at 8 bits
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert found[0].perplexity == pytest.approx(quality.math.exp(quality.total_nats(model, tokenizer, text, 64, 32)[0] / 120), rel=1e-4)
+    assert found[0].perplexity == pytest.approx(
+        quality.math.exp(quality.total_nats(model, tokenizer, text, 64, 32)[0] / 120), rel=1e-4
+    )
     for score in found:
         assert score.change == pytest.approx(100 * (score.perplexity / found[0].perplexity - 1))
     assert abs(found[2].change) < abs(found[3].change)
 
 
 def test_the_table_tells_what_is_missed() -> None:
-    rows = [quality.Score("float32", 32, 10, 0), quality.Score("int8:64", 8.25, 10.03, 0.3), quality.Score("int4:64", 4.25, 10.1, 1.0)]
+    rows = [
+        quality.Score("float32", 32, 10, 0),
+        quality.Score("int8:64", 8.25, 10.03, 0.3),
+        quality.Score("int4:64", 4.25, 10.1, 1.0),
+    ]
     lines = quality.table(rows).splitlines()
-    assert lines[3] == "| int8:64 | 8.25 | 10.0300 | +0.30 % | +0.2 %, missed |" and lines[4].endswith("| +1.00 % | +4.0 % |")
+    assert lines[3] == "| int8:64 | 8.25 | 10.0300 | +0.30 % | +0.2 %, missed |" and lines[4].endswith(
+        "| +1.00 % | +4.0 % |"
+    )
     assert set(quality.LIMITS) - {"bfloat16"} <= set(quality.FORMATS)
     assert {quality.Score(name, 0, 0, 0).family for name in quality.FORMATS} <= set(quality.FAMILIES)
 
 
 def test_the_plot_is_an_svg_with_every_family(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib, of the extra `dev`")
-    rows = [quality.Score("float32", 32, 10, 0), quality.Score("fp8", 8, 10.1, 1), quality.Score("int4:64:asymmetric", 4.4, 11, 10)]
+    rows = [
+        quality.Score("float32", 32, 10, 0),
+        quality.Score("fp8", 8, 10.1, 1),
+        quality.Score("int4:64:asymmetric", 4.4, 11, 10),
+    ]
     quality.plot(rows, tmp_path / "plot.svg", "title")
     drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     assert drawn.count("<svg") == 1 and all(word in drawn for word in ("float32", "fp8", "int4 asymmetric", "title"))

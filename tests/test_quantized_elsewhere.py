@@ -1,6 +1,7 @@
 """Models that another library quantized or offloaded are left alone, with one line that says so.
 
-The libraries are not installed here: stand-ins have their modules' and classes' names, and the forms in which they hold weights.
+The libraries are not installed here: stand-ins have their modules' and classes' names, and the forms in which they hold
+weights.
 Checked by hand against torchao 0.18, bitsandbytes 0.50 (8 bits) and accelerate 1.15.
 """
 
@@ -56,7 +57,9 @@ def with_parameters(name: str) -> nn.Module:
 
 
 def with_a_mark(method: str) -> nn.Module:
-    """Plain linears with another forward, known by what transformers notes on the model (compressed-tensors, finegrained FP8)."""
+    """Plain linears with another forward, known by what transformers notes on the model (compressed-tensors,
+    finegrained FP8).
+    """
     model = LLAMA.make()
     model.is_quantized, model.config.quantization_config = True, {"quant_method": method}
     return model
@@ -77,15 +80,23 @@ MADE = {
 @pytest.mark.parametrize("library", MADE)
 def test_a_quantized_model_is_left_alone_with_one_line(library: str, keys: dict[str, Any]) -> None:
     model = MADE[library]()
-    before = [(name, type(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()]
+    before = [
+        (name, type(tensor), tensor.dtype, tensor.data_ptr())
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    ]
     with torch.no_grad():
         wanted = model(**inputs(LLAMA)).logits
         engine = infuse.init_inference(model, **keys)
         assert torch.equal(engine(**inputs(LLAMA)).logits, wanted)
     assert engine.plan.steps == ()
-    assert [left.why for left in engine.plan.left] == [f"already quantized by {library}: nothing is replaced, quantized or cast"]
+    assert [left.why for left in engine.plan.left] == [
+        f"already quantized by {library}: nothing is replaced, quantized or cast"
+    ]
     assert f"  left  already quantized by {library}: " in str(engine.plan)
-    assert before == [(name, type(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()]
+    assert before == [
+        (name, type(tensor), tensor.dtype, tensor.data_ptr())
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    ]
     assert engine.generate(**inputs(LLAMA), max_new_tokens=2).shape[1] == inputs(LLAMA)["input_ids"].shape[1] + 2
 
 

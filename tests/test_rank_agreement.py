@@ -1,4 +1,6 @@
-"""Ranks that were given different caches, settings or weights say so, on every rank, instead of computing the same wrong numbers."""
+"""Ranks that were given different caches, settings or weights say so, on every rank, instead of computing the same
+wrong numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from infuse.layers.cache import KVCache
 
 
 def told(errors: list[Any], what: str) -> bool:
-    return all(isinstance(error, infuse.RankError) and what in str(error) and "on rank 1" in str(error) for error in errors)
+    return all(
+        isinstance(error, infuse.RankError) and what in str(error) and "on rank 1" in str(error) for error in errors
+    )
 
 
 # ---- caches ----
@@ -29,7 +33,9 @@ def told(errors: list[Any], what: str) -> bool:
 def another_cache(kind: str, how: str) -> None:
     engine = engine_of("llama")
     ids = inputs(BY_NAME["llama"])["input_ids"]
-    cache = {"ours": KVCache, "dynamic": DynamicCache, "static": lambda: StaticCache(engine.config, max_cache_len=40)}[kind]()
+    cache = {"ours": KVCache, "dynamic": DynamicCache, "static": lambda: StaticCache(engine.config, max_cache_len=40)}[
+        kind
+    ]()
     second = dist.get_rank() == 1
     with torch.no_grad():
         engine(ids, past_key_values=cache)
@@ -42,9 +48,13 @@ def another_cache(kind: str, how: str) -> None:
         engine(ids[:, -1:], past_key_values=cache)
 
 
-@pytest.mark.parametrize(("kind", "how"), [("ours", "crop"), ("ours", "crop rows"), ("dynamic", "crop"), ("static", "empty")])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("ours", "crop"), ("ours", "crop rows"), ("dynamic", "crop"), ("static", "empty")]
+)
 def test_caches_that_differ_are_told(kind: str, how: str, ranks: Ranks) -> None:
-    assert told(ranks.run_expecting_errors(2, another_cache, kind, how), "the caches (tokens, rows, crops) on rank 1 differ")
+    assert told(
+        ranks.run_expecting_errors(2, another_cache, kind, how), "the caches (tokens, rows, crops) on rank 1 differ"
+    )
 
 
 # ---- generate ----
@@ -82,7 +92,9 @@ def other_generation(how: str) -> Tensor:
     if how in ("criterion", "same"):
         keys["stopping_criteria"] = [Until(14 if second and how == "criterion" else 15)]
     if how == "same":  # begun at different times
-        keys["stopping_criteria"].append(t.MaxTimeCriteria(1000.0, initial_timestamp=torch.rand(1, dtype=torch.float64).item() + 4e9))
+        keys["stopping_criteria"].append(
+            t.MaxTimeCriteria(1000.0, initial_timestamp=torch.rand(1, dtype=torch.float64).item() + 4e9)
+        )
         keys["stopping_criteria"][-1].initial_timestamp += dist.get_rank()
     return engine.generate(**inputs(BY_NAME["llama"]), **keys)
 
@@ -123,7 +135,9 @@ def other_weights(how: str, keys: dict[str, Any]) -> None:
     ("order", "model.layers.1.self_attn.q_proj.weight"), ("frequencies", "model.rotary_emb.inv_freq"), ("config", "the model's config"),
 ])  # fmt: skip
 def test_models_that_differ_are_told_without_a_proof(how: str, where: str, ranks: Ranks) -> None:
-    assert told(ranks.run_expecting_errors(2, other_weights, how, {"verify": "off"}), f"the weights: {where} on rank 1 differs")
+    assert told(
+        ranks.run_expecting_errors(2, other_weights, how, {"verify": "off"}), f"the weights: {where} on rank 1 differs"
+    )
 
 
 def loading_another(folder: str, keys: dict[str, Any]) -> None:

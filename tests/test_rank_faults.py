@@ -1,4 +1,6 @@
-"""What goes wrong between ranks is an error that names rank and operation, on every rank, soon; and what must not go wrong, does not."""
+"""What goes wrong between ranks is an error that names rank and operation, on every rank, soon; and what must not go
+wrong, does not.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ TOLERANCE = 5e-5
 
 
 def engine_of(name: str, changes: dict | None = None, **keys: Any) -> infuse.InferenceEngine:
-    given = {"dtype": "fp32", "progress": False, "verify": "off", "tensor_parallel": {"tp_size": dist.get_world_size()}, **keys}
+    given = {
+        "dtype": "fp32",
+        "progress": False,
+        "verify": "off",
+        "tensor_parallel": {"tp_size": dist.get_world_size()},
+        **keys,
+    }
     return infuse.init_inference(BY_NAME[name].make(**(changes or {})), **given)
 
 
@@ -59,7 +67,9 @@ def other_settings(keys: list[dict]) -> None:
     engine_of("llama", **keys[dist.get_rank()])
 
 
-@pytest.mark.parametrize("theirs", [{"quant": "int8:4"}, {"replace_with_kernel_inject": False}, {"dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "theirs", [{"quant": "int8:4"}, {"replace_with_kernel_inject": False}, {"dtype": "bf16"}], ids=str
+)
 def test_other_settings_are_told_before_anything_is_done(theirs: dict, ranks: Ranks) -> None:
     for error in ranks.run_expecting_errors(2, other_settings, [{}, theirs]):
         assert isinstance(error, infuse.RankError) and "the plan: rank 1 differs from rank 0" in str(error)
@@ -103,7 +113,9 @@ def loading(folder: str, kind: str, keys: dict) -> tuple[str, bool]:
     model = on_meta("llama") if kind == "meta" else BY_NAME["llama"].make()
     before = state_of(model)
     try:
-        infuse.init_inference(model, checkpoint=f"{folder}/{dist.get_rank()}", progress=False, tensor_parallel={"tp_size": 2}, **keys)
+        infuse.init_inference(
+            model, checkpoint=f"{folder}/{dist.get_rank()}", progress=False, tensor_parallel={"tp_size": 2}, **keys
+        )
     except infuse.InfuseError as error:
         return f"{type(error).__name__}: {error}", state_of(model) == before
     return "", False
@@ -122,7 +134,11 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_all(broken: str, kind: str, t
     (first, first_whole), (second, second_whole) = ranks.run(2, loading, str(tmp_path), kind, {"dtype": "fp32"})
     assert first_whole and second_whole
     assert second.startswith("CheckpointError: ") and str(tmp_path / "1") in second
-    assert first.startswith("RankError: ") and "loading was given up by rank 1: CheckpointError: " in first and str(tmp_path / "1") in first
+    assert (
+        first.startswith("RankError: ")
+        and "loading was given up by rank 1: CheckpointError: " in first
+        and str(tmp_path / "1") in first
+    )
 
 
 def saving(folder: str) -> str:
@@ -152,10 +168,16 @@ def test_shards_that_one_rank_cannot_write_have_no_index(tmp_path: Path, ranks: 
     ranks.run(2, saving, str(tmp_path))
     assert (tmp_path / "infuse.json").is_file()
     first, second = ranks.run(2, saving_on_a_full_disk, str(tmp_path))
-    assert first.startswith("CheckpointError: ") and "the shards are not whole: rank 1: " in first and "No space left" in first
+    assert (
+        first.startswith("CheckpointError: ")
+        and "the shards are not whole: rank 1: " in first
+        and "No space left" in first
+    )
     assert second.startswith("CheckpointError: ") and "cannot be written: No space left" in second
     assert not (tmp_path / "infuse.json").exists()
-    assert ranks.run(2, saving, str(tmp_path)) == ["", ""] and (tmp_path / "infuse.json").is_file()  # the ranks still have each other
+    assert (
+        ranks.run(2, saving, str(tmp_path)) == ["", ""] and (tmp_path / "infuse.json").is_file()
+    )  # the ranks still have each other
 
 
 # ---- which ranks ----
@@ -171,14 +193,18 @@ def refused(size: int) -> str:
 
 def test_a_size_that_does_not_divide_the_world(ranks: Ranks) -> None:
     for text in ranks.run(3, refused, 2):
-        assert "found 2 in a world of 3 ranks, which it does not divide" in text and "torchrun --nproc-per-node 2" in text
+        assert (
+            "found 2 in a world of 3 ranks, which it does not divide" in text and "torchrun --nproc-per-node 2" in text
+        )
 
 
 def test_ranks_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     model = BY_NAME["llama"].make()
     before = state_of(model)
-    with pytest.raises(infuse.ConfigError, match="this process is alone; start 2 ranks: torchrun --nproc-per-node 2 SCRIPT"):
+    with pytest.raises(
+        infuse.ConfigError, match="this process is alone; start 2 ranks: torchrun --nproc-per-node 2 SCRIPT"
+    ):
         infuse.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": 2}, progress=False)
     assert state_of(model) == before
 
@@ -227,7 +253,10 @@ def by_mpu(deprecated: bool) -> tuple[int, int, Tensor]:
 def test_an_mpu_brings_the_ranks(deprecated: bool, ranks: Ranks) -> None:
     results = ranks.run(4, by_mpu, deprecated)
     assert [result[:2] for result in results] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    assert same([found for _, _, found in results]) and distance(results[0][2], outputs(BY_NAME["bloom"].make(), "bloom")) < TOLERANCE
+    assert (
+        same([found for _, _, found in results])
+        and distance(results[0][2], outputs(BY_NAME["bloom"].make(), "bloom")) < TOLERANCE
+    )
 
 
 def replicas() -> tuple[int, Tensor, Tensor]:
@@ -271,7 +300,9 @@ def test_what_does_not_divide(name: str, changes: dict, size: int, ranks: Ranks)
 def in_bfloat16() -> tuple[int, Tensor]:
     family = BY_NAME["llama"]
     model = family.make().to(torch.bfloat16)
-    engine = infuse.init_inference(model, dtype="fp32", progress=False, tensor_parallel={"tp_size": dist.get_world_size()})
+    engine = infuse.init_inference(
+        model, dtype="fp32", progress=False, tensor_parallel={"tp_size": dist.get_world_size()}
+    )
     return sum(step.depth == "block" for step in engine.plan.steps), outputs(engine, "llama")
 
 
@@ -323,7 +354,13 @@ def free_port() -> int:
 
 def processes(script: str, size: int) -> list[subprocess.Popen]:
     """The script as ranks of a world, as torchrun would start it; but nobody ends the others when one ends."""
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    common = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     return [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -386,7 +423,21 @@ def hosts() -> Any:
         try:
             for name in names:
                 shell("ip", "netns", "add", name)
-            shell("ip", "link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+            shell(
+                "ip",
+                "link",
+                "add",
+                names[0],
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                names[1],
+                "netns",
+                names[1],
+            )
             for number, name in enumerate(names, 1):
                 shell("ip", "-n", name, "addr", "add", f"10.231.7.{number}/24", "dev", name)
                 for link in ("lo", name):
@@ -402,13 +453,31 @@ def hosts() -> Any:
 @pytest.mark.slow
 def test_ranks_on_two_addresses(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(ACROSS.format(tests=str(ROOT / "tests"), folder=str(tmp_path))))
-    rendezvous = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][1]}:29411")
+    rendezvous = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{hosts[0][1]}:29411",
+    )
     started = []
     for number, (name, address) in enumerate(hosts):
-        own = ("--local-addr", address, "--rdzv-conf", f"is_host={1 - number}")  # these hosts have no names by which to know it
+        own = (
+            "--local-addr",
+            address,
+            "--rdzv-conf",
+            f"is_host={1 - number}",
+        )  # these hosts have no names by which to know it
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *rendezvous, *own]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": name}
-        started.append(subprocess.Popen([*command, str(tmp_path / "script.py")], env=environment, stderr=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [*command, str(tmp_path / "script.py")], env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
         time.sleep(0.5)  # the first one is the rendezvous
     try:
         ended = [process.communicate(timeout=90)[1] for process in started]

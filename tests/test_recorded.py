@@ -38,7 +38,9 @@ def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
 
 def injected(model: nn.Module) -> infuse.InferenceEngine:
     engine = infuse.init_inference(model, dtype="fp32")
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"} and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
+        "block"
+    } and engine.plan.steps
     return engine
 
 
@@ -72,7 +74,9 @@ def assert_same(found: Any, exact: Any, real: Tensor | None = None) -> None:
 
 def shape_of(value: Any) -> Any:
     """The nesting of tuples with the shapes of their tensors."""
-    return tuple(shape_of(inner) for inner in value) if isinstance(value, (tuple, list)) else getattr(value, "shape", None)
+    return (
+        tuple(shape_of(inner) for inner in value) if isinstance(value, (tuple, list)) else getattr(value, "shape", None)
+    )
 
 
 @pytest.mark.parametrize("name", (*HOOKED, *TUPLES))
@@ -108,7 +112,9 @@ def test_model_that_recorded_before_it_was_injected(name: str) -> None:
 
 
 def test_model_whose_config_asks_always() -> None:
-    engine = injected(BY_NAME["llama"].make(attn_implementation="eager", output_hidden_states=True, output_attentions=True))
+    engine = injected(
+        BY_NAME["llama"].make(attn_implementation="eager", output_hidden_states=True, output_attentions=True)
+    )
     exact = run(pair("llama")[0], "llama", **WANTED)
     real = inputs(BY_NAME["llama"], padding="left")["attention_mask"].bool()
     found = run(engine, "llama")
@@ -123,7 +129,9 @@ def test_generate(name: str, mode: dict[str, Any]) -> None:
     results = []
     for model in (original, engine):
         torch.manual_seed(5)
-        results.append(model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, **SCORES, **WANTED, **mode))
+        results.append(
+            model.generate(**given, max_new_tokens=5, return_dict_in_generate=True, **SCORES, **WANTED, **mode)
+        )
     exact, found = results
     assert type(found) is type(exact) and found.keys() == exact.keys()
     assert torch.equal(found.sequences, exact.sequences)

@@ -1,4 +1,6 @@
-"""resize_token_embeddings of a replaced model: it works on plain weights, and quantized ones refuse it before anything is changed."""
+"""resize_token_embeddings of a replaced model: it works on plain weights, and quantized ones refuse it before anything
+is changed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_quantized_vocabulary_keeps_its_size(name: str) -> None:
     again = pickle.loads(pickle.dumps(model))
     for each in (model, again):
         wanted = each(PROMPT).logits
-        with pytest.raises(infuse.UnsupportedCall, match=r"resize_token_embeddings\(100\): .* 96 tokens, is quantized \(int8:16\)"):
+        with pytest.raises(
+            infuse.UnsupportedCall, match=r"resize_token_embeddings\(100\): .* 96 tokens, is quantized \(int8:16\)"
+        ):
             each.resize_token_embeddings(100)
         for same in (None, 96):
             assert each.resize_token_embeddings(same) is each.get_input_embeddings()

@@ -27,7 +27,12 @@ from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
-FORMATS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="fp32", quant="int8:16"), dict(dtype="bf16", quant="int4:16:asymmetric")]
+FORMATS = [
+    dict(dtype="fp32"),
+    dict(dtype="bf16"),
+    dict(dtype="fp32", quant="int8:16"),
+    dict(dtype="bf16", quant="int4:16:asymmetric"),
+]
 BY_NAME_QUANT = {"weight": {"post_init_quant": {"mlp": {"num_bits": 8, "group_size": 16, "symmetric": True}}}}
 MORE = [dict(dtype="bf16", quant="fp8"), dict(dtype="bf16", quant="fp6:16"), dict(dtype="fp32", quant=BY_NAME_QUANT)]
 
@@ -59,7 +64,9 @@ def test_shards_read_back_bit_for_bit(name: str, keys: dict, tmp_path: Path, mon
     second = read_back(name, tmp_path)
     assert torch.equal(outputs(second, name), outputs(first, name))
     assert second.plan.dtype == first.plan.dtype and parameter_bytes(second.module) == parameter_bytes(first.module)
-    assert [(step.path, step.formats) for step in second.plan.steps] == [(step.path, step.formats) for step in first.plan.steps]
+    assert [(step.path, step.formats) for step in second.plan.steps] == [
+        (step.path, step.formats) for step in first.plan.steps
+    ]
     assert [dict(step.bodies) for step in second.plan.steps] == [dict(step.bodies) for step in first.plan.steps]
     assert placed(second.module).keys() == placed(first.module).keys()
     assert not [n for n, x in (*second.module.named_parameters(), *second.module.named_buffers()) if x.is_meta]
@@ -91,7 +98,9 @@ def test_into_a_live_model_and_by_the_index_itself(tmp_path: Path) -> None:
 def test_shards_of_shards_and_of_a_checkpoint(tmp_path: Path) -> None:
     """A checkpoint becomes shards without a live model; shards of shards are the same bytes."""
     BY_NAME["llama"].make().save_pretrained(tmp_path / "hub")
-    first = read_back("llama", tmp_path / "hub", dtype="bf16", quant="int4:16", save_mp_checkpoint_path=str(tmp_path / "one"))
+    first = read_back(
+        "llama", tmp_path / "hub", dtype="bf16", quant="int4:16", save_mp_checkpoint_path=str(tmp_path / "one")
+    )
     second = read_back("llama", tmp_path / "one", ckpt_config={"save_mp_checkpoint_path": str(tmp_path / "two")})
     assert torch.equal(outputs(second, "llama"), outputs(first, "llama"))
     for file in ("infuse.json", "rank-00-of-01.safetensors"):
@@ -115,7 +124,9 @@ def test_a_linear_outside_of_blocks_keeps_the_layout_of_its_model(tmp_path: Path
 
 
 def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Read by the format's own library; it holds each quantized matrix as its format defines it, tied tables once, and no more."""
+    """Read by the format's own library; it holds each quantized matrix as its format defines it, tied tables once, and
+    no more.
+    """
     engine = saved("llama-bias", tmp_path, dtype="bf16", quant="int4:16:asymmetric")
     with safe_open(tmp_path / "rank-00-of-01.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -131,12 +142,16 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     assert stored.keys() == left.keys() and all(torch.equal(stored[name], left[name]) for name in left)
 
 
-@pytest.mark.parametrize(("written", "asked"), [("int4:16", "int4:16:a8"), ("int4:16:a8", "int4:16"), ("int4:16:a8", None)])
+@pytest.mark.parametrize(
+    ("written", "asked"), [("int4:16", "int4:16:a8"), ("int4:16:a8", "int4:16"), ("int4:16:a8", None)]
+)
 def test_activations_are_as_they_are_asked_for(written: str, asked: str | None, tmp_path: Path) -> None:
     """The shards are the same with activations of 8 bits and without; who does not say has them as they were written."""
     saved("llama", tmp_path, dtype="bf16", quant=written)
     found = read_back("llama", tmp_path, **({"quant": asked} if asked else {}))
-    live = infuse.init_inference(BY_NAME["llama"].make(), dtype="bf16", quant=asked or written, progress=False, verify="off")
+    live = infuse.init_inference(
+        BY_NAME["llama"].make(), dtype="bf16", quant=asked or written, progress=False, verify="off"
+    )
     formats = [(step.path, step.formats) for step in found.plan.steps]
     assert formats == [(step.path, step.formats) for step in live.plan.steps]
     assert {format for _, targets in formats for format in targets.values()} == {asked or written}
@@ -174,9 +189,18 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     changed(tmp_path, tp_size=1, format="infuse-0")
     refused(str(tmp_path), "infuse.json: not an index of this version", dtype="fp32")
     changed(tmp_path, format=FORMAT, steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
-    refused(str(tmp_path), "1 layers were saved in a form that is not this version's, or not this model's: model.layers.0", dtype="fp32")
+    refused(
+        str(tmp_path),
+        "1 layers were saved in a form that is not this version's, or not this model's: model.layers.0",
+        dtype="fp32",
+    )
     saved("llama", tmp_path, dtype="fp32", quant="int8:16")
-    refused(str(tmp_path), "were saved in a form that is not this version's, or not this model's", name="qwen3", dtype="fp32")
+    refused(
+        str(tmp_path),
+        "were saved in a form that is not this version's, or not this model's",
+        name="qwen3",
+        dtype="fp32",
+    )
     truncate(shard)
     refused(str(tmp_path), "rank-00-of-01.safetensors: truncated", dtype="fp32")
     shard.unlink()
@@ -186,7 +210,10 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
 def resigned(folder: Path) -> None:
     """Write the checksums of what the file holds now into the index."""
     state = load_file(folder / "rank-00-of-01.safetensors")
-    changed(folder, checksums=[{name: f"{zlib.crc32(x.contiguous().view(torch.uint8).numpy()):08x}" for name, x in state.items()}])
+    changed(
+        folder,
+        checksums=[{name: f"{zlib.crc32(x.contiguous().view(torch.uint8).numpy()):08x}" for name, x in state.items()}],
+    )
 
 
 def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> None:
@@ -201,7 +228,9 @@ def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> Non
     refused(str(tmp_path), "is not the file that was saved: it differs in model.layers.1.mlp.up.scale", dtype="fp32")
     resigned(tmp_path)
     text = refused(str(tmp_path), "are not this model's", dtype="fp32")
-    assert "missing  model.layers.1.mlp.up.scale" in text and "misshaped  model.layers.2.mlp.down.data: (47, 80)" in text
+    assert (
+        "missing  model.layers.1.mlp.up.scale" in text and "misshaped  model.layers.2.mlp.down.data: (47, 80)" in text
+    )
     assert "misshaped  model.layers.0.mlp.down.scale: torch.float32, the model has torch.bfloat16" in text
     assert "misshaped  model.layers.0.norm1.weight: torch.int32, the model has floating values" in text
 
@@ -219,12 +248,20 @@ def test_a_changed_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
         first, stop = entry["data_offsets"]
         for at in (start + first, start + stop - 1):
             shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            with pytest.raises(infuse.CheckpointError, match=f"{name} is not what was saved: the checksum of its bytes"):
+            with pytest.raises(
+                infuse.CheckpointError, match=f"{name} is not what was saved: the checksum of its bytes"
+            ):
                 infuse.init_inference(model, checkpoint=str(tmp_path), progress=False)
     other = tmp_path / "other"
     torch.manual_seed(7)
-    infuse.init_inference(on_meta("llama").to_empty(device="cpu").apply(noisy), quant="int8:16", dtype="fp32", progress=False,
-                          verify="off", save_mp_checkpoint_path=str(other))
+    infuse.init_inference(
+        on_meta("llama").to_empty(device="cpu").apply(noisy),
+        quant="int8:16",
+        dtype="fp32",
+        progress=False,
+        verify="off",
+        save_mp_checkpoint_path=str(other),
+    )
     shard.write_bytes((other / shard.name).read_bytes())
     refused(str(tmp_path), "is not what was saved: the checksum", dtype="fp32")
 
@@ -293,7 +330,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_done(tmp_pat
     model = BY_NAME["llama"].make()
     before = state_of(model)
     with pytest.raises(infuse.CheckpointError, match="cannot be written"):
-        infuse.init_inference(model, save_mp_checkpoint_path=str(tmp_path / "file" / "out"), dtype="fp32", progress=False)
+        infuse.init_inference(
+            model, save_mp_checkpoint_path=str(tmp_path / "file" / "out"), dtype="fp32", progress=False
+        )
     assert state_of(model) == before
 
 

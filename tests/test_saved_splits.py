@@ -1,4 +1,6 @@
-"""Shards of layers without a spec that ranks share: quantized or not, read by as many ranks from their own files, and by other numbers."""
+"""Shards of layers without a spec that ranks share: quantized or not, read by as many ranks from their own files, and
+by other numbers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def engine_of(name: str, source: str | None, keys: dict[str, Any], model: Any = 
     """From the live model, or from the shards in `source` into one on meta."""
     given: dict[str, Any] = {"progress": False, "injection_policy": POLICIES.get(name), **keys}
     if dist.is_initialized() and dist.get_world_size() > 1:
-        given["tensor_parallel"] = {**keys.get("tensor_parallel", {}), "tp_size": dist.get_world_size(), "timeout_s": 30}
+        given["tensor_parallel"] = {
+            **keys.get("tensor_parallel", {}),
+            "tp_size": dist.get_world_size(),
+            "timeout_s": 30,
+        }
     if source is None:
         return infuse.init_inference(original(name), **{"dtype": "fp32", **given})
     if model is None:
@@ -70,7 +76,11 @@ def read_by_rank(name: str, folder: str, wanted: dict[str, Any]) -> tuple[Tensor
     engine, fresh = engine_of(name, folder, {}), engine_of(name, None, wanted)
     assert not [n for n, x in (*engine.module.named_parameters(), *engine.module.named_buffers()) if x.is_meta]
     state, made = placed(engine.module), placed(fresh.module)
-    differing = [key for key in {**state, **made} if key not in state or key not in made or not torch.equal(state[key], made[key])]
+    differing = [
+        key
+        for key in {**state, **made}
+        if key not in state or key not in made or not torch.equal(state[key], made[key])
+    ]
     return *answers(engine, name), differing, str(engine.plan), sum(step.depth == SPLIT for step in engine.plan.steps)
 
 
@@ -92,7 +102,9 @@ def saved(name: str, folder: Path, size: int, ranks: Ranks, keys: dict[str, Any]
 def test_quantized_layers_that_ranks_share(
     name: str, writers: int, readers: int, keys: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Quantized and then cut is, bit for bit, cut and then quantized; a linear beside them, which ranks have whole, is as it was saved."""
+    """Quantized and then cut is, bit for bit, cut and then quantized; a linear beside them, which ranks have whole, is
+    as it was saved.
+    """
     logits, tokens = saved(name, tmp_path, writers, ranks, keys)
     for found, others, differing, plan, shared in on(readers, ranks, read_by_rank, name, str(tmp_path), keys):
         assert distance(found, logits) < TOLERANCE and torch.equal(others, tokens)
@@ -121,7 +133,10 @@ def test_what_did_not_fit_then_stays_plain(name: str, tmp_path: Path, ranks: Ran
     logits, _ = saved(name, tmp_path, 2, ranks, {"quant": "int8:16"})
     found, *_, plan, _ = on(1, ranks, read_by_rank, name, str(tmp_path), {"quant": "int8:16"})[0]
     assert distance(found, logits) < TOLERANCE and "not replaced then" in plan
-    assert all(distance(one[0], logits) < TOLERANCE for one in on(2, ranks, read_by_rank, name, str(tmp_path), {"quant": "int8:16"}))
+    assert all(
+        distance(one[0], logits) < TOLERANCE
+        for one in on(2, ranks, read_by_rank, name, str(tmp_path), {"quant": "int8:16"})
+    )
 
 
 def test_scales_of_rows_become_scales_of_groups(tmp_path: Path, ranks: Ranks) -> None:
@@ -145,8 +160,14 @@ def test_other_formats(quant: str, writers: int, readers: int, tmp_path: Path, r
 def test_in_bfloat16(readers: int, tmp_path: Path, ranks: Ranks) -> None:
     for writers in (1, 2):
         logits, _ = saved("per group", tmp_path / str(writers), writers, ranks, {**INT4, "dtype": "bf16"})
-        for found, *_, plan, _ in on(readers, ranks, read_by_rank, "per group", str(tmp_path / str(writers)), {**INT4, "dtype": "bf16"}):
-            assert found.dtype == torch.bfloat16 and distance(found.float(), logits.float()) < 0.1 and "refused" not in plan
+        for found, *_, plan, _ in on(
+            readers, ranks, read_by_rank, "per group", str(tmp_path / str(writers)), {**INT4, "dtype": "bf16"}
+        ):
+            assert (
+                found.dtype == torch.bfloat16
+                and distance(found.float(), logits.float()) < 0.1
+                and "refused" not in plan
+            )
 
 
 def test_encoders_and_decoders(tmp_path: Path, ranks: Ranks) -> None:
@@ -228,18 +249,29 @@ def test_where_several_readings_are_told_the_proof_chooses(quant: str, tmp_path:
     assert set(told) < set(names) and names[0] not in told
     changed(tmp_path, readings=dict.fromkeys(index["readings"], names))
     for size in (2, 4):
-        for found, others, *_, text, shared in on(size, ranks, read_by_rank, "per head", str(tmp_path), {"quant": quant}):
-            assert distance(found, logits) < TOLERANCE and torch.equal(others, tokens) and "refused" not in text and shared == 2
+        for found, others, *_, text, shared in on(
+            size, ranks, read_by_rank, "per head", str(tmp_path), {"quant": quant}
+        ):
+            assert (
+                distance(found, logits) < TOLERANCE
+                and torch.equal(others, tokens)
+                and "refused" not in text
+                and shared == 2
+            )
 
 
 @pytest.mark.parametrize("quant", ["int4:4:asymmetric", "int8:row", "fp8"])
-def test_quantized_matrices_are_read_as_the_values_that_they_stand_for(quant: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_quantized_matrices_are_read_as_the_values_that_they_stand_for(
+    quant: str, tmp_path: Path, ranks: Ranks
+) -> None:
     """Those of one rank, which has the pieces of two (the inner width is 48 and 32) put together."""
     saved("per head", tmp_path, 2, ranks, {"quant": quant})
     engine = engine_of("per head", str(tmp_path), {})
     index = read_index(tmp_path)
     assert index is not None
-    shards = SavedShards(Files("", (tuple(tmp_path / name for name in index.files),)), index.cuts, index.checksums, None)
+    shards = SavedShards(
+        Files("", (tuple(tmp_path / name for name in index.files),)), index.cuts, index.checksums, None
+    )
     for path in ("layers.1.qkv", "layers.1.down", "layers.0.proj", "head"):
         module: Any = engine.module.get_submodule(path)
         weight, name = module.held(), f"{path}.weight"
@@ -267,7 +299,9 @@ def refused_by_rank(name: str, folder: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 4)])
-def test_what_would_cut_a_group_is_refused_with_its_numbers(writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
+def test_what_would_cut_a_group_is_refused_with_its_numbers(
+    writers: int, readers: int, tmp_path: Path, ranks: Ranks
+) -> None:
     group = 24 // writers * 2 // 3  # 16 inputs of 48, or 8 of each rank's 24, of which four ranks would have 12
     saved("blocks", tmp_path, writers, ranks, {"quant": f"int8:{group}"})
     for told, unharmed in ranks.run(readers, refused_by_rank, "blocks", str(tmp_path)):
@@ -285,7 +319,9 @@ def test_an_index_of_other_readings_is_refused(tmp_path: Path, ranks: Ranks) -> 
     for told, unharmed in ranks.run(2, refused_by_rank, "blocks", str(tmp_path)):
         assert unharmed and "2 layers that ranks share were saved in a reading that is not this version's" in told
     changed(tmp_path, readings=["layers.0"])
-    assert all("corrupt" in told and unharmed for told, unharmed in ranks.run(2, refused_by_rank, "blocks", str(tmp_path)))
+    assert all(
+        "corrupt" in told and unharmed for told, unharmed in ranks.run(2, refused_by_rank, "blocks", str(tmp_path))
+    )
     changed(tmp_path, readings=index["readings"])
     for told, unharmed in ranks.run(2, refused_by_rank, "grouped", str(tmp_path)):
         assert unharmed and "not this model's" in told

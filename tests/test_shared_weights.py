@@ -1,4 +1,6 @@
-"""A parameter, a module or an MLP that several layers share stays shared: the same memory, and a change of one is a change of all."""
+"""A parameter, a module or an MLP that several layers share stays shared: the same memory, and a change of one is a
+change of all.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ WAYS = [mlp, linear, parameter, norm, all_matrices, layer]
 @pytest.mark.parametrize("keys", [{}, {"dtype": "bf16"}, {"quant": "int8:4"}], ids=str)
 @pytest.mark.parametrize("share", WAYS)
 def test_what_is_shared_stays_shared(share: Callable[[Any], None], keys: dict) -> None:
-    """Sharing saves the same part of the memory as before, by each kind of weight; the plan knows; the values are right."""
+    """Sharing saves the same part of the memory as before, by each kind of weight; the plan knows; the values are
+    right.
+    """
     keys = {"dtype": "fp32", "progress": False, **keys}
     model, unshared = llama(share), LLAMA.make()
     wanted, saved = outputs(model), parameter_bytes(model) / parameter_bytes(unshared)
@@ -94,7 +98,10 @@ def untied(model: Any) -> Any:
 def test_a_change_of_one_is_a_change_of_all(quant: str | None) -> None:
     model = llama(mlp)
     infuse.init_inference(model, dtype="fp32", quant=quant, progress=False)
-    first, second = (list(part.state_dict(keep_vars=True).values()) for part in (model.model.layers[0].mlp, model.model.layers[1].mlp))
+    first, second = (
+        list(part.state_dict(keep_vars=True).values())
+        for part in (model.model.layers[0].mlp, model.model.layers[1].mlp)
+    )
     assert first and [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
 
 
@@ -114,7 +121,9 @@ def test_tied_models_are_told_nothing() -> None:
     for name in ("llama", "gpt2", "bert", "t5", "albert"):
         if name in BY_NAME:
             for keys in ({}, {"quant": "int8:4"}):
-                assert not [note for note in infuse.plan(BY_NAME[name].make(), dtype="fp32", **keys).notes if "shared" in note]
+                assert not [
+                    note for note in infuse.plan(BY_NAME[name].make(), dtype="fp32", **keys).notes if "shared" in note
+                ]
 
 
 @pytest.mark.parametrize("quant", [None, "int8:4"])
@@ -132,7 +141,9 @@ def test_a_checkpoint_is_read_into_what_is_shared(quant: str | None, tmp_path: P
 
 def on_ranks(quant: str | None) -> tuple[Tensor, bool]:
     model = llama(mlp)
-    infuse.init_inference(model, dtype="fp32", quant=quant, progress=False, tensor_parallel={"tp_size": dist.get_world_size()})
+    infuse.init_inference(
+        model, dtype="fp32", quant=quant, progress=False, tensor_parallel={"tp_size": dist.get_world_size()}
+    )
     first, second = (part.mlp.state_dict(keep_vars=True).values() for part in model.model.layers[:2])
     return outputs(model), all(a.data_ptr() == b.data_ptr() for a, b in zip(first, second, strict=True))
 
@@ -153,10 +164,16 @@ def unknown(share: bool) -> Any:
 
 def unknown_on_ranks() -> tuple[Tensor, list[str], list[str]]:
     model = unknown(share=True)
-    engine = infuse.init_inference(model, dtype="fp32", progress=False, tensor_parallel={"tp_size": dist.get_world_size()})
+    engine = infuse.init_inference(
+        model, dtype="fp32", progress=False, tensor_parallel={"tp_size": dist.get_world_size()}
+    )
     with torch.no_grad():
         found = engine(torch.arange(14).view(2, 7))
-    return found, [left.why for left in engine.plan.left], [step.path for step in engine.plan.steps if step.depth == "split"]
+    return (
+        found,
+        [left.why for left in engine.plan.left],
+        [step.path for step in engine.plan.steps if step.depth == "split"],
+    )
 
 
 def test_a_layer_without_a_spec_that_shares_a_linear_stays_whole(ranks: Ranks) -> None:

@@ -61,7 +61,12 @@ def differences(layer: nn.Module, config: Any) -> tuple[str, ...]:
 def sources(found: Bound, *ends: str) -> list[str]:
     """The source modules of the matrices whose targets end so."""
     targets = tuple(f"{end}.weight" for end in ends)
-    return [source.removesuffix(".weight") for fill in found.fills if fill.target.endswith(targets) for source in fill.sources]
+    return [
+        source.removesuffix(".weight")
+        for fill in found.fills
+        if fill.target.endswith(targets)
+        for source in fill.sources
+    ]
 
 
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -127,7 +132,11 @@ def test_a_renamed_module_is_missing_and_unclaimed(name: str) -> None:
     """As when a release of transformers renames a projection or a norm."""
     _, layer, config = next(layers_of(on_meta(name)))
     found = bound(layer, config)
-    norms = [fill.sources[0].removesuffix(".weight") for fill in found.fills if fill.target in ("norm1.weight", "norm2.weight")]
+    norms = [
+        fill.sources[0].removesuffix(".weight")
+        for fill in found.fills
+        if fill.target in ("norm1.weight", "norm2.weight")
+    ]
     for path in (*sources(found, ".out", "mlp.down"), *norms):
         parent, leaf = owner_of(layer, path)
         parent._modules["renamed"] = parent._modules.pop(leaf)
@@ -175,7 +184,9 @@ def test_all_differences_are_told_at_once() -> None:
     with pytest.raises(SpecMismatch) as raised:
         bound(layer, config)
     told = "\n".join(raised.value.differences)
-    assert str(raised.value).startswith("LlamaDecoderLayer: ") and all(one in str(raised.value) for one in raised.value.differences)
+    assert str(raised.value).startswith("LlamaDecoderLayer: ") and all(
+        one in str(raised.value) for one in raised.value.differences
+    )
     for part in (
         "parameter mlp.gain (3,) is not claimed",
         "parameter self_attn.o.weight (48, 48) is not claimed",
@@ -237,12 +248,19 @@ def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, rea
         warnings.simplefilter("ignore")  # that nothing is accelerated is meant here
         engine = infuse.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, verify="off")
     refused = {entry.path: entry.why for entry in engine.plan.left if entry.path in layers}
-    assert len(refused) == left and all(why.startswith("not as a whole block: ") and reason in why for why in refused.values())
-    assert [step.path for step in engine.plan.steps if step.depth == "block"] == [path for path in layers if path not in refused]
+    assert len(refused) == left and all(
+        why.startswith("not as a whole block: ") and reason in why for why in refused.values()
+    )
+    assert [step.path for step in engine.plan.steps if step.depth == "block"] == [
+        path for path in layers if path not in refused
+    ]
     assert reason in str(engine.plan)
     given = inputs(BY_NAME["llama"], padding="left")
     with torch.no_grad():
-        exact, found = original(**given).logits[given["attention_mask"].bool()], engine(**given).logits[given["attention_mask"].bool()]
+        exact, found = (
+            original(**given).logits[given["attention_mask"].bool()],
+            engine(**given).logits[given["attention_mask"].bool()],
+        )
     assert (found - exact).abs().max() <= 2e-5 * exact.square().mean().sqrt()
 
 

@@ -1,4 +1,6 @@
-"""Decode steps without the outer modules (runtime/straight.py): the original's tokens, and whoever listens or changes a thing is heard."""
+"""Decode steps without the outer modules (runtime/straight.py): the original's tokens, and whoever listens or changes a
+thing is heard.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from infuse.generate.course import Course, Record
 from infuse.generate.straight import Straight
 from infuse.layers.cache import KVCache
 
-# The others make a mask or a bias of their own at every step, or compute outside of modules: scaled embeddings, learned positions, logits.
+# The others make a mask or a bias of their own at every step, or compute outside of modules: scaled embeddings, learned
+# positions, logits.
 STRAIGHT = {
     "llama", "llama-bias", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope", "llama-llama3", "qwen2", "qwen3", "phi3",
     "gemma", "olmo2", "stablelm", "stablelm-parallel", "smollm3", "nemotron", "phi", "phi-qk", "gpt-neox", "gpt-neox-serial",
@@ -56,7 +59,9 @@ def llama() -> tuple[nn.Module, infuse.InferenceEngine]:
 def generate(model: Any, name: str = "llama", batch: int = 2, **asked: Any) -> Tensor:
     torch.manual_seed(5)
     padding = asked.pop("padding", None)
-    return model.generate(**inputs(BY_NAME[name], batch, PROMPT, padding), **{"max_new_tokens": NEW, "do_sample": False, **asked})
+    return model.generate(
+        **inputs(BY_NAME[name], batch, PROMPT, padding), **{"max_new_tokens": NEW, "do_sample": False, **asked}
+    )
 
 
 class After:
@@ -88,11 +93,15 @@ def test_families(family: Family, ran: list[Course]) -> None:
 def test_beyond_the_positions_of_the_config(name: str, ran: list[Course]) -> None:
     """Where turns depend on how far a row has got, the module that makes them is asked at every step."""
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
-    assert torch.equal(generate(engine, name, max_new_tokens=140), generate(BY_NAME[name].make(), name, max_new_tokens=140))
+    assert torch.equal(
+        generate(engine, name, max_new_tokens=140), generate(BY_NAME[name].make(), name, max_new_tokens=140)
+    )
     assert len(ran) == 140 - 1 - RECORDED
 
 
-@pytest.mark.parametrize(("window", "straight"), [(PROMPT + NEW, ALL), (PROMPT + NEW - 1, ALL - 1), (PROMPT + 6, 5 - RECORDED), (6, 0)])
+@pytest.mark.parametrize(
+    ("window", "straight"), [(PROMPT + NEW, ALL), (PROMPT + NEW - 1, ALL - 1), (PROMPT + 6, 5 - RECORDED), (6, 0)]
+)
 @pytest.mark.parametrize("name", ["mistral", "starcoder2"])
 def test_a_window_that_is_met_later(name: str, window: int, straight: int, ran: list[Course]) -> None:
     family = BY_NAME[name]
@@ -115,7 +124,10 @@ def test_a_window_that_is_met_after_embeddings(name: str, ran: list[Course]) -> 
 def test_a_preparation_that_begins_anew(ran: list[Course]) -> None:
     """Phi3 drops its cache where the short frequencies end."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
-    changes = dict(original_max_position_embeddings=PROMPT + 5, rope_parameters={**rope, "original_max_position_embeddings": PROMPT + 5})
+    changes = dict(
+        original_max_position_embeddings=PROMPT + 5,
+        rope_parameters={**rope, "original_max_position_embeddings": PROMPT + 5},
+    )
     engine = infuse.init_inference(BY_NAME["phi3"].make(**changes), dtype="fp32")
     assert torch.equal(generate(engine, "phi3"), generate(BY_NAME["phi3"].make(**changes), "phi3"))
     assert not ran
@@ -145,7 +157,9 @@ def test_fewer_layers_from_a_step_on(llama: tuple, ran: list[Course]) -> None:
     assert len(ran) == 6 - 1 - RECORDED
 
 
-def test_whoever_puts_a_call_around_all_modules(llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_puts_a_call_around_all_modules(
+    llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, engine = llama
     exact, heard, call = generate(original), [], nn.Module.__call__
 
@@ -275,7 +289,11 @@ def test_a_hook_that_changes_what_a_layer_is_given(at: int, llama: tuple, ran: l
 
     results = []
     for model in (llama[0], llama[1].module):
-        results.append(generate(model, batch=1, streamer=After(at, lambda m=model: m.model.layers[1].register_forward_pre_hook(louder))))
+        results.append(
+            generate(
+                model, batch=1, streamer=After(at, lambda m=model: m.model.layers[1].register_forward_pre_hook(louder))
+            )
+        )
         results.append(generate(model, batch=1))
     assert torch.equal(results[2], results[0]) and torch.equal(results[3], results[1])
     assert not torch.equal(results[0], results[1])
@@ -363,12 +381,16 @@ def test_a_class_whose_forward_is_wrapped(
 
 
 class Counting(t.LlamaForCausalLM):
-    """A class of somebody's own, in which a forward of transformers is only a part; with a wrapper of transformers around it."""
+    """A class of somebody's own, in which a forward of transformers is only a part; with a wrapper of transformers
+    around it.
+    """
 
     calls = 0
 
     @can_return_tuple
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
         self.calls += 1
         return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
@@ -421,16 +443,24 @@ def another_inside(model: Any) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("change", [another_head, no_norm, a_layer_less, another_inside])
-def test_a_module_that_is_replaced_in_the_middle(change: Callable[[Any], None], at: int, llama: tuple, ran: list[Course]) -> None:
+def test_a_module_that_is_replaced_in_the_middle(
+    change: Callable[[Any], None], at: int, llama: tuple, ran: list[Course]
+) -> None:
     original, engine = llama
     unchanged = generate(original, batch=1)
-    results = [generate(model, batch=1, streamer=After(at, lambda m=model: change(m))) for model in (original, engine.module)]
+    results = [
+        generate(model, batch=1, streamer=After(at, lambda m=model: change(m))) for model in (original, engine.module)
+    ]
     assert torch.equal(*results)
-    assert not torch.equal(results[0], unchanged) and torch.equal(results[0][:, : PROMPT + at], unchanged[:, : PROMPT + at])
+    assert not torch.equal(results[0], unchanged) and torch.equal(
+        results[0][:, : PROMPT + at], unchanged[:, : PROMPT + at]
+    )
     assert len(ran) == (ALL if at == 1 else max(at - 1 - RECORDED, 0))  # after one token there is no course yet
 
 
-def test_a_cache_that_is_changed_in_the_middle(llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_changed_in_the_middle(
+    llama: tuple, ran: list[Course], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last token is forgotten: as without going straight."""
     _, engine = llama
     caches: list[KVCache] = []
@@ -635,7 +665,15 @@ def positions_turned(self: Any, x: Tensor, positions: Tensor) -> Tensor:
     return self.head(x, self.embedding(positions.t()))
 
 
-STRAIGHT_COURSES = (on_a_whole, of_an_element, a_tuple_put_together, a_tuple_passed_on, a_tuple_inside_an_output, twice, another_view)
+STRAIGHT_COURSES = (
+    on_a_whole,
+    of_an_element,
+    a_tuple_put_together,
+    a_tuple_passed_on,
+    a_tuple_inside_an_output,
+    twice,
+    another_view,
+)
 OTHERS = (
     a_number_that_counts, one_for_true, a_tensor_of_its_own, a_parameter, scaled, changed_in_place, changed_inside_a_tuple,
     changed_inside_a_dictionary, logits_changed, not_the_last_output, out_of_a_dictionary, positions_turned,

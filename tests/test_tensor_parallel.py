@@ -51,7 +51,9 @@ def on_rank(name: str, padding: str | None, way: str) -> Found:
     family = BY_NAME[name]
     model = family.make()
     with mock.patch.object(join, "make_group", partial(make_group, shared_memory=way == SHARED_MEMORY)):
-        engine = infuse.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": torch.distributed.get_world_size()})
+        engine = infuse.init_inference(
+            model, dtype="fp32", tensor_parallel={"tp_size": torch.distributed.get_world_size()}
+        )
     assert engine.group.describe() == (way if engine.group.why_not_shared == "" else GLOO)
     given = inputs(family, padding=padding)
     found = outputs(engine, given)
@@ -70,7 +72,9 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, rank
     model = family.make()
     given = inputs(family, padding=padding)
     mask = given.get("attention_mask")
-    assert all(BLOCK in result.depths and SPLIT not in result.depths and not result.refused for result in results), results[0].refused
+    assert all(BLOCK in result.depths and SPLIT not in result.depths and not result.refused for result in results), (
+        results[0].refused
+    )
     for i, exact in enumerate(outputs(model, given)):
         found = [result.outputs[i] for result in results]
         assert same(found)
@@ -178,13 +182,17 @@ def test_attentions_and_hidden_states_are_those_of_all_heads(name: str, size: in
     attentions, states = ranks.run(size, recorded_on_rank, name)[size - 1]
     family = BY_NAME[name]
     with torch.no_grad():
-        exact = family.make(attn_implementation="eager")(**inputs(family), output_attentions=True, output_hidden_states=True)
+        exact = family.make(attn_implementation="eager")(
+            **inputs(family), output_attentions=True, output_hidden_states=True
+        )
     torch.testing.assert_close(attentions, list(exact.attentions), rtol=0, atol=1e-5)
     torch.testing.assert_close(states, list(exact.hidden_states), rtol=1e-4, atol=1e-4)
 
 
 def test_each_rank_holds_its_part(ranks: Ranks) -> None:
-    """Matrices are shared, norms are not: two ranks hold little more than one, though 80 inner features and 96 tokens give one more."""
+    """Matrices are shared, norms are not: two ranks hold little more than one, though 80 inner features and 96 tokens
+    give one more.
+    """
     model = BY_NAME["llama"].make()
     whole, norms = (sum(p.nbytes for p in model.parameters() if p.dim() >= least) for least in (0, 2))
     held = [result.parameter_bytes for result in ranks.run(2, on_rank, "llama", None, SHARED_MEMORY)]

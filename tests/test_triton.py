@@ -1,5 +1,5 @@
-"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py and triton_blocks.py in processes of their own, since Triton
-asks for the interpreter when it is imported, and transformers imports it.
+"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py and triton_blocks.py in processes of their
+own, since Triton asks for the interpreter when it is imported, and transformers imports it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def no_interpreter() -> str:
 @pytest.mark.parametrize("file", ["triton_cases.py", "triton_blocks.py"])
 def test_under_the_interpreter(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(HERE / file)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", ""))),
+    }
     done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
@@ -72,8 +75,18 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launches_fill_the_device() -> None:
-    """Enough programs for an H200's multiprocessors, at least two steps for each that shares a sum, and powers of two throughout."""
-    for outputs, inputs in ((4096, 4096), (6144, 4096), (4096, 14336), (128256, 4096), (2048, 2048), (512, 8192), (33, 100)):
+    """Enough programs for an H200's multiprocessors, at least two steps for each that shares a sum, and powers of two
+    throughout.
+    """
+    for outputs, inputs in (
+        (4096, 4096),
+        (6144, 4096),
+        (4096, 14336),
+        (128256, 4096),
+        (2048, 2048),
+        (512, 8192),
+        (33, 100),
+    ):
         for words, format in ((8, "int4"), (16, "int8")):
             for tiles in (
                 plain_row(outputs, inputs, 2), plain_tiles(8, outputs, inputs), quantized_row(outputs, inputs, format, words),

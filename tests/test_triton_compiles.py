@@ -1,6 +1,8 @@
-"""Every Triton kernel through Triton's own compiler, for Ampere and Hopper, at the shapes of models: no GPU is needed for that.
+"""Every Triton kernel through Triton's own compiler, for Ampere and Hopper, at the shapes of models: no GPU is needed
+for that.
 
-The interpreter is more lenient than the compiler; registers that spill and shared memory that no GPU has are seen only here.
+The interpreter is more lenient than the compiler; registers that spill and shared memory that no GPU has are seen only
+here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from infuse.quant.parse import quant_format
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1", reason="Triton's compiler is not there"),
+    pytest.mark.skipif(
+        find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+        reason="Triton's compiler is not there",
+    ),
 ]
 PLAIN = ("linear", "linear_activation", "fused_linear")
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
@@ -46,12 +51,20 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
     long, wide = empty(1, 16, 500, 256, dtype=dtype), empty(1, 8, 500, 256, dtype=dtype)
     yield "attention", (long, wide, wide, None, None, 0.1, True, 0, 50.0), {}
     alibi = empty(1, 32, 64, 80, dtype=dtype)
-    yield "attention", (alibi, alibi, alibi, torch.ones(1, 1, 64, 64).bool(), empty(1, 32, 1, 64, dtype=dtype), 0.1, True, 0, 0.0), {}
+    yield (
+        "attention",
+        (alibi, alibi, alibi, torch.ones(1, 1, 64, 64).bool(), empty(1, 32, 1, 64, dtype=dtype), 0.1, True, 0, 0.0),
+        {},
+    )
     weight, bias = empty(6144, 4096, dtype=dtype), empty(6144, dtype=dtype)
     for rows in (1, 5):
         yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
         yield "linear_activation", (empty(rows, 4096, dtype=dtype), weight, None, "silu", True), {}
-    gate_up, down, residual = empty(28672, 4096, dtype=dtype), empty(4096, 14336, dtype=dtype), empty(5, 4096, dtype=dtype)
+    gate_up, down, residual = (
+        empty(28672, 4096, dtype=dtype),
+        empty(4096, 14336, dtype=dtype),
+        empty(5, 4096, dtype=dtype),
+    )
     rms, layer, none = ("rms", width, None, 1e-6, 0.0), ("layer", width, width, 1e-6, 1.0), (None, None, None, 0.0, 0.0)
     for rows in (1, 5):
         some = empty(rows, 4096, dtype=dtype)
@@ -89,5 +102,16 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
                 assert len(found) > before, f"{name}: nothing was launched"
             for kernel in found[before:]:
                 seen.add(kernel.metadata.name)
-                assert kernel.metadata.shared <= SHARED_BYTES[capability], f"{name}: {kernel.metadata.shared} bytes of shared memory"
-    assert seen >= {"norm_rows", "rotate_append", "attend", "combine_splits", "plain_row", "quantized_row", "product_tiles", "sample_row"}
+                assert kernel.metadata.shared <= SHARED_BYTES[capability], (
+                    f"{name}: {kernel.metadata.shared} bytes of shared memory"
+                )
+    assert seen >= {
+        "norm_rows",
+        "rotate_append",
+        "attend",
+        "combine_splits",
+        "plain_row",
+        "quantized_row",
+        "product_tiles",
+        "sample_row",
+    }

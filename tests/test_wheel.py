@@ -19,7 +19,8 @@ from infuse.native import BINARY, isa, kernels
 ROOT = Path(__file__).parent.parent
 built = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 
-# PyTorch's C functions, which stay as they are from version to version; C and C++ runtime; what the loader and the linker add.
+# PyTorch's C functions, which stay as they are from version to version; C and C++ runtime; what the loader and the
+# linker add.
 STABLE = re.compile(r"(aoti_torch|torch)_\w+$")
 RUNTIME = re.compile(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+$|(_ITM_\w+|__gmon_start__)$")
 
@@ -27,9 +28,12 @@ RUNTIME = re.compile(r".*@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+$|(_ITM_\w+|__gmon_st
 @built
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm (binutils)")
 def test_the_binary_asks_pytorch_for_its_stable_abi_alone() -> None:
-    """What it asks for is in every torch from TORCH_TARGET_VERSION on: PyTorch's headers hide what is newer, and C++ symbols
-    (c10::, at::), which change from version to version, are not among it."""
-    lines = subprocess.run(["nm", "-D", "--undefined-only", BINARY], capture_output=True, text=True, check=True).stdout.splitlines()
+    """What it asks for is in every torch from TORCH_TARGET_VERSION on: PyTorch's headers hide what is newer, and C++
+    symbols (c10::, at::), which change from version to version, are not among it.
+    """
+    lines = subprocess.run(
+        ["nm", "-D", "--undefined-only", BINARY], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     symbols = [line.split()[-1] for line in lines]
     assert "torch_library_impl" in symbols  # the operators are registered through it
     assert [symbol for symbol in symbols if not STABLE.match(symbol) and not RUNTIME.match(symbol)] == []
@@ -66,10 +70,14 @@ print(isa())
 
 @built
 @pytest.mark.slow
-@pytest.mark.skipif(int(importlib.metadata.version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77 or later")
+@pytest.mark.skipif(
+    int(importlib.metadata.version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77 or later"
+)
 def test_a_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "infuse", source / "infuse", ignore=shutil.ignore_patterns("_kernels.so"))  # it must come from the build
+    shutil.copytree(
+        ROOT / "infuse", source / "infuse", ignore=shutil.ignore_patterns("_kernels.so")
+    )  # it must come from the build
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -85,6 +93,7 @@ def test_a_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", **alone).strip())
     run(*pip, "--python", python, "install", "--no-index", "--no-deps", wheel, **alone)
     # PyTorch and the rest from this environment; of its own .pth files, such as an editable infuse, none counts there.
-    (site / "this_environment.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    (site / "this_environment.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    )
     assert run(python, "-c", PROGRAM, **alone).strip() == isa()
-

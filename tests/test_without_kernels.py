@@ -1,4 +1,6 @@
-"""Quantized models on a CPU without kernels: held dequantized where memory allows, loudly slow where it does not, and always said."""
+"""Quantized models on a CPU without kernels: held dequantized where memory allows, loudly slow where it does not, and
+always said.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_weight_whose_codes_would_be_lost_is_left_to_the_reference() -> None:
 def test_held_in_the_dtype_of_the_plan(name: str, dtype: torch.dtype, no_kernels: None) -> None:
     """The same result as by the reference; the plan says so and knows the memory."""
     keys = dict(dtype=dtype, quant="int8:16")
-    with pytest.warns(UserWarning, match="rounded to the format and held in .*not smaller. No kernels: not built here.*infuse build"):
+    with pytest.warns(
+        UserWarning, match="rounded to the format and held in .*not smaller. No kernels: not built here.*infuse build"
+    ):
         engine = infuse.init_inference(BY_NAME[name].make(), **keys)
     assert f"dequantized_{dtype}".replace("torch.", "") in str(engine.plan) and "dequantized once" in str(engine.plan)
     assert engine.plan.after_bytes == parameter_bytes(engine.module)
@@ -87,7 +91,9 @@ def test_held_in_the_dtype_of_the_plan(name: str, dtype: torch.dtype, no_kernels
 
 
 def test_too_little_memory_is_a_loud_warning(no_kernels: None, little_memory: None) -> None:
-    with pytest.warns(UserWarning, match=r"SLOW: int8:16: .* 45 times slower .* more than half of the .* GB of memory.*infuse build"):
+    with pytest.warns(
+        UserWarning, match=r"SLOW: int8:16: .* 45 times slower .* more than half of the .* GB of memory.*infuse build"
+    ):
         engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, quant="int8:16")
     assert all(layer.data.dtype == torch.int8 for layer in linears(engine.module))
     assert engine.plan.after_bytes == parameter_bytes(engine.module)

@@ -1,4 +1,6 @@
-"""The one tolerance table: how far two ways of computing the same thing may be apart, by the dtype that they compute in."""
+"""The one tolerance table: how far two ways of computing the same thing may be apart, by the dtype that they compute
+in.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ OF_LARGEST: Mapping[torch.dtype, float] = MappingProxyType(
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "", times: float = 1) -> None:
-    """`found` is `wanted` within `times` the tolerance of `dtype`; NaN and infinity stand at the same places, zero-size is equal."""
+    """`found` is `wanted` within `times` the tolerance of `dtype`; NaN and infinity stand at the same places, zero-size
+    is equal.
+    """
     assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
     found, wanted = found.double(), wanted.double()
     finite = torch.isfinite(wanted)
     assert torch.equal(torch.isfinite(found), finite), f"{what}: finite values at other places"
-    assert torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()), f"{what}: NaN and infinity at other places"
+    assert torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()), (
+        f"{what}: NaN and infinity at other places"
+    )
     if not bool(finite.any()):
         return
     allowed = times * OF_LARGEST[dtype] * max(float(wanted[finite].abs().max()), 1e-30)
@@ -32,8 +38,8 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "
     assert error <= allowed, f"{what}: off by {error:.2e}, {allowed:.2e} is allowed"
 
 
-# Of a group's error: two candidates so near each other may change places where squares are added up in another order. Measured on
-# normal values, 325,200 groups of 6 to 64 in each dtype: 2 groups in bfloat16, none in float32 and float16.
+# Of a group's error: two candidates so near each other may change places where squares are added up in another order.
+# Measured on normal values, 325,200 groups of 6 to 64 in each dtype: 2 groups in bfloat16, none in float32 and float16.
 SAME_ERROR, ONE_GROUP_IN = 1e-5, 2000
 
 
@@ -43,7 +49,9 @@ def assert_same_quantization(
     """The buffers of ops.quantize: the same bits, but for a few groups with as small an error; `text` is the format."""
     pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if not (a is None and b is None)]
     for a, b in pairs:
-        assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
+        assert a.shape == b.shape and a.dtype == b.dtype, (
+            f"{what}: {a.dtype} {tuple(a.shape)} instead of {b.dtype} {tuple(b.shape)}"
+        )
     if all(torch.equal(a, b) for a, b in pairs):
         return
     shape, format, groups = (weight.size(0), weight.size(1)), quant_format(text), wanted[1].numel()
@@ -54,4 +62,6 @@ def assert_same_quantization(
     values = [format.dequantize(QuantizedWeight(*buffers, shape, format)).double() for buffers in (found, wanted)]
     errors = [(v.reshape(groups, -1) - exact).norm(dim=1) for v in values]
     allowed = SAME_ERROR * errors[1] + 1e-6 * exact.norm(dim=1)  # 1e-6: what float32 loses where a group is on its grid
-    assert bool(((errors[0] - errors[1]).abs() <= allowed)[differs].all()), f"{what}: groups differ, and their errors too"
+    assert bool(((errors[0] - errors[1]).abs() <= allowed)[differs].all()), (
+        f"{what}: groups differ, and their errors too"
+    )

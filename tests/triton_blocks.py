@@ -1,5 +1,5 @@
-"""Blocks over the Triton bodies, under Triton's interpreter (test_triton.py runs this file so): for few tokens norms and sums are in the
-products beside them, and the result is that of separate kernels and that of the original layer.
+"""Blocks over the Triton bodies, under Triton's interpreter (test_triton.py runs this file so): for few tokens norms
+and sums are in the products beside them, and the result is that of separate kernels and that of the original layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from infuse import ops
 from infuse.layers.block import Block
 from infuse.ops import Choice, Op, registered
 
-BESIDE = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "activation", "gated_activation", "linear", "quantized_linear")
+BESIDE = (
+    "rms_norm",
+    "layer_norm",
+    "add_rms_norm",
+    "add_layer_norm",
+    "activation",
+    "gated_activation",
+    "linear",
+    "quantized_linear",
+)
 CASES = [
     ("llama", None), ("llama-bias", None), ("llama", "int8:16"), ("gpt2", None), ("gpt2", "fp8:16"), ("granite", None), ("gemma2", None),
     ("gpt-neox", None), ("falcon-7b", None), ("phi", None), ("bert", "int4:16"), ("bert", None),
@@ -44,7 +53,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
         if body := op.bodies.get("triton"):
             monkeypatch.setitem(op.bodies, "triton", replace(body, function=counted(name, body.function)))
     choose = Op.choose
-    monkeypatch.setattr(Op, "choose", lambda op, *of: Choice(op.name, "triton") if "triton" in op.bodies else choose(op, *of))
+    monkeypatch.setattr(
+        Op, "choose", lambda op, *of: Choice(op.name, "triton") if "triton" in op.bodies else choose(op, *of)
+    )
     return made
 
 
@@ -78,7 +89,9 @@ class Given:
                 return tuple(wide(one) for one in value)
             return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        return self.called(self.original, *(wide(arg) for arg in self.args), **{key: wide(value) for key, value in self.kwargs.items()})
+        return self.called(
+            self.original, *(wide(arg) for arg in self.args), **{key: wide(value) for key, value in self.kwargs.items()}
+        )
 
     def of_ours(self) -> Tensor:
         return self.called(self.block, *self.args, **self.kwargs)
@@ -160,7 +173,9 @@ def test_a_module_of_another_class_takes_part_as_it_is(calls: Counter) -> None:
 def test_a_continuous_batch(name: str, format: str | None, calls: Counter) -> None:
     """The attention is transformers' over its paged cache; products, norms and rotary positions are the kernels."""
     requests = [[5, 6, 7, 8], [20], [5, 6, 7, 8, 9]]
-    engine = infuse.init_inference(BY_NAME[name].make(num_hidden_layers=1), dtype=torch.float32, quant=format, verify="off")
+    engine = infuse.init_inference(
+        BY_NAME[name].make(num_hidden_layers=1), dtype=torch.float32, quant=format, verify="off"
+    )
     settings = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0, do_sample=False)
     room = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
     calls.clear()

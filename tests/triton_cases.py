@@ -1,5 +1,5 @@
-"""The tests of the Triton bodies: on the CPU through Triton's interpreter (test_triton.py runs this file so), on a GPU compiled
-(test_gpu_ops.py).
+"""The tests of the Triton bodies: on the CPU through Triton's interpreter (test_triton.py runs this file so), on a GPU
+compiled (test_gpu_ops.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that PyTorch hands out is full of NaN or the largest integer, so that what a kernel does not write is seen."""
+    """Memory that PyTorch hands out is full of NaN or the largest integer, so that what a kernel does not write is
+    seen.
+    """
     if DEVICE.type == "cpu":  # on a GPU some functions refuse this mode
         torch.use_deterministic_algorithms(True)
         assert bool(torch.empty(9).isnan().all())
@@ -53,7 +55,8 @@ def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
     mutated = written(name)
     given = own(args, mutated)
     wanted = results(registered()[name].reference, own(given, []), mutated)
-    # Triton's interpreter cuts float32 off to bfloat16 where GPUs round: of a product of two sums over such weights twice as much is lost.
+    # Triton's interpreter cuts float32 off to bfloat16 where GPUs round: of a product of two sums over such weights
+    # twice as much is lost.
     times = 2 if name == "quantized_linear_activation" and DEVICE.type == "cpu" else 1
     function, given = registered()[name].prepared("triton", given)
     before = own(given, [])
@@ -79,7 +82,9 @@ def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("name", sorted({*OPS} - {"sample"}))  # scores that are NaN are no distribution
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: int) -> None:
-    """Each case with one of the three, another one in each place: a third of the cases, a seventh under the slow interpreter."""
+    """Each case with one of the three, another one in each place: a third of the cases, a seventh under the slow
+    interpreter.
+    """
     value = (float("nan"), float("inf"), -float("inf"))[part]
     for _, case in list(planted(name, value))[part :: 7 if DEVICE.type == "cpu" else 3]:
         args = tuple(there(arg) for arg in case.args)
@@ -106,7 +111,9 @@ def test_nothing_is_written_beyond_the_capacity() -> None:
     around = torch.full((3, 1, 1, 8, 16), 7.0, device=DEVICE)
     around[1] = keys
     ops.rotary_append.body("triton")(qkv, None, None, around[1], values, torch.tensor(6, device=DEVICE), 2, False)
-    assert bool((around[::2] == 7).all()) and torch.equal(around[1, :, :, 6:].cpu(), qkv[:, :2, 2:3].transpose(1, 2).cpu())
+    assert bool((around[::2] == 7).all()) and torch.equal(
+        around[1, :, :, 6:].cpu(), qkv[:, :2, 2:3].transpose(1, 2).cpu()
+    )
     with pytest.raises(IndexError, match="3 tokens at 6 do not fit a cache of 8"):
         ops.rotary_append.body("triton")(qkv, None, None, keys, values, 6, 2, False)
 
@@ -163,7 +170,9 @@ def test_a_draw_from_several_blocks(dtype: torch.dtype, monkeypatch: pytest.Monk
 
 
 def test_a_draw_at_the_ends() -> None:
-    """Uniform 0 takes the first that is kept; just below 1 the last, although rounding may leave nothing above the target."""
+    """Uniform 0 takes the first that is kept; just below 1 the last, although rounding may leave nothing above the
+    target.
+    """
     logits = torch.tensor([[-9.0, 1.0, 3.0, 2.0, -9.0]] * 2, device=DEVICE)
     uniform = torch.tensor([0.0, 1.0 - 2**-24], device=DEVICE)
     assert ops.sample.body("triton")(logits, uniform, 1.0, 3, 1.0).tolist() == [1, 3]
@@ -192,14 +201,20 @@ def quantized(text: str, inputs: int, outputs: int) -> QuantizedWeight:
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_words_hold_the_codes(text: str) -> None:
-    """Into words and back is the same weight; rows of the words are the format's own values; a row that is not there is NaN."""
+    """Into words and back is the same weight; rows of the words are the format's own values; a row that is not there is
+    NaN.
+    """
     layout = ops.quantized_linear.bodies["triton"].layout
     assert layout is not None
     for inputs, outputs in ((384, 5), (960, 1)):
         held = quantized(text, inputs, outputs)
         words = layout.prepare(held)
         back = layout.restore(words)
-        assert words.data.nbytes == held.data.nbytes and torch.equal(back.data, held.data) and back.data.dtype == held.data.dtype
+        assert (
+            words.data.nbytes == held.data.nbytes
+            and torch.equal(back.data, held.data)
+            and back.data.dtype == held.data.dtype
+        )
         index = torch.tensor([0, outputs - 1, outputs, -1], device=DEVICE)
         for dtype in DTYPES:
             args = (index, words.data, words.scale, words.zero, outputs, inputs, text, dtype)
@@ -220,19 +235,29 @@ def test_groups_that_cut_words_are_left_to_the_reference() -> None:
 
 @pytest.mark.parametrize("text", FORMATS)
 def test_quantized_products(text: str) -> None:
-    """One row, a tile with an end, rows enough for two tiles; x strided; without a bias; more words than a program takes at once."""
+    """One row, a tile with an end, rows enough for two tiles; x strided; without a bias; more words than a program
+    takes at once.
+    """
     outputs, inputs = 67, 2304 if text in ("int4", "int8:32:asymmetric") else 384
     held = quantized(text, inputs, outputs)
     for rows, dtype in ((1, torch.float32), (1, torch.float16), (3, torch.bfloat16), (70, torch.float16)):
         x = torch.randn(rows, 2 * inputs, device=DEVICE).to(dtype)[:, ::2]
-        compare("quantized_linear", (x, held.data, held.scale, held.zero, None, outputs, inputs, text), dtype, f"{text} {rows} {dtype}")
+        compare(
+            "quantized_linear",
+            (x, held.data, held.scale, held.zero, None, outputs, inputs, text),
+            dtype,
+            f"{text} {rows} {dtype}",
+        )
 
 
 @by_dtype
 def test_products_with_shared_sums(dtype: torch.dtype) -> None:
     """Few outputs of many inputs: several programs for each, added up in one order."""
     for rows in (1, 3):
-        x, weight = torch.randn(rows, 5003, device=DEVICE).to(dtype), (torch.randn(6, 5003, device=DEVICE) / 70).to(dtype)
+        x, weight = (
+            torch.randn(rows, 5003, device=DEVICE).to(dtype),
+            (torch.randn(6, 5003, device=DEVICE) / 70).to(dtype),
+        )
         bias = torch.randn(6, device=DEVICE).to(dtype)
         compare("linear", (x, weight, bias), dtype, f"{rows}")
         compare("linear_activation", (x, weight, bias, "gelu_tanh", True), dtype, f"gated {rows}")
@@ -250,19 +275,36 @@ def test_products_with_shared_sums(dtype: torch.dtype) -> None:
 
 
 def test_norms_of_rows_in_several_blocks_and_beside_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows longer than what is read at once for their norm; more rows than a product normalises; a mean far from zero; a strided x."""
+    """Rows longer than what is read at once for their norm; more rows than a product normalises; a mean far from zero;
+    a strided x.
+    """
     monkeypatch.setattr(configurations, "NORMED_VALUES", 1024)
     normed = registered()["layer_norm"].bodies["triton"]
     alone: list[int] = []
     monkeypatch.setitem(
-        registered()["layer_norm"].bodies, "triton", replace(normed, function=lambda *args: alone.append(1) or normed.function(*args))
+        registered()["layer_norm"].bodies,
+        "triton",
+        replace(normed, function=lambda *args: alone.append(1) or normed.function(*args)),
     )
-    for rows, dtype, expected in ((1, torch.float32, 0), (1, torch.float16, 0), (8, torch.float16, 0), (9, torch.float16, 1)):
+    for rows, dtype, expected in (
+        (1, torch.float32, 0),
+        (1, torch.float16, 0),
+        (8, torch.float16, 0),
+        (9, torch.float16, 1),
+    ):
         x = (torch.randn(rows, 2 * 2100, device=DEVICE) + 30).to(dtype)[:, ::2]
         weight, bias = (torch.randn(2100, device=DEVICE).to(dtype) for _ in range(2))
-        matrix, residual = (torch.randn(20, 2100, device=DEVICE) / 46).to(dtype), torch.randn(rows, 20, device=DEVICE).to(dtype)
+        matrix, residual = (
+            (torch.randn(20, 2100, device=DEVICE) / 46).to(dtype),
+            torch.randn(rows, 20, device=DEVICE).to(dtype),
+        )
         alone.clear()
-        compare("fused_linear", (x, matrix, None, "layer", weight, bias, 1e-5, 0.0, None, False, residual), dtype, f"{rows} {dtype}")
+        compare(
+            "fused_linear",
+            (x, matrix, None, "layer", weight, bias, 1e-5, 0.0, None, False, residual),
+            dtype,
+            f"{rows} {dtype}",
+        )
         assert len(alone) == expected, rows
 
 
@@ -296,7 +338,9 @@ def test_not_a_number_in_a_row_of_16_bits() -> None:
 
 @pytest.mark.parametrize(("text", "rows"), [("plain", 1), ("plain", 8), ("int4", 1), ("int4", 8)])
 def test_a_search_remembers_the_fastest_launch(text: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that prefers few outputs and many splits; what does not fit the device is passed over; results stay what they are."""
+    """A clock that prefers few outputs and many splits; what does not fit the device is passed over; results stay what
+    they are.
+    """
     monkeypatch.setattr(configurations, "FOUND", found := {})
     monkeypatch.setattr(tuning, "FOUND", found)
 
@@ -320,4 +364,6 @@ def test_a_search_remembers_the_fastest_launch(text: str, rows: int, monkeypatch
         compare("linear", (x, torch.randn(40, 256, device=DEVICE).half(), None), torch.float16, f"{best}")
     else:
         held = quantized(text, 256, 40)
-        compare("quantized_linear", (x, held.data, held.scale, held.zero, None, 40, 256, text), torch.float16, f"{best}")
+        compare(
+            "quantized_linear", (x, held.data, held.scale, held.zero, None, 40, 256, text), torch.float16, f"{best}"
+        )

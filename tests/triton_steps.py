@@ -1,5 +1,5 @@
-"""Decode steps over the Triton bodies, which read the place of an append and the number of keys on the device: run under Triton's
-interpreter by test_graph_triton.py, as they are, without a capture.
+"""Decode steps over the Triton bodies, which read the place of an append and the number of keys on the device: run
+under Triton's interpreter by test_graph_triton.py, as they are, without a capture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def taking_tensors(module: Attention) -> None:
     module._append = lambda *args: (append if isinstance(args[5], int) else placed)(*args)
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "gpt-neo", "gemma2"])  # grouped heads; ALiBi; a window of the layer's; soft caps
+@pytest.mark.parametrize(
+    "name", ["llama", "bloom", "gpt-neo", "gemma2"]
+)  # grouped heads; ALiBi; a window of the layer's; soft caps
 def test_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_WARM_STEPS", 1000)
     engine, backend = graphed(made(name))

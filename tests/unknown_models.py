@@ -1,4 +1,6 @@
-"""Models that no spec knows, as users write them: layers with q, k, v in one matrix or apart, and layers that ranks cannot share."""
+"""Models that no spec knows, as users write them: layers with q, k, v in one matrix or apart, and layers that ranks
+cannot share.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ WIDTH, HEADS, INNER, VOCABULARY, LAYERS = 48, 4, 80, 96, 2
 
 
 class Fused(nn.Module):
-    """Pre-norm, q, k, v in one matrix: "blocks" [q|k|v], "per head" (q|k|v) for each, "per group" (q q|k|v) for each of 2."""
+    """Pre-norm, q, k, v in one matrix: "blocks" [q|k|v], "per head" (q|k|v) for each, "per group" (q q|k|v) for each of
+    2.
+    """
 
     def __init__(self, packing: str):
         super().__init__()
@@ -43,7 +47,9 @@ class Fused(nn.Module):
 
 
 class Apart(nn.Module):
-    """Pre-norm, grouped queries, a gated MLP whose two halves are one matrix, and a gate for each token that stays whole."""
+    """Pre-norm, grouped queries, a gated MLP whose two halves are one matrix, and a gate for each token that stays
+    whole.
+    """
 
     def __init__(self, kv_heads: int = 2):
         super().__init__()
@@ -52,7 +58,11 @@ class Apart(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, kv_heads * d), nn.Linear(WIDTH, kv_heads * d)
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.gate_up, self.down, self.token_gate = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH), nn.Linear(WIDTH, 1)
+        self.gate_up, self.down, self.token_gate = (
+            nn.Linear(WIDTH, 2 * INNER),
+            nn.Linear(INNER, WIDTH),
+            nn.Linear(WIDTH, 1),
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.norm1(x)
@@ -87,7 +97,9 @@ class Normed(Apart):
         h = self.norm1(x)
         q = self.q_norm(self.q(h)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k, v = (linear(h).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for linear in (self.k, self.v))
-        return x + self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Unknown(nn.Module):

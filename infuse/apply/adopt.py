@@ -35,7 +35,9 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
 
 
 def _require_grad(new: nn.Module, old: nn.Module) -> None:
-    """Let parameters of its own require a gradient where the old ones did, so that a backward pass is refused and not cut short."""
+    """Let parameters of its own require a gradient where the old ones did, so that a backward pass is refused and not
+    cut short.
+    """
     handed_on = {id(parameter) for parameter in old.parameters()}
     required = any(parameter.requires_grad for parameter in old.parameters())
     for parameter in new.parameters():

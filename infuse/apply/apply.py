@@ -59,9 +59,9 @@ def apply(
 ) -> Plan:
     """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
 
-    Values are the model's own or, with `placing` (entered), a checkpoint's. `group` are the ranks that the plan's mesh counts: all
-    of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its proof; nothing has been
-    swapped then. RankError: another rank decided otherwise, or is gone.
+    Values are the model's own or, with `placing` (entered), a checkpoint's. `group` are the ranks that the plan's mesh
+    counts: all of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its
+    proof; nothing has been swapped then. RankError: another rank decided otherwise, or is gone.
     """
     group.agree(plan.digest(), "the plan")
     if group.size > 1 and placing is None:  # of a checkpoint it is compared before
@@ -116,10 +116,16 @@ class _Run:
         """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
         self.steps = candidates = list(self.plan.steps)
         off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
-        self.prove_steps([step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress)
-        while refused := [step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused]:
+        self.prove_steps(
+            [step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress
+        )
+        while refused := [
+            step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused
+        ]:
             instead = fallback(refused, self.model, self.config, device=Device.of(self.device()), mesh=self.plan.mesh)
-            there = {(step.path, step.depth) for step in self.steps}  # a linear beside those that a layer's ranks share, of shards
+            there = {
+                (step.path, step.depth) for step in self.steps
+            }  # a linear beside those that a layer's ranks share, of shards
             candidates = [step for step in instead if (step.path, step.depth) not in there]
             self.prove_steps(candidates, None)
             self.steps += candidates
@@ -130,7 +136,8 @@ class _Run:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
         cases: dict[str, list[proof.Case] | str] = {}
-        # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes are not the model's.
+        # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes
+        # are not the model's.
         in_place = self.group.size == 1 and self.placing is None
         called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
         for done, step in enumerate(steps):
@@ -144,7 +151,13 @@ class _Run:
             if step.depth == SPLIT and not isinstance(found, str):
                 fault = self.split_fault(step, found)  # on which the ranks have agreed
             else:
-                alone = self.hook_fault(step) if step.depth == ATTENTION else found if isinstance(found, str) else self.fault(step, found)
+                alone = (
+                    self.hook_fault(step)
+                    if step.depth == ATTENTION
+                    else found
+                    if isinstance(found, str)
+                    else self.fault(step, found)
+                )
                 fault = self.group.any_fault(alone, f"the proof of {step.path}")
             if fault is not None:
                 if self.config.verify == "strict":
@@ -160,7 +173,9 @@ class _Run:
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
-                owner = model_around(self.model, step.path) if step.depth == BLOCK else None  # what is split runs in the model as a whole
+                owner = (
+                    model_around(self.model, step.path) if step.depth == BLOCK else None
+                )  # what is split runs in the model as a whole
                 by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
                 found[step.path] = proof.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
@@ -223,8 +238,12 @@ class _Run:
             wanted = proof.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
-            structure = proof.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-            return structure or proof.result_fault(self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype)
+            structure = (
+                proof.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
+            )
+            return structure or proof.result_fault(
+                self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype
+            )
 
     def in_place_fault(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""
@@ -243,14 +262,18 @@ class _Run:
         return fault
 
     def source(self, step: Step) -> Reader:
-        return LiveReader(self.model.get_submodule(step.path)) if self.placing is None else self.placing.source(step.path)
+        return (
+            LiveReader(self.model.get_submodule(step.path)) if self.placing is None else self.placing.source(step.path)
+        )
 
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled; dtype None keeps the source's."""
         source = self.model.get_submodule(step.path)
         module = build(step, self.plan.dtype, self.group)
         fills = step.fills if self.made is None else self.made.share(step, module)  # proofs fill each module by itself
-        stored = [fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)]
+        stored = [
+            fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)
+        ]
         made = [fill for fill in fills if fill not in stored]
         fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
         if self.placing is not None and stored:

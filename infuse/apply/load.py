@@ -38,7 +38,9 @@ from infuse.weights.sources import SAVED, find_files
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was planned, what was done, and by which configuration: shards that are read back say themselves what they hold."""
+    """What was planned, what was done, and by which configuration: shards that are read back say themselves what they
+    hold.
+    """
 
     decided: Plan
     done: Plan
@@ -46,12 +48,18 @@ class Loaded:
 
 
 def load(
-    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, group: Group = LOCAL, progress: Progress | None = None
+    model: nn.Module,
+    config: InferenceConfig,
+    device: Device,
+    mesh: Mesh = ONE,
+    group: Group = LOCAL,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Plan, and carry the plan out on `config`'s checkpoint: for one rank of `mesh` its part, in step with its `group`.
 
-    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had, on all ranks. A model on meta takes
-    the memory of the result and of one layer; of a live model the old values stay until all new ones are there.
+    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had, on all ranks. A model
+    on meta takes the memory of the result and of one layer; of a live model the old values stay until all new ones are
+    there.
     """
     with all_or_none(group, "loading"):
         return _load(model, config, device, mesh, group, progress)
@@ -79,11 +87,19 @@ def _load(
         packed = [step for step in decided.steps if is_packed(step)]
         checkpoint = open_shards(folder, index, decided)
     inside = tuple(f"{path}." for step in packed for path in packed_paths(step))
-    _check_saved(model, checkpoint, packed, decided.dtype, {id(x) for name, x in held(model).items() if not name.startswith(inside)})
+    _check_saved(
+        model,
+        checkpoint,
+        packed,
+        decided.dtype,
+        {id(x) for name, x in held(model).items() if not name.startswith(inside)},
+    )
     reader = model_reader(model, checkpoint, _unread(decided, checkpoint))
     if group.size > 1:
         group.agree(decided.digest(), "the plan")  # what the ranks read depends on it
-        agree_on_weights(group, model, sampled_sums(reader) if index is None or folder is None else index_sum(folder / SAVED))
+        agree_on_weights(
+            group, model, sampled_sums(reader) if index is None or folder is None else index_sum(folder / SAVED)
+        )
     layers = (step.path for step in decided.steps if step.shape is not None)
     with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
         model.eval()
@@ -93,11 +109,15 @@ def _load(
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Give `model`, in which nothing was replaced, the values of `config`'s checkpoint; as it was after a CheckpointError."""
+    """Give `model`, in which nothing was replaced, the values of `config`'s checkpoint; as it was after a
+    CheckpointError.
+    """
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
     if folder is not None and (folder / SAVED).is_file():
-        raise CheckpointError(f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)")
+        raise CheckpointError(
+            f"{folder}: holds layers that were replaced; read it with init_inference(model, checkpoint=...)"
+        )
     _tie(model)
     reader = model_reader(model, Checkpoint(find_files(source, base_dir)))
     with torch.no_grad(), Placing(model, reader, (), dtype, device) as placing:
@@ -118,9 +138,11 @@ def _folder(source: Any, base_dir: str) -> Path | None:
 
 
 def _unread(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """The names of what is not read in the words of the model: of modules that were saved packed, and biases that another rank adds.
+    """The names of what is not read in the words of the model: of modules that were saved packed, and biases that
+    another rank adds.
 
-    For the proof of a layer the model runs as it was: then its quantized linears are read as the values that they stand for.
+    For the proof of a layer the model runs as it was: then its quantized linears are read as the values that they stand
+    for.
     """
     away: list[str] = []
     proves = any(step.depth == SPLIT and not step.proven for step in plan.steps)
@@ -131,16 +153,24 @@ def _unread(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], bool]:
             away += [f"{path}." for path in packed_paths(step)]
         if step.proven and isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
             parts = zip(step.whole.linears, step.shape.linears, strict=True)
-            away += [f"{step.path}.{all_of_it.path}.bias" for all_of_it, part in parts if all_of_it.bias and not part.bias]
+            away += [
+                f"{step.path}.{all_of_it.path}.bias" for all_of_it, part in parts if all_of_it.bias and not part.bias
+            ]
         for fill in step.fills if proves and step.depth in (LINEAR, SPLIT) else ():
             if fill.format and step.shape and (shape := matrix_shape(fill, step.whole or step.shape)):
-                away += checkpoint.add_values(f"{step.path}.{fill.target}", shape, fill.format, fill.transposed, plan.dtype)
+                away += checkpoint.add_values(
+                    f"{step.path}.{fill.target}", shape, fill.format, fill.transposed, plan.dtype
+                )
     names = tuple(away)
     return lambda name: name.startswith(names)
 
 
-def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]) -> None:
-    """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers are there."""
+def _check_saved(
+    model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]
+) -> None:
+    """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers
+    are there.
+    """
     wrong: list[str] = []
     if not packed:
         return
@@ -149,7 +179,11 @@ def _check_saved(model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step
         if step.shares:  # it has no tensors of its own
             continue
         old = model.get_submodule(step.path)
-        own = [fill for fill in step.fills if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside]
+        own = [
+            fill
+            for fill in step.fills
+            if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside
+        ]
         for name, wanted in saved_tensors(build(step, dtype), step.path, own).items():
             if fault := checkpoint.fault(name, wanted.cut, wanted.shape, wanted.dtype):
                 wrong.append(fault)

@@ -1,4 +1,5 @@
-"""Put a rank's part of a layer into it: linears, tables and counts change, its forward stays. Proven on all ranks in step.
+"""Put a rank's part of a layer into it: linears, tables and counts change, its forward stays. Proven on all ranks in
+step.
 
 For a proof the part stands in for a while and the layer is as it was afterwards.
 """
@@ -31,12 +32,16 @@ _MISSING = object()
 
 
 def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
-    """The linears and tables of a rank's part, empty, on meta, under their paths in the layer; `combine(path)` ends a row linear."""
+    """The linears and tables of a rank's part, empty, on meta, under their paths in the layer; `combine(path)` ends a
+    row linear.
+    """
     assert isinstance(step.shape, SplitShape)
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
     for linear in step.shape.linears:
         combined = combine(f"{step.path}.{linear.path}") if linear.role == ROW else None
-        made = make_linear(linear.inputs, linear.outputs, linear.bias, formats.get(f"{linear.path}.weight"), bodies, combined)
+        made = make_linear(
+            linear.inputs, linear.outputs, linear.bias, formats.get(f"{linear.path}.weight"), bodies, combined
+        )
         _place(root, linear.path, made)
     for table in step.shape.tables:
         owner, _, leaf = table.path.rpartition(".")
@@ -70,7 +75,9 @@ def _owner(root: nn.Module, path: str) -> nn.Module:
 def put_part(
     layer: nn.Module, step: Step, part: nn.Module, put: Put, group: Group, adopt: Callable[[nn.Module, nn.Module], None]
 ) -> None:
-    """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each, so that it can be taken back."""
+    """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each, so that it can be
+    taken back.
+    """
     shape = step.shape
     assert isinstance(shape, SplitShape)
     for linear in shape.linears:
@@ -113,7 +120,9 @@ class _OwnCount:
         setattr(self._config, name, value)
 
 
-def _give_own_heads(first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+def _give_own_heads(
+    first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
     """Forward pre-hook: of masks and biases of all heads, [B, heads, T, L] or [B heads, T, L], this rank's."""
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
@@ -129,7 +138,9 @@ def _give_own_heads(first: int, last: int, heads: int, layer: nn.Module, args: t
     return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
 
 
-def _return_all_heads(group: Group, counts: tuple[int, ...], what: str, module: nn.Module, args: tuple, output: Any) -> Any:
+def _return_all_heads(
+    group: Group, counts: tuple[int, ...], what: str, module: nn.Module, args: tuple, output: Any
+) -> Any:
     """Forward hook: the attention weights that a module returns last, [B, heads, T, L], of all ranks' heads."""
     last = output[-1] if isinstance(output, tuple) else None
     if not isinstance(last, Tensor) or last.dim() != 4 or last.shape[1] != counts[group.rank]:
@@ -168,7 +179,8 @@ def proven(
 ) -> tuple[int, str | None]:
     """Which reading of a layer is the layer, 0 being the step itself, else why none is; the same answer on every rank.
 
-    Before ranks run together, each runs alone without sums: what raises does so there, and no rank waits for another in vain.
+    Before ranks run together, each runs alone without sums: what raises does so there, and no rank waits for another in
+    vain.
     """
     wanted: list[proof.Expected] = []
 
@@ -196,7 +208,9 @@ def proven(
 
 @contextlib.contextmanager
 def _held_in_float32(layer: nn.Module) -> Iterator[None]:
-    """The layer with all of its weights in float32, not in parts as they run: T5 rounds to the dtype that it sees a weight in."""
+    """The layer with all of its weights in float32, not in parts as they run: T5 rounds to the dtype that it sees a
+    weight in.
+    """
     kept = {parameter: parameter.data for parameter in layer.parameters() if parameter.is_floating_point()}
     try:
         for parameter, data in kept.items():
@@ -237,14 +251,22 @@ def _structure(
 
 
 def _result(
-    layer: nn.Module, step: Step, cases: Sequence[proof.Case], reader: Reader, dtype: torch.dtype, group: Group, wanted: proof.Expected
+    layer: nn.Module,
+    step: Step,
+    cases: Sequence[proof.Case],
+    reader: Reader,
+    dtype: torch.dtype,
+    group: Group,
+    wanted: proof.Expected,
 ) -> str | None:
     with standing_in(layer, step, filled_part(step, reader, dtype, over(group)), group), in_dtype(layer, dtype):
         return proof.result_fault(layer, step, list(cases), wanted, dtype)
 
 
 def together(steps: Sequence[tuple[Step, tuple]], refused: Mapping[tuple, str]) -> dict[tuple, str]:
-    """Key → reason of layers that fall with others: the first of a class makes the biases of all heads for those that follow."""
+    """Key → reason of layers that fall with others: the first of a class makes the biases of all heads for those that
+    follow.
+    """
     classes = {step.layer for step, _ in steps if isinstance(step.shape, SplitShape) and step.shape.tables}
     fallen = {step.layer: step.path for step, key in steps if key in refused and step.layer in classes}
     return {

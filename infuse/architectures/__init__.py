@@ -36,7 +36,9 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
 
 
 def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
-    """The binding of the spec whose `when` holds; SpecMismatch tells what differs from it or, if none holds, why none does."""
+    """The binding of the spec whose `when` holds; SpecMismatch tells what differs from it or, if none holds, why none
+    does.
+    """
     unmet: list[str] = []
     for spec in specs:
         wrong = [(key, value) for key, value in spec.when if getattr(config, key, None) != value]

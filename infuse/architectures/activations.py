@@ -9,7 +9,9 @@ from types import MappingProxyType
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")},
-        **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"),
+        **dict.fromkeys(
+            ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"
+        ),
         "gelu_python": "gelu",
         "swish": "silu",
     }

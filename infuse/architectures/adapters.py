@@ -1,4 +1,5 @@
-"""Adapters of PEFT inside a model: which modules are the adapters', which are the user's own below them, and what merging may do.
+"""Adapters of PEFT inside a model: which modules are the adapters', which are the user's own below them, and what
+merging may do.
 
 PEFT is not imported: its classes are known by name.
 """
@@ -59,7 +60,9 @@ def base_path(model: nn.Module, path: str) -> str:
 
 
 def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, Any]:
-    """The methods of an adapter that would write to its base layer, as errors, where that is now quantized in one of `formats`."""
+    """The methods of an adapter that would write to its base layer, as errors, where that is now quantized in one of
+    `formats`.
+    """
     if not formats or not is_adapter(module):
         return {}
     return {name: partial(_refuse, name, *formats.values()) for name in _MERGES if hasattr(module, name)}

@@ -1,6 +1,18 @@
 """The BERT lineage: encoders of text and images, bidirectional, without a cache."""
 
-from infuse.architectures.layer import LAYER, MLP, POST, PRE, Attention, LayerSpec, Norm, Packed, PackedGatedMLP, Rotary, Separate
+from infuse.architectures.layer import (
+    LAYER,
+    MLP,
+    POST,
+    PRE,
+    Attention,
+    LayerSpec,
+    Norm,
+    Packed,
+    PackedGatedMLP,
+    Rotary,
+    Separate,
+)
 
 _M = "transformers.models."
 

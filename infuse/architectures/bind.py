@@ -39,7 +39,9 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer as its spec sees it. `index` is its place in the cache, None where it has none; `attn` the attention's path."""
+    """A layer as its spec sees it. `index` is its place in the cache, None where it has none; `attn` the attention's
+    path.
+    """
 
     shape: LayerShape
     fills: tuple[Fill, ...]
@@ -52,7 +54,9 @@ def bind(spec: LayerSpec, layer: nn.Module, config: Any) -> Bound:
     reading = _Reading(spec, layer, config)
     bound = reading.bound()
     unclaimed = sorted(set(reading.parameters) - reading.claimed)
-    reading.differences += [f"parameter {name} {tuple(reading.parameters[name].shape)} is not claimed" for name in unclaimed]
+    reading.differences += [
+        f"parameter {name} {tuple(reading.parameters[name].shape)} is not claimed" for name in unclaimed
+    ]
     if reading.differences or bound is None:
         raise SpecMismatch(spec.layer.rpartition(".")[2], reading.differences)
     return bound
@@ -141,7 +145,9 @@ class _Reading:
         rows, columns = reversed(shape) if self.spec.transposed else shape
         return _Linear(rows, columns, bias)
 
-    def fill_linear(self, target: str, paths: tuple[str, ...], bias: bool, packing: str | None = None, heads: Heads | None = None) -> None:
+    def fill_linear(
+        self, target: str, paths: tuple[str, ...], bias: bool, packing: str | None = None, heads: Heads | None = None
+    ) -> None:
         transposed = self.spec.transposed
         self.fills.append(Fill(f"{target}.weight", tuple(f"{p}.weight" for p in paths), transposed, packing, heads))
         if bias:
@@ -201,7 +207,9 @@ class _Reading:
             width = q.rows // heads
             expected = (heads * width, kv_heads * width, kv_heads * width)
             if (q.rows, k.rows, v.rows) != expected:
-                self.differences.append(f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}")
+                self.differences.append(
+                    f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
+                )
             bias = self.all_or_no_bias(paths, linears)
             self.fill_linear(f"{name}.qkv", paths, bias)
             hidden = q.columns
@@ -209,14 +217,20 @@ class _Reading:
             packed = self.linear(declared.qkv.path)
             width = packed.rows // (heads + 2 * kv_heads)
             if packed.rows != (heads + 2 * kv_heads) * width:
-                self.differences.append(f"{declared.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them")
+                self.differences.append(
+                    f"{declared.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them"
+                )
             bias, hidden = packed.bias, packed.columns
-            packing = None if declared.qkv.packing == BLOCKS else declared.qkv.packing  # [q | k | v] already: moved as it is
+            packing = (
+                None if declared.qkv.packing == BLOCKS else declared.qkv.packing
+            )  # [q | k | v] already: moved as it is
             self.fill_linear(f"{name}.qkv", (declared.qkv.path,), bias, packing, Heads(heads, kv_heads, width))
         out = self.linear(declared.out)
         self.fill_linear(f"{name}.out", (declared.out,), out.bias)
         if out.columns != heads * width:
-            self.differences.append(f"{declared.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}")
+            self.differences.append(
+                f"{declared.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}"
+            )
         return AttentionShape(
             name=name,
             hidden=hidden,
@@ -291,7 +305,9 @@ class _Reading:
         gated = not isinstance(declared, MLP)
         rows = sum(linear.rows for linear in linears)
         if rows != down.columns * (2 if gated else 1):
-            self.differences.append(f"{' and '.join(paths)} make {rows} rows; {declared.down} takes {down.columns} columns")
+            self.differences.append(
+                f"{' and '.join(paths)} make {rows} rows; {declared.down} takes {down.columns} columns"
+            )
         bias = self.all_or_no_bias(paths, linears)
         self.fill_linear("mlp.up", paths, bias)
         self.fill_linear("mlp.down", (declared.down,), down.bias)

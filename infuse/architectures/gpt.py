@@ -62,12 +62,16 @@ GPTJ = LayerSpec(
     residual=PARALLEL,
     returns=TUPLE,
 )
-CODEGEN = GPTJ.but(layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS)))
+CODEGEN = GPTJ.but(
+    layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS))
+)
 
 _NEOX = LayerSpec(
     layer=_M + "gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
     norm1=Norm("input_layernorm", LAYER),
-    attn=Attention(module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()),
+    attn=Attention(
+        module="attention", qkv=Packed("attention.query_key_value", PER_HEAD), out="attention.dense", position=Rotary()
+    ),
     norm2=Norm("post_attention_layernorm", LAYER),
     mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
 )
@@ -142,12 +146,15 @@ _NEW, _OLD, _NO_ALIBI = ("new_decoder_architecture", True), ("new_decoder_archit
 _TWO_NORMS = dict(norm1=Norm("ln_attn", LAYER), norm2=Norm("ln_mlp", LAYER))
 FALCON_TWO_NORMS = _FALCON.but(**_TWO_NORMS, when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 2)))
 FALCON_ONE_NORM = _FALCON.but(when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 1)))
-# 7B: one key head, one norm. RW: a key head for each query head, serial; the model adds its ALiBi to the mask and passes it again.
+# 7B: one key head, one norm. RW: a key head for each query head, serial; the model adds its ALiBi to the mask and
+# passes it again.
 FALCON_7B = _FALCON.but(attn=dict(kv_heads=1), when=(_OLD, ("multi_query", True), ("parallel_attn", True), _NO_ALIBI))
 _SERIAL = _FALCON.but(residual=PRE, norm2=Norm("post_attention_layernorm", LAYER))
 _RW_HEADS = dict(kv_heads=None, qkv=Packed("self_attention.query_key_value", PER_HEAD))
 _RW = (_OLD, ("multi_query", False), ("parallel_attn", False))
-FALCON_RW = _SERIAL.but(attn=dict(position=NoPosition(), **_RW_HEADS), when=(*_RW, ("alibi", True)), repeated=("alibi",))
+FALCON_RW = _SERIAL.but(
+    attn=dict(position=NoPosition(), **_RW_HEADS), when=(*_RW, ("alibi", True)), repeated=("alibi",)
+)
 FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, _NO_ALIBI))
 
 SPECS = (

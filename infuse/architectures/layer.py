@@ -24,7 +24,9 @@ TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm at `path`. `offset` is added to its weight (Gemma, LayerNorm1P). A `*` in the path: one norm for each head."""
+    """A norm at `path`. `offset` is added to its weight (Gemma, LayerNorm1P). A `*` in the path: one norm for each
+    head.
+    """
 
     path: str
     kind: str
@@ -55,7 +57,9 @@ class NoPosition:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The model passes `position_embeddings=(cos, sin)`. `switch`: a config list that says for each layer if it rotates."""
+    """The model passes `position_embeddings=(cos, sin)`. `switch`: a config list that says for each layer if it
+    rotates.
+    """
 
     interleaved: bool = False
     switch: str | None = None
@@ -80,7 +84,9 @@ Position = NoPosition | Rotary | RotaryTable | Alibi
 
 @dataclass(frozen=True)
 class Window:
-    """Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens, and the mask does not say so."""
+    """Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens, and the mask does not
+    say so.
+    """
 
     types: str
     value: str
@@ -91,9 +97,11 @@ class Window:
 class Attention:
     """Self-attention. `module` is the attention module (transformers records attentions by its class).
 
-    `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number, or
-    None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask hides.
-    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key) that it passes.
+    `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number,
+    or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask
+    hides.
+    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key)
+    that it passes.
     """
 
     module: str
@@ -150,11 +158,12 @@ class PackedGatedMLP:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A transformer layer. `when` chooses among specs of one class by config values; `expect` are values that must hold.
+    """A transformer layer. `when` chooses among specs of one class by config values; `expect` are values that must
+    hold.
 
     `norm1` and `norm2` stand before (PRE, PARALLEL) or after (POST) attention and MLP; SANDWICH has `post1` and `post2`
-    on the outputs as well. PARALLEL without `norm2` feeds both from `norm1`. `repeated` are arguments that say again what the
-    mask says.
+    on the outputs as well. PARALLEL without `norm2` feeds both from `norm1`. `repeated` are arguments that say again
+    what the mask says.
     """
 
     layer: str
@@ -187,8 +196,8 @@ class LayerSpec:
 class NormShape:
     """`weight` is the shape of the weight, None without one.
 
-    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the same of them
-    as `copies` says.
+    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the
+    same of them as `copies` says.
     """
 
     kind: str
@@ -203,9 +212,11 @@ class NormShape:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the block.
+    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the
+    block.
 
-    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of all ranks.
+    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of
+    all ranks.
     """
 
     name: str
@@ -226,7 +237,9 @@ class AttentionShape:
     k_norm: NormShape | None
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
-    passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # not in the fingerprint of shards: it moves no weight
+    passes: tuple[tuple[str, str], ...] = field(
+        default=(), repr=False
+    )  # not in the fingerprint of shards: it moves no weight
 
     @property
     def all_heads(self) -> int:
@@ -247,8 +260,8 @@ class MLPShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states, `repeated` those
-    that say nothing new.
+    """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states,
+    `repeated` those that say nothing new.
     """
 
     attn: AttentionShape

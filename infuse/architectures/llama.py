@@ -41,7 +41,8 @@ QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer", attn=dict
 QWEN3 = QWEN2.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
 GRANITE = LLAMA.but(layer=_M + "granite.modeling_granite.GraniteDecoderLayer", residual_scale="residual_multiplier")
 SMOLLM3 = LLAMA.but(
-    layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer", attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW)
+    layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer",
+    attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW),
 )
 
 PHI3 = LLAMA.but(
@@ -90,7 +91,9 @@ _STABLELM = LLAMA.but(
     norm1=Norm("input_layernorm", LAYER),
     attn=dict(q_norm=Norm("self_attn.q_layernorm.norms.*", LAYER), k_norm=Norm("self_attn.k_layernorm.norms.*", LAYER)),
 )
-STABLELM = _STABLELM.but(norm2=Norm("post_attention_layernorm", LAYER), residual=PRE, when=(("use_parallel_residual", False),))
+STABLELM = _STABLELM.but(
+    norm2=Norm("post_attention_layernorm", LAYER), residual=PRE, when=(("use_parallel_residual", False),)
+)
 STABLELM_PARALLEL = _STABLELM.but(norm2=None, residual=PARALLEL, when=(("use_parallel_residual", True),))
 
 STARCODER2 = MISTRAL.but(
@@ -111,14 +114,20 @@ COHERE = LLAMA.but(
     residual=PARALLEL,
     norm1=Norm("input_layernorm", LAYER),
     norm2=None,
-    attn=dict(position=Rotary(interleaved=True), q_norm=Norm("self_attn.q_norm", LAYER), k_norm=Norm("self_attn.k_norm", LAYER)),
+    attn=dict(
+        position=Rotary(interleaved=True),
+        q_norm=Norm("self_attn.q_norm", LAYER),
+        k_norm=Norm("self_attn.k_norm", LAYER),
+    ),
 )
 PHI = LLAMA.but(
     layer=_M + "phi.modeling_phi.PhiDecoderLayer",
     residual=PARALLEL,
     norm1=Norm("input_layernorm", LAYER),
     norm2=None,
-    attn=dict(out="self_attn.dense", q_norm=Norm("self_attn.q_layernorm", LAYER), k_norm=Norm("self_attn.k_layernorm", LAYER)),
+    attn=dict(
+        out="self_attn.dense", q_norm=Norm("self_attn.q_layernorm", LAYER), k_norm=Norm("self_attn.k_layernorm", LAYER)
+    ),
     mlp=MLP(up="mlp.fc1", down="mlp.fc2"),
 )
 

@@ -37,8 +37,10 @@ class Fill:
     """One target tensor of a step: which source tensors it is made from, and how.
 
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
-    split to q, k, v; several sources are merged by `merge` along a new or the first axis; `cut` is the part that a rank has.
-    `format` names a quantization format, None keeps the compute dtype. `matrix`: the weight of a linear that keeps its own name.
+    split to q, k, v; several sources are merged by `merge` along a new or the first axis; `cut` is the part that a rank
+    has.
+    `format` names a quantization format, None keeps the compute dtype. `matrix`: the weight of a linear that keeps its
+    own name.
     """
 
     target: str
@@ -53,7 +55,9 @@ class Fill:
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:
-    """The first row, in the packed matrix, of each head's D rows: of all query heads, then of all keys, then of all values."""
+    """The first row, in the packed matrix, of each head's D rows: of all query heads, then of all keys, then of all
+    values.
+    """
     h, k, d = heads.query, heads.key, heads.width
     if packing == BLOCKS:
         blocks = list(range(h + 2 * k))

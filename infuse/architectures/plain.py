@@ -57,7 +57,9 @@ def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
 
 
 def patched(module: nn.Module) -> bool:
-    """Whether somebody gave the module a forward of its own, as users do and accelerate's hooks: it must go on being called."""
+    """Whether somebody gave the module a forward of its own, as users do and accelerate's hooks: it must go on being
+    called.
+    """
     return "forward" in vars(module)
 
 
@@ -75,7 +77,9 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, LinearShape]]:
-    """All plain linears in `module` that are no adapter's, by their paths from the root of which `path` is the module's own."""
+    """All plain linears in `module` that are no adapter's, by their paths from the root of which `path` is the module's
+    own.
+    """
     adapters: tuple[str, ...] = ()
     for name, child in module.named_modules():
         if f"{name}.".startswith(adapters):

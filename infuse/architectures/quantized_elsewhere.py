@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-# The first part of a class's module → the library's name. Modules and parameters of these classes hold quantized weights.
+# The first part of a class's module → the library's name. Modules and parameters of these classes hold quantized
+# weights.
 _LIBRARIES = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ",
     "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM", "eetq": "EETQ",

@@ -1,7 +1,7 @@
 """One rank's part of what a plan builds: shapes with its heads and widths, fills cut to them. Pure: numbers only.
 
-A layer is split by heads and by the inner width: q, k, v, gate and up by outputs, attention's out and the MLP's down by inputs,
-whose bias is added on rank 0 alone. Norms and tables that all ranks need stay whole.
+A layer is split by heads and by the inner width: q, k, v, gate and up by outputs, attention's out and the MLP's down by
+inputs, whose bias is added on rank 0 alone. Norms and tables that all ranks need stay whole.
 """
 
 from __future__ import annotations
@@ -96,8 +96,12 @@ class _Cutter:
         if owner in (f"{attn.name}.q_norm", f"{attn.name}.k_norm"):
             norm, own = (attn.q_norm, mine.heads) if owner.endswith("q_norm") else (attn.k_norm, mine.kv_heads)
             assert norm is not None
-            if norm.weight is not None and len(norm.weight) == 2:  # a weight for each head, in one matrix or in one norm for each
-                return replace(fill, cut=Cut(0, (own,), (1,) * len(fill.sources) if fill.merge == STACK else norm.weight[:1]))
+            if (
+                norm.weight is not None and len(norm.weight) == 2
+            ):  # a weight for each head, in one matrix or in one norm for each
+                return replace(
+                    fill, cut=Cut(0, (own,), (1,) * len(fill.sources) if fill.merge == STACK else norm.weight[:1])
+                )
             if _is_wide(norm, attn):
                 return replace(fill, cut=Cut(0, ((own[0] * width, own[1] * width),), (norm.width,)))
         return fill
@@ -137,5 +141,3 @@ def table_part(shape: EmbeddingShape, mesh: Mesh, grain: int) -> Part:
     cut = Cut(0, ((first, last),), (shape.rows,))
     own = replace(shape, rows=last - first, first_row=first, all_rows=shape.rows)
     return Part(own, tuple(replace(fill, cut=cut) for fill in shape.fills))
-
-

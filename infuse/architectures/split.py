@@ -25,7 +25,9 @@ class LinearPart:
 
 @dataclass(frozen=True)
 class TablePart:
-    """A parameter or buffer with a place for each head along one axis (biases of relative positions), and a rank's shape of it."""
+    """A parameter or buffer with a place for each head along one axis (biases of relative positions), and a rank's
+    shape of it.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -48,7 +50,8 @@ class Count:
 class SplitShape:
     """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none).
 
-    `attentions` are the paths of the modules that may return the weights of their heads, `head_counts` the heads of each rank.
+    `attentions` are the paths of the modules that may return the weights of their heads, `head_counts` the heads of
+    each rank.
     `readings` name the ways to understand the layer that come to this: the same names whatever the number of ranks.
     """
 

@@ -39,19 +39,33 @@ if TYPE_CHECKING:
     import torch
 
 app = typer.Typer(
-    invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Make a Hugging Face model run near the limit of the hardware, and see what was done to it.",
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too.")]
-DtypeName = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")]
-QuantName = Annotated[str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, "int4:128", or "int8:a8".')]
-Verify = Annotated[
-    Literal["sample", "all", "strict", "off"], typer.Option(help="Which layers are proven against the original before they are swapped.")
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too."),
 ]
-Ranks = Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")]
+DtypeName = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")
+]
+QuantName = Annotated[
+    str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, "int4:128", or "int8:a8".')
+]
+Verify = Annotated[
+    Literal["sample", "all", "strict", "off"],
+    typer.Option(help="Which layers are proven against the original before they are swapped."),
+]
+Ranks = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")
+]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+]
 
 
 @app.callback()
@@ -71,10 +85,16 @@ def without_command(
 
 @app.command("plan")
 def show_plan(
-    model_dir: Folder, tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample",
+    model_dir: Folder,
+    tp: Ranks = None,
+    dtype: DtypeName = None,
+    quant: QuantName = None,
+    verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory. Of ranks: what rank 0 does."""
+    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory. Of ranks: what rank
+    0 does.
+    """
     config = read_config(model_dir)
     with told_errors():
         import infuse
@@ -88,11 +108,21 @@ def generate(
     model_dir: Folder,
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw each token instead of taking the likeliest one.")] = False,
-    temperature: Annotated[float | None, typer.Option(min=0.01, help="With --sample: below 1 sharper, above 1 flatter.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Draw each token instead of taking the likeliest one.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="With --sample: below 1 sharper, above 1 flatter.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
-    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    tp: Ranks = None,
+    dtype: DtypeName = None,
+    quant: QuantName = None,
+    verify: Verify = "sample",
+    device: DeviceName = None,
 ) -> None:
     """Continue a prompt; the text appears as it comes."""
     if not sample and (temperature, top_p, seed) != (None, None, None):
@@ -112,26 +142,40 @@ def generate(
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
         if seed is not None:
             torch.manual_seed(seed)
-        sampling = {name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None}
+        sampling = {
+            name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None
+        }
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         start = time.perf_counter()
         ids = engine.generate(
-            **inputs.to(engine.module.device), streamer=streamer, max_new_tokens=max_new_tokens, do_sample=sample, **sampling
+            **inputs.to(engine.module.device),
+            streamer=streamer,
+            max_new_tokens=max_new_tokens,
+            do_sample=sample,
+            **sampling,
         )
         seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
-        remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included")
+        remarks().print(
+            f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included"
+        )
 
 
 @app.command()
 def bench(
     context: typer.Context,
     model_dir: Folder,
-    against: Annotated[Literal["eager"] | None, typer.Option(help="Time transformers' own layers too. Needs memory for both.")] = None,
+    against: Annotated[
+        Literal["eager"] | None, typer.Option(help="Time transformers' own layers too. Needs memory for both.")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
-    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    tp: Ranks = None,
+    dtype: DtypeName = None,
+    quant: QuantName = None,
+    verify: Verify = "sample",
+    device: DeviceName = None,
 ) -> None:
     """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set.
 
@@ -167,8 +211,14 @@ def bench(
 def shard(
     context: typer.Context,
     model_dir: Folder,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")],
-    tp: Ranks = None, dtype: DtypeName = None, quant: QuantName = None, verify: Verify = "sample", device: DeviceName = None,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")
+    ],
+    tp: Ranks = None,
+    dtype: DtypeName = None,
+    quant: QuantName = None,
+    verify: Verify = "sample",
+    device: DeviceName = None,
 ) -> None:
     """Replace and quantize a model once, and save it so that `infuse generate OUT` reads it at the speed of the disk."""
     config = read_config(model_dir, weights=True)
@@ -180,7 +230,9 @@ def shard(
         import infuse
 
         paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
-        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device, tp))
+        engine = infuse.init_inference(
+            empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device, tp)
+        )
         if engine.group.rank == 0:
             copy_rest(model_dir, out)
         print(engine.plan)
@@ -191,7 +243,9 @@ def shard(
 def build(
     again: Annotated[bool, typer.Option("--again", help="Build anew where there are kernels already.")] = False,
 ) -> None:
-    """Build the C++ kernels for CPUs now, which are otherwise built when they are first used. Kept in INFUSE_CACHE_DIR or ~/.cache."""
+    """Build the C++ kernels for CPUs now, which are otherwise built when they are first used. Kept in INFUSE_CACHE_DIR
+    or ~/.cache.
+    """
     with told_errors():
         from infuse.native import BINARY, first_use
 
@@ -223,7 +277,9 @@ def env() -> None:
             table.add_row("  default dtype", _short(found.default_dtype))
         table.add_row("threads", str(torch.get_num_threads()))
         compilers = [name for name in ("c++", "g++", "clang++", "cl", "nvcc") if shutil.which(name)]
-        table.add_row("compilers on PATH", ", ".join(compilers) or "none; everything works, with PyTorch's own operations")
+        table.add_row(
+            "compilers on PATH", ", ".join(compilers) or "none; everything works, with PyTorch's own operations"
+        )
         for what, found_out in described().items():
             table.add_row(what, found_out)
         table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -238,7 +294,13 @@ def _settings(dtype: str | None, quant: str | None, verify: str, device: str | N
 
     device = device or ("cuda" if torch.cuda.is_available() else None)
     ranks = {"tp_size": tp} if tp else None
-    given = {"dtype": dtype, "quant": quant, "verify": verify, "device": rank_device(device) if ranks else device, "tensor_parallel": ranks}
+    given = {
+        "dtype": dtype,
+        "quant": quant,
+        "verify": verify,
+        "device": rank_device(device) if ranks else device,
+        "tensor_parallel": ranks,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

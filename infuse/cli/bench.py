@@ -33,7 +33,9 @@ def _seconds(model: Any, ids: torch.Tensor, new_tokens: int) -> float:
     import torch
 
     start = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens
+    )
     if ids.device.type == "cuda":
         torch.cuda.synchronize(ids.device)
     return time.perf_counter() - start
@@ -44,8 +46,14 @@ def middle(speeds: list[Speed]) -> Speed:
 
 
 def multiplications(model: Any) -> int:
-    """The multiplications that one token needs in the layers' matrices; asked of the original, before weights are packed."""
-    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+    """The multiplications that one token needs in the layers' matrices; asked of the original, before weights are
+    packed.
+    """
+    tables = {
+        id(module.weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    }
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables)
 
 
@@ -59,16 +67,23 @@ def bound(model: Any, multiplications: int) -> Speed:
         tensors.pop(id(table), None)  # of a table that is only looked up, a step reads one row
     step_bytes = sum(tensor.nbytes for tensor in tensors.values())
     rate = matmul_rate(model.dtype, device=model.device)
-    return Speed(2 * multiplications / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best)
+    return Speed(
+        2 * multiplications / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best
+    )
 
 
 def table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
     """A row for each model and one for the bound; a ratio above 1 says how many times faster infuse is than its row."""
     ours = speeds["infuse"]
-    made = Table("", "prefill", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left")
+    made = Table(
+        "", "prefill", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left"
+    )
     for name, speed in speeds.items():
         decode = f"{batch / speed.step_seconds:,.1f}" if speed.step_seconds > 0 else "too short to time"
-        prefill_ratio, step_ratio = _ratio(speed.prefill_seconds, ours.prefill_seconds), _ratio(speed.step_seconds, ours.step_seconds)
+        prefill_ratio, step_ratio = (
+            _ratio(speed.prefill_seconds, ours.prefill_seconds),
+            _ratio(speed.step_seconds, ours.step_seconds),
+        )
         made.add_row(name, _duration(speed.prefill_seconds), prefill_ratio, decode, step_ratio)
     made.caption = "ratio: how many times faster infuse is. bound: the probed matmul rate (prefill), all weights read once a step (decode)"
     if any(speed.step_seconds <= 0 for speed in speeds.values()):

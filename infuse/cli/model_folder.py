@@ -1,4 +1,6 @@
-"""A model folder for the command line: its config, class, tokenizer and model, and what is said where one is not as it should be."""
+"""A model folder for the command line: its config, class, tokenizer and model, and what is said where one is not as it
+should be.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def model_class(config: Any) -> Any:
         return transformers.AutoModel
     found = getattr(transformers, config.architectures[0], None)
     if found is None:
-        fail(f"config.json names {config.architectures[0]}, which transformers {transformers.__version__} does not have", WRONG_USE)
+        fail(
+            f"config.json names {config.architectures[0]}, which transformers {transformers.__version__} does not have",
+            WRONG_USE,
+        )
     return found
 
 
@@ -84,7 +89,9 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
 def copy_rest(model_dir: Path, out: Path) -> None:
     """Copy what a folder holds beside its weights: config, tokenizer, generation settings."""
     for path in sorted(model_dir.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack") or path.name.endswith(".index.json")
+        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack") or path.name.endswith(
+            ".index.json"
+        )
         if path.is_file() and not weights and path.name != SHARDS:
             shutil.copyfile(path, out / path.name)
 
@@ -141,7 +148,9 @@ def is_rank() -> bool:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Tell what is wrong and exit. A rank leaves the message for its launcher, which, if it is ours, says it once for all."""
+    """Tell what is wrong and exit. A rank leaves the message for its launcher, which, if it is ours, says it once for
+    all.
+    """
     if is_rank() and (place := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         Path(place).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
         if os.environ.get(LAUNCHED):

@@ -23,7 +23,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def as_ranks(context: typer.Context, size: int | None) -> bool:
-    """Whether this process is to do the command: as one alone, or as one of `size` ranks. False: ranks were started, and did it.
+    """Whether this process is to do the command: as one alone, or as one of `size` ranks. False: ranks were started,
+    and did it.
 
     An exit with a message where a rank failed, or on Ctrl-C.
     """

@@ -65,24 +65,41 @@ class Checkpoint(Section):
 class InferenceConfig(Section):
     """How a model is to be run. Four ways to make one: nothing, a dict or a JSON path, keywords, or both merged.
 
-    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are DeepSpeed-Inference's,
-    except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is proven before it is put
-    in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps).
-    dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises ConfigError with all problems.
-    infuse's own keys: verify (which steps are proven before the swap), device (None: where the model is), progress
-    (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at the padding instead of computing it).
+    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are
+    DeepSpeed-Inference's, except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is
+    proven before it is put in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an
+    int pre-allocates and caps). dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises
+    ConfigError with all problems. infuse's own keys: verify (which steps are proven before the swap), device (None:
+    where the model is), progress (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at
+    the padding instead of computing it).
     """
 
-    aliases = MappingProxyType({
-        "kernel_inject": "replace_with_kernel_inject", "tp": "tensor_parallel", "tm": "triangular_masking", "args": "config",
-        "ckpt_config": "checkpoint_config", "injection_dict": "injection_policy", "max_tokens": "max_out_tokens",
-        "min_tokens": "min_out_tokens",
-    })
-    moved = MappingProxyType({
-        "mp_size": "tensor_parallel.tp_size", "mpu": "tensor_parallel.mpu", "tp_grain_size": "tensor_parallel.tp_grain_size",
-        "ep_size": "moe.ep_size", "ep_group": "moe.ep_group", "expert_group": "moe.ep_group", "ep_mp_group": "moe.ep_mp_group",
-        "expert_mp_group": "moe.ep_mp_group", "moe_experts": "moe.moe_experts", "moe_type": "moe.type",
-    })
+    aliases = MappingProxyType(
+        {
+            "kernel_inject": "replace_with_kernel_inject",
+            "tp": "tensor_parallel",
+            "tm": "triangular_masking",
+            "args": "config",
+            "ckpt_config": "checkpoint_config",
+            "injection_dict": "injection_policy",
+            "max_tokens": "max_out_tokens",
+            "min_tokens": "min_out_tokens",
+        }
+    )
+    moved = MappingProxyType(
+        {
+            "mp_size": "tensor_parallel.tp_size",
+            "mpu": "tensor_parallel.mpu",
+            "tp_grain_size": "tensor_parallel.tp_grain_size",
+            "ep_size": "moe.ep_size",
+            "ep_group": "moe.ep_group",
+            "expert_group": "moe.ep_group",
+            "ep_mp_group": "moe.ep_mp_group",
+            "expert_mp_group": "moe.ep_mp_group",
+            "moe_experts": "moe.moe_experts",
+            "moe_type": "moe.type",
+        }
+    )
 
     replace_with_kernel_inject: bool = True
     dtype: values.Dtype = None
@@ -129,7 +146,9 @@ class InferenceConfig(Section):
 
     @classmethod
     def make(cls, config: Any = None, **kwargs: Any) -> InferenceConfig:
-        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords; ConfigError as above."""
+        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords; ConfigError as
+        above.
+        """
         return config if isinstance(config, cls) and not kwargs else cls(config, **kwargs)
 
     @property
@@ -139,7 +158,9 @@ class InferenceConfig(Section):
 
     @property
     def tp_given(self) -> tuple[Any, Any]:
-        """The mpu and the process group that the caller brings: None each where there is none, or tensor_parallel.enabled is False."""
+        """The mpu and the process group that the caller brings: None each where there is none, or
+        tensor_parallel.enabled is False.
+        """
         given = self.tensor_parallel
         return (given.mpu, given.tp_group) if given.enabled else (None, None)
 
@@ -156,32 +177,43 @@ class InferenceConfig(Section):
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute dtype."""
+        """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute
+        dtype.
+        """
         return self.quant.everywhere or ("int8" if self.dtype == torch.int8 else None)
 
     @property
     def module_formats(self) -> dict[str, str | None]:
-        """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves them alone."""
+        """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves
+        them alone.
+        """
         return self.quant.by_name
 
     @property
     def checkpoint_files(self) -> tuple[Any, str, str | None]:
-        """What weights are read from (None: the model has them), where relative paths begin, and where the result is saved."""
+        """What weights are read from (None: the model has them), where relative paths begin, and where the result is
+        saved.
+        """
         group = self.checkpoint_config
         save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
         return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
 
     def resolved_dtype(self, device: Device) -> torch.dtype:
-        """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in it."""
+        """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in
+        it.
+        """
         if self.dtype is None or self.dtype == torch.int8:
             return device.default_dtype
         if self.dtype not in device.dtypes:
             possible = ", ".join(str(dtype) for dtype in device.dtypes)
-            raise ConfigError(f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best of them")
+            raise ConfigError(
+                f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best of them"
+            )
         return self.dtype
 
     def notes(self, device: Device | None = None) -> list[str]:
-        """One line for each key that the user set and that has no effect, here or, where a device is known, on that device.
+        """One line for each key that the user set and that has no effect, here or, where a device is known, on that
+        device.
 
         A complete dict, such as default_inference_config() gives, sets every key: of it only what differs from the
         defaults counts as set.
@@ -190,7 +222,9 @@ class InferenceConfig(Section):
         complete = self.model_fields_set == set(type(self).model_fields)
         asked = {key for key, differs in self._given() if differs or not complete}
         lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if _within(key, asked)]
-        return lines + [f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)]
+        return lines + [
+            f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)
+        ]
 
     def not_available(self) -> list[str]:
         """One line for each valid setting that this version cannot serve; the engine raises NotAvailable with them."""
@@ -242,22 +276,24 @@ def _within(key: str, asked: set[str]) -> bool:
 
 
 # Key, or section, that is accepted for the sake of scripts that set it → why it changes nothing.
-WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType({
-    "zero": "weights are held for inference only; nothing is partitioned as for training",
-    "triangular_masking": "the mask is the model's own",
-    "moe.moe_experts": "experts are counted in the model",
-    "moe.type": "standard or residual is read from the model",
-    "keep_module_on_host": "peak memory is the result and one layer in any case",
-    "quant.activation": "activations keep the compute dtype",
-    "quant.qkv": "q, k and v are quantized as the other matrices are",
-    "set_empty_params": "parameters on meta are recognised as such",
-    "return_tuple": "a layer returns what the layer that it replaces returns",
-    "training_mp_size": "a checkpoint says itself how it is sharded",
-    "replace_method": "there is one method",
-    "injection_policy_tuple": "DeepSpeed derives it from injection_policy",
-    "config": "arguments of a training script say nothing about inference",
-    "transposed_mode": "the layout of each matrix is known from the model",
-})
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "zero": "weights are held for inference only; nothing is partitioned as for training",
+        "triangular_masking": "the mask is the model's own",
+        "moe.moe_experts": "experts are counted in the model",
+        "moe.type": "standard or residual is read from the model",
+        "keep_module_on_host": "peak memory is the result and one layer in any case",
+        "quant.activation": "activations keep the compute dtype",
+        "quant.qkv": "q, k and v are quantized as the other matrices are",
+        "set_empty_params": "parameters on meta are recognised as such",
+        "return_tuple": "a layer returns what the layer that it replaces returns",
+        "training_mp_size": "a checkpoint says itself how it is sharded",
+        "replace_method": "there is one method",
+        "injection_policy_tuple": "DeepSpeed derives it from injection_policy",
+        "config": "arguments of a training script say nothing about inference",
+        "transposed_mode": "the layout of each matrix is known from the model",
+    }
+)
 
 # Keys with an effect, but not always: key; where it has none (config, kind of device, "" where not known); why.
 _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
@@ -265,15 +301,36 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
     ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
     ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
-    ("injection_policy", lambda config, kind: config.injection_policy is not None and config.tp_size == 1 and not any(config.tp_given),
-     "one rank has whole layers: tensor_parallel.tp_size is 1"),
-    ("quant.weight.post_init_quant", lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
-     "group_dim=0: groups lie along the inputs"),
-    ("quant.weight.quantized_initialization.group_dim", lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
-     "groups lie along the inputs"),
-    ("base_dir", lambda config, kind: bool(config.base_dir) and config.checkpoint_files[0] is None, "no checkpoint is given"),
-    ("skip_padding", lambda config, kind: config.skip_padding and kind not in ("", "cpu"), "a GPU would have to wait for the host"),
-    ("min_out_tokens", lambda config, kind: config.max_out_tokens is None, "without max_out_tokens the cache grows as needed"),
+    (
+        "injection_policy",
+        lambda config, kind: config.injection_policy is not None and config.tp_size == 1 and not any(config.tp_given),
+        "one rank has whole layers: tensor_parallel.tp_size is 1",
+    ),
+    (
+        "quant.weight.post_init_quant",
+        lambda config, kind: any(one.group_dim == 0 for one in config.quant.weight.post_init_quant.values()),
+        "group_dim=0: groups lie along the inputs",
+    ),
+    (
+        "quant.weight.quantized_initialization.group_dim",
+        lambda config, kind: config.quant.weight.quantized_initialization.group_dim == 0,
+        "groups lie along the inputs",
+    ),
+    (
+        "base_dir",
+        lambda config, kind: bool(config.base_dir) and config.checkpoint_files[0] is None,
+        "no checkpoint is given",
+    ),
+    (
+        "skip_padding",
+        lambda config, kind: config.skip_padding and kind not in ("", "cpu"),
+        "a GPU would have to wait for the host",
+    ),
+    (
+        "min_out_tokens",
+        lambda config, kind: config.max_out_tokens is None,
+        "without max_out_tokens the cache grows as needed",
+    ),
 )
 
 # What is valid and not served yet: key; whether it is asked for; what is missing. A part that arrives deletes its rows.

@@ -1,7 +1,7 @@
 """From what a caller wrote to canonical keys: sources, aliases, deprecated and unknown names, one key with two values.
 
-Knows no key by name: the models of config.py declare their aliases. Judges no value: pydantic does, and its errors are told
-in the caller's own spelling.
+Knows no key by name: the models of config.py declare their aliases. Judges no value: pydantic does, and its errors are
+told in the caller's own spelling.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def failure(problems: list[str]) -> ConfigError:
     """The error that lists all problems."""
     if len(problems) == 1:
         return ConfigError(problems[0])
-    return ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return ConfigError(
+        f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+    )
 
 
 def shown(value: Any) -> str:
@@ -122,21 +124,29 @@ def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"config: found {shown(config)}; possible: a dict, the path of a JSON file, or an {model.__name__}")
+        raise ConfigError(
+            f"config: found {shown(config)}; possible: a dict, the path of a JSON file, or an {model.__name__}"
+        )
     try:
         with open(config, encoding="utf-8") as file:
             loaded = json.load(file)
     except OSError as error:
         reason = error.strerror or error
-        raise ConfigError(f"config: cannot read {os.fspath(config)!r} as a JSON file: {reason}; possible: a dict, or a path") from error
+        raise ConfigError(
+            f"config: cannot read {os.fspath(config)!r} as a JSON file: {reason}; possible: a dict, or a path"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config: {os.fspath(config)!r} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config: {os.fspath(config)!r} holds {shown(loaded)}; possible: a JSON object of keys and values")
+        raise ConfigError(
+            f"config: {os.fspath(config)!r} holds {shown(loaded)}; possible: a JSON object of keys and values"
+        )
     return loaded
 
 
-def _flatten(root: type[Section], section: type[Section], values: Mapping[str, Any], at: str = "", spelt: str = "") -> Iterator[Leaf | str]:
+def _flatten(
+    root: type[Section], section: type[Section], values: Mapping[str, Any], at: str = "", spelt: str = ""
+) -> Iterator[Leaf | str]:
     """Each leaf of `values`, or a line of text for each name that is not known and each section that is none."""
     for given, value in values.items():
         name, spelling = section.aliases.get(given, given), f"{spelt}{given}"

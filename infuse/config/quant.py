@@ -1,4 +1,6 @@
-"""`quant` as sections of the configuration: infuse's short form, and DeepSpeed's keys by which whole models or modules are quantized."""
+"""`quant` as sections of the configuration: infuse's short form, and DeepSpeed's keys by which whole models or modules
+are quantized.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from infuse.config.values import parse_format
 
 
 class ModuleQuant(Section):
-    """The format of one matrix: a text of the short form stands for {"format": text}, None for {"num_bits": 16}, which leaves it alone.
+    """The format of one matrix: a text of the short form stands for {"format": text}, None for {"num_bits": 16}, which
+    leaves it alone.
 
     `group_dim` is accepted without effect: groups lie along the inputs.
     """
@@ -39,7 +42,9 @@ class ModuleQuant(Section):
         unknown = [name for name in value if name not in cls.model_fields] if isinstance(value, Mapping) else []
         if unknown:
             nearest = [difflib.get_close_matches(str(name), cls.model_fields, n=1, cutoff=0.0)[0] for name in unknown]
-            told = (f"{name!r} is no key, the nearest one is {near}" for name, near in zip(unknown, nearest, strict=True))
+            told = (
+                f"{name!r} is no key, the nearest one is {near}" for name, near in zip(unknown, nearest, strict=True)
+            )
             raise ValueError("; ".join(told))
         return value
 
@@ -65,12 +70,16 @@ class ModuleQuant(Section):
         if self.format or self.num_bits in (None, 16):
             return self.format
         grouping = f":{self.group_size}" if self.group_size else ""
-        return parse_format(f"{values.FORMAT_OF_BITS[self.num_bits]}{grouping}:{'asymmetric' if self.symmetric is False else 'symmetric'}")
+        return parse_format(
+            f"{values.FORMAT_OF_BITS[self.num_bits]}{grouping}:{'asymmetric' if self.symmetric is False else 'symmetric'}"
+        )
 
 
 def _says_something(value: ModuleQuant) -> ModuleQuant:
     if not value.given:
-        raise ValueError('possible: {"num_bits": 4, 6, 8 or 16, "group_size": …, "symmetric": …}, or a format such as "int4:128"')
+        raise ValueError(
+            'possible: {"num_bits": 4, 6, 8 or 16, "group_size": …, "symmetric": …}, or a format such as "int4:128"'
+        )
     return value
 
 
@@ -128,7 +137,9 @@ class QkvQuant(Section):
 
 
 class Quant(Section):
-    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as they ask."""
+    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as
+    they ask.
+    """
 
     forms = 'a dict, or a format such as "int8", "int4:128", "fp8", "fp6"'
     enabled: bool | None = None
@@ -166,8 +177,12 @@ class Quant(Section):
         weight, initial = self.weight, self.weight.quantized_initialization
         lines = []
         if weight.by_bits and initial.given and weight.by_bits != initial.text:
-            lines.append(f"quant.weight.quantized_initialization: found {initial.text!r} beside num_bits, q_type and q_groups, "
-                         f"which say {weight.by_bits!r}; give one of them")
+            lines.append(
+                f"quant.weight.quantized_initialization: found {initial.text!r} beside num_bits, q_type and q_groups, "
+                f"which say {weight.by_bits!r}; give one of them"
+            )
         if self.format and weight.format and self.format != weight.format:
-            lines.append(f"quant.format: found {self.format!r} beside quant.weight, which says {weight.format!r}; give one of them")
+            lines.append(
+                f"quant.format: found {self.format!r} beside quant.weight, which says {weight.format!r}; give one of them"
+            )
         return lines

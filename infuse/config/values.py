@@ -1,6 +1,7 @@
 """Single values of the configuration: how each may be written, and its one canonical form.
 
-A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it and config_keys words the error.
+A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it and config_keys words the
+error.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from pydantic import BeforeValidator, Field
 from infuse.errors import ConfigError
 from infuse.quant.parse import quant_format
 
-_SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType({
-    torch.float16: ("fp16", "float16", "half"),
-    torch.bfloat16: ("bf16", "bfloat16", "bfloat"),
-    torch.float32: ("fp32", "float32", "float"),
-    torch.float64: ("fp64", "float64", "double"),
-    torch.int8: ("int8",),
-})
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype, names in _SPELLINGS.items() for name in names})
+_SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType(
+    {
+        torch.float16: ("fp16", "float16", "half"),
+        torch.bfloat16: ("bf16", "bfloat16", "bfloat"),
+        torch.float32: ("fp32", "float32", "float"),
+        torch.float64: ("fp64", "float64", "double"),
+        torch.int8: ("int8",),
+    }
+)
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {name: dtype for dtype, names in _SPELLINGS.items() for name in names}
+)
 _FORMAT = re.compile(r"(int8|int4|fp8|fp6)(?::(row|[1-9]\d*|groups=[1-9]\d*))?(?::(symmetric|asymmetric))?(?::(a8))?")
 FORMAT_OF_BITS: Mapping[int, str] = MappingProxyType({8: "int8", 6: "fp6", 4: "int4"})
 _MPU_METHODS = ("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size")
@@ -38,25 +43,32 @@ def parse_dtype(value: Any) -> torch.dtype:
     if name in _DTYPES:
         return _DTYPES[name]
     hint = f'; for {name} weights write quant="{name}"' if _FORMAT.fullmatch(name) else ""
-    raise ValueError(f"possible: a torch.dtype or its name, of {', '.join('|'.join(names) for names in _SPELLINGS.values())}{hint}")
+    raise ValueError(
+        f"possible: a torch.dtype or its name, of {', '.join('|'.join(names) for names in _SPELLINGS.values())}{hint}"
+    )
 
 
 def parse_format(value: Any) -> str:
-    """The canonical text of a weight format: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`; ValueError says what is possible.
+    """The canonical text of a weight format: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`; ValueError says
+    what is possible.
 
     name is int8, int4, fp8 or fp6; group_size counts the weights of a row that share one scale, row is all of them;
-    `groups=n` stands for DeepSpeed's q_groups: n groups in each row, so that the group size is each matrix's own width / n
-    (DeepSpeed has n groups in a whole matrix, which is never finer). Without a grouping the format has its own default.
-    Only the asymmetric form is written out. a8: products of many tokens may round activations to 8 bits.
+    `groups=n` stands for DeepSpeed's q_groups: n groups in each row, so that the group size is each matrix's own width
+    / n (DeepSpeed has n groups in a whole matrix, which is never finer). Without a grouping the format has its own
+    default. Only the asymmetric form is written out. a8: products of many tokens may round activations to 8 bits.
     """
     match = _FORMAT.fullmatch(value.lower()) if isinstance(value, str) else None
     if match is None:
         groupings = '"int4:128", "int4:row", "int4:groups=2"'
-        raise ValueError(f'possible: "int8", "int4", "fp8" or "fp6", then a grouping ({groupings}), then ":asymmetric", then ":a8"')
+        raise ValueError(
+            f'possible: "int8", "int4", "fp8" or "fp6", then a grouping ({groupings}), then ":asymmetric", then ":a8"'
+        )
     name, grouping, symmetry, activations = match.groups()
     if symmetry == "asymmetric" and name.startswith("fp"):
         raise ValueError(f"possible: {name} without asymmetric; only int8 and int4 have an asymmetric form")
-    text = ":".join(part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None, activations) if part)
+    text = ":".join(
+        part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None, activations) if part
+    )
     try:
         quant_format(text)
     except ConfigError as error:
@@ -80,7 +92,9 @@ def _not_bool(value: Any) -> Any:
 def _mpu(value: Any) -> Any:
     missing = [name for name in _MPU_METHODS if not callable(getattr(value, name, None))]
     if missing:
-        raise ValueError(f"possible: an object with the methods {', '.join(_MPU_METHODS)}; missing: {', '.join(missing)}")
+        raise ValueError(
+            f"possible: an object with the methods {', '.join(_MPU_METHODS)}; missing: {', '.join(missing)}"
+        )
     return value
 
 
@@ -113,7 +127,9 @@ def _checkpoint(value: Any) -> Any:
     described = isinstance(value, Mapping) and isinstance(value.get("checkpoints"), (str, list, tuple, dict))
     files = value["checkpoints"] if described else value if listed or isinstance(value, str) else None
     if not files:
-        raise ValueError('possible: the path of a checkpoint or of its JSON description, a list of files, or a dict with "checkpoints"')
+        raise ValueError(
+            'possible: the path of a checkpoint or of its JSON description, a list of files, or a dict with "checkpoints"'
+        )
     return [os.fspath(path) for path in value] if listed else value
 
 

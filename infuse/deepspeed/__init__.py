@@ -34,7 +34,8 @@ __all__ = [
 
 DeepSpeedInferenceConfig = InferenceConfig
 
-# So that `from infuse.deepspeed.module_inject import ...` works beside `infuse.deepspeed.module_inject`, as os does for os.path.
+# So that `from infuse.deepspeed.module_inject import ...` works beside `infuse.deepspeed.module_inject`, as os does for
+# os.path.
 sys.modules[f"{__name__}.module_inject"] = module_inject
 
 try:
@@ -62,14 +63,17 @@ def init_distributed(
 ) -> None:
     """Initialises torch.distributed where RANK and WORLD_SIZE are set, or rank and world_size given; else does nothing.
 
-    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT, or
-    localhost and `distributed_port`. dist_init_required=False, or a process group that exists: nothing is done.
-    auto_mpi_discovery, verbose and config are accepted without effect. One of rank and world_size alone raises ConfigError.
+    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT,
+    or localhost and `distributed_port`. dist_init_required=False, or a process group that exists: nothing is done.
+    auto_mpi_discovery, verbose and config are accepted without effect. One of rank and world_size alone raises
+    ConfigError.
     """
     if dist_init_required is False or not torch.distributed.is_available() or torch.distributed.is_initialized():
         return
     if (rank < 0) != (world_size < 0):
-        raise ConfigError(f"rank, world_size: found {rank} and {world_size}; possible: both from 0 and 1 on, or neither")
+        raise ConfigError(
+            f"rank, world_size: found {rank} and {world_size}; possible: both from 0 and 1 on, or neither"
+        )
     if rank < 0:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return
@@ -80,13 +84,17 @@ def init_distributed(
             port = os.environ.get("MASTER_PORT", str(distributed_port))
             init_method = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    torch.distributed.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(
+        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+    )
 
 
 class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
-    """Within it, modules and tensors are created on `device` and, where floating, in `dtype`; both are restored after it.
+    """Within it, modules and tensors are created on `device` and, where floating, in `dtype`; both are restored after
+    it.
 
-    dtype as in the configuration; int8 creates in float16, the dtype that is quantized from. enabled=False: nothing changes.
+    dtype as in the configuration; int8 creates in float16, the dtype that is quantized from. enabled=False: nothing
+    changes.
     """
 
     def __init__(self, dtype: torch.dtype | str, device: torch.device | str = "meta", enabled: bool = True):
@@ -116,5 +124,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "accepted for the sake of scripts that pass them")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="a flag for the script's own use")
-        group.add_argument(f"--{name}_config", default=None, type=str, help="a JSON file; give it to init_inference as config")
+        group.add_argument(
+            f"--{name}_config", default=None, type=str, help="a JSON file; give it to init_inference as config"
+        )
     return parser

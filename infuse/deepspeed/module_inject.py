@@ -1,4 +1,5 @@
-"""`deepspeed.module_inject` as scripts know it: slicing and quantizing single tensors, and finding the layers of a model.
+"""`deepspeed.module_inject` as scripts know it: slicing and quantizing single tensors, and finding the layers of a
+model.
 
 Replacing layers is init_inference's work; what would need parts that this version does not have validates its input and
 raises NotAvailable.
@@ -15,13 +16,21 @@ from infuse.config.inference import InferenceConfig
 from infuse.errors import ConfigError, NotAvailable
 from infuse.unknown.roles import row_names
 
-__all__ = ["AutoTP", "GroupQuantizer", "ReplaceWithTensorSlicing", "generic_injection", "get_transformer_name", "replace_transformer_layer"]
+__all__ = [
+    "AutoTP",
+    "GroupQuantizer",
+    "ReplaceWithTensorSlicing",
+    "generic_injection",
+    "get_transformer_name",
+    "replace_transformer_layer",
+]
 
 
 class ReplaceWithTensorSlicing:
     """Copies a checkpoint's tensor into this rank's tensor; `out_dim` and `in_dim` are the axes of `dst`.
 
-    Equal shapes are copied. Where `src` is `mp_size` times as large along one axis, the part of this rank of `mp_group` is.
+    Equal shapes are copied. Where `src` is `mp_size` times as large along one axis, the part of this rank of `mp_group`
+    is.
     ConfigError: any other shapes.
     """
 
@@ -44,7 +53,8 @@ class ReplaceWithTensorSlicing:
     ) -> nn.Parameter | None:
         """`dst` as a parameter with this rank's part of `src`; None for None.
 
-        int8: `src` lies transposed to `dst`, and the result has its shape. allocate_tensor: `dst` itself stays untouched.
+        int8: `src` lies transposed to `dst`, and the result has its shape. allocate_tensor: `dst` itself stays
+        untouched.
         """
         if int8 and src is not None and dst.dim() == 2:
             dst = dst.reshape(dst.shape[::-1])
@@ -63,9 +73,16 @@ class ReplaceWithTensorSlicing:
         return copied
 
     def _part(self, dst: torch.Tensor, src: torch.Tensor, split_into: int) -> torch.Tensor:
-        """This rank's part of `src` along the axis on which it is larger: of each of its `split_into` equal pieces, side by side."""
+        """This rank's part of `src` along the axis on which it is larger: of each of its `split_into` equal pieces,
+        side by side.
+        """
         cut = [axis for axis in range(src.dim()) if src.dim() == dst.dim() and src.shape[axis] != dst.shape[axis]]
-        if src.dim() != dst.dim() or src.dim() > 2 or len(cut) != 1 or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]:
+        if (
+            src.dim() != dst.dim()
+            or src.dim() > 2
+            or len(cut) != 1
+            or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]
+        ):
             raise ConfigError(
                 f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one or two axes, "
                 f"or a src that is mp_size={self.mp_size} times as large along one axis"
@@ -81,7 +98,8 @@ class ReplaceWithTensorSlicing:
 class GroupQuantizer:
     """Symmetric integer quantization of one tensor, as DeepSpeed's kernels take it.
 
-    The tensor is cut along its first axis into `num_groups` groups, or into groups of `group_size` rows where num_groups is 0.
+    The tensor is cut along its first axis into `num_groups` groups, or into groups of `group_size` rows where
+    num_groups is 0.
     q_int8=False: `quantize` returns its input as a parameter with an empty scale.
     """
 
@@ -89,7 +107,9 @@ class GroupQuantizer:
         if not 2 <= num_bits <= 8:
             raise ConfigError(f"num_bits: found {num_bits!r}; possible: 2 to 8, the result is held in int8")
         if group_size < 1 or num_groups < 0:
-            raise ConfigError(f"group_size, num_groups: found {group_size!r}, {num_groups!r}; possible: from 1, and from 0")
+            raise ConfigError(
+                f"group_size, num_groups: found {group_size!r}, {num_groups!r}; possible: from 1, and from 0"
+            )
         self.q_int8, self.group_size, self.num_bits, self.num_groups = q_int8, group_size, num_bits, num_groups
 
     def quantize(self, inputs: torch.Tensor, qkv: bool = True, count: int = 1, parallel_dim: int = 0) -> nn.Parameter:
@@ -127,17 +147,20 @@ class AutoTP:
 
     @staticmethod
     def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
-        """[(layer class, names of its row-parallel linears)], as `injection_policy=dict(...)` takes them; live or on meta.
+        """[(layer class, names of its row-parallel linears)], as `injection_policy=dict(...)` takes them; live or on
+        meta.
 
-        Names are told from the last number in their path on, so that they hold in each of the model's layers. A class whose linears
-        have no such roles is not among them.
+        Names are told from the last number in their path on, so that they hold in each of the model's layers. A class
+        whose linears have no such roles is not among them.
         """
         _check_model(model)
         return row_names(model)
 
 
 def get_transformer_name(replaced_module: nn.Module) -> str:
-    """The dotted path of the ModuleList that holds the model's repeated layers: the one with most parameters; "" without one."""
+    """The dotted path of the ModuleList that holds the model's repeated layers: the one with most parameters; ""
+    without one.
+    """
     _check_model(replaced_module)
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
@@ -147,17 +170,25 @@ def get_transformer_name(replaced_module: nn.Module) -> str:
     return max(sizes, key=sizes.__getitem__, default="")  # the first of equals is the outermost
 
 
-def replace_transformer_layer(orig_layer_impl: Any, model: nn.Module, checkpoint_dict: Any, config: Any, model_config: Any) -> nn.Module:
+def replace_transformer_layer(
+    orig_layer_impl: Any, model: nn.Module, checkpoint_dict: Any, config: Any, model_config: Any
+) -> nn.Module:
     """DeepSpeed: `model` with its layers of class `orig_layer_impl` replaced. Raises NotAvailable; use init_inference."""
     _check_model(model)
-    if orig_layer_impl is not None and not (isinstance(orig_layer_impl, type) and issubclass(orig_layer_impl, nn.Module)):
+    if orig_layer_impl is not None and not (
+        isinstance(orig_layer_impl, type) and issubclass(orig_layer_impl, nn.Module)
+    ):
         raise ConfigError(f"orig_layer_impl: found {orig_layer_impl!r}; possible: a class of nn.Module, or None")
     InferenceConfig.make(config)
-    raise NotAvailable("replace_transformer_layer: this version replaces layers through infuse.init_inference(model, ...) only")
+    raise NotAvailable(
+        "replace_transformer_layer: this version replaces layers through infuse.init_inference(model, ...) only"
+    )
 
 
 def generic_injection(module: Any, dtype: Any = None, enable_cuda_graph: bool = True) -> None:
-    """DeepSpeed: replaces the parts of a diffusers pipeline in place; nothing to do for an nn.Module. Raises NotAvailable."""
+    """DeepSpeed: replaces the parts of a diffusers pipeline in place; nothing to do for an nn.Module. Raises
+    NotAvailable.
+    """
     InferenceConfig.make(dtype=dtype, enable_cuda_graph=enable_cuda_graph)
     if not isinstance(module, nn.Module):
         raise NotAvailable(f"generic_injection: this version does not replace the parts of a {type(module).__name__}")

@@ -1,7 +1,8 @@
 """Continuous batching by transformers (`generate_batch`, `init_continuous_batching`) over replaced layers.
 
-transformers schedules, pages the cache and samples; replaced layers hand their queries, keys and values to the attention function that it
-names (layers/named_attention.py). Here is what must hold before it starts: the cap on tokens, one rank, layers that can be served.
+transformers schedules, pages the cache and samples; replaced layers hand their queries, keys and values to the
+attention function that it names (layers/named_attention.py). Here is what must hold before it starts: the cap on
+tokens, one rank, layers that can be served.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def install_continuous(module: nn.Module) -> None:
 
 
 def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
-    """transformers' `generate_batch`, which would only log that a request is refused; ContextLimitError before any of them starts."""
+    """transformers' `generate_batch`, which would only log that a request is refused; ContextLimitError before any of
+    them starts.
+    """
     config = kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config
     new = kwargs.get("max_new_tokens")
     for ids in inputs:
@@ -37,14 +40,19 @@ def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwa
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' manager of requests; its `add_request` raises ContextLimitError where `max_out_tokens` cannot hold one.
+    """transformers' manager of requests; its `add_request` raises ContextLimitError where `max_out_tokens` cannot hold
+    one.
 
     Raises NotAvailable on several ranks, UnsupportedCall where a family's attention cannot read a paged cache.
     """
     ranks, limit_tokens = self._infuse.group.size, self._infuse.limit_tokens
     if ranks > 1:
-        raise NotAvailable(f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank")
-    own = sorted({type(part).__name__ for part in self.modules() if isinstance(part, Attention) and not calls_by_name(part)})
+        raise NotAvailable(
+            f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank"
+        )
+    own = sorted(
+        {type(part).__name__ for part in self.modules() if isinstance(part, Attention) and not calls_by_name(part)}
+    )
     if own:
         raise UnsupportedCall(
             f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of its own, which does "
@@ -65,7 +73,9 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     return manager
 
 
-def _add_request(limit_tokens: int, add: Callable, manager: Any, input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+def _add_request(
+    limit_tokens: int, add: Callable, manager: Any, input_ids: Sequence[int], *args: Any, **kwargs: Any
+) -> Any:
     new = kwargs.get("max_new_tokens", args[1] if len(args) > 1 else None)
     _check(limit_tokens, input_ids, manager.generation_config.max_new_tokens if new is None else new)
     return add(manager, input_ids, *args, **kwargs)

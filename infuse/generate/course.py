@@ -1,6 +1,7 @@
 """The course of a step through a model: which modules are called, and where each of their arguments comes from.
 
-Recorded by hooks on these modules during one call of the model; run by calling them one after the other, without what is around them.
+Recorded by hooks on these modules during one call of the model; run by calling them one after the other, without what
+is around them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where an argument comes from: the number of a value, or a tuple of such. Numbered are what the step is given, the constants, the
-# outputs of the calls and, of an output that is a tuple, its elements.
+# Where an argument comes from: the number of a value, or a tuple of such. Numbered are what the step is given, the
+# constants, the outputs of the calls and, of an output that is a tuple, its elements.
 _Source = Any
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -66,7 +67,9 @@ class Record:
         self._constants: dict[tuple[type, Any], int] = {}
         self._copies: dict[int, Tensor] = {}  # of tensors, as they were when they came: they may be changed in place
         self._calls: list[tuple[nn.Module, tuple[_Source, ...], tuple[tuple[str, _Source], ...], int]] = []
-        self._elements: dict[int, list[tuple[int, int]]] = {}  # of an output that is a tuple: each element's number and place
+        self._elements: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # of an output that is a tuple: each element's number and place
         self._used: set[int] = set()
         self._is_known, self._depth = True, 0
         self._thread: int | None = threading.get_ident()
@@ -79,7 +82,8 @@ class Record:
         """Note nothing from now on."""
         self._thread = None
 
-    # Calls on other threads are not of this step; one that runs while the hooks are taken off may call them without keywords.
+    # Calls on other threads are not of this step; one that runs while the hooks are taken off may call them without
+    # keywords.
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         """Forward pre-hook, with keywords, before all others."""
@@ -100,7 +104,9 @@ class Record:
             return
         number = self._add(output, type(output) in (Tensor, tuple))
         if type(output) is tuple:
-            self._elements[number] = [(self._add(one, type(one) in (Tensor, tuple)), place) for place, one in enumerate(output)]
+            self._elements[number] = [
+                (self._add(one, type(one) in (Tensor, tuple)), place) for place, one in enumerate(output)
+            ]
         self._calls.append((module, self._args, self._kwargs, number))
 
     def course(self, result: Any) -> Course | None:

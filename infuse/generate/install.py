@@ -1,4 +1,5 @@
-"""What is installed on the model: `generate` with our cache, the cap on tokens, and inputs brought to the model's device.
+"""What is installed on the model: `generate` with our cache, the cap on tokens, and inputs brought to the model's
+device.
 
 transformers' own `generate` prepares, loops and returns; all of its modes run over our blocks. Everything here is an
 attribute or a hook of the module itself, so that it works however the module is called, and copies with it.
@@ -40,8 +41,8 @@ _DEFAULT_NEW_TOKENS = 20  # what transformers' generate makes where nobody says 
 
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-# What asks for another mode than greedy search or sampling, or for more than token ids. transformers' `generate` drops the tokenizer where
-# a callable decodes, so what needs one is not for our loop.
+# What asks for another mode than greedy search or sampling, or for more than token ids. transformers' `generate` drops
+# the tokenizer where a callable decodes, so what needs one is not for our loop.
 _NOT_PLAIN = (
     "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "return_dict_in_generate",
     "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus", "stop_strings", "token_healing",
@@ -61,7 +62,9 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
+    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the
+    module's forward.
+    """
 
     backend: Backend
     steps: bool
@@ -78,7 +81,8 @@ def install(
     graphs: GraphUse | None = None,
     group: Group = LOCAL,
 ) -> list[RemovableHandle]:
-    """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks' handles.
+    """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks'
+    handles.
 
     `caches`: its layers take our cache. The collectives of `group` can be captured where there are to be graphs.
     """
@@ -121,8 +125,8 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on this model, with our cache where none was asked for.
 
-    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory where the
-    device has no room for them.
+    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory
+    where the device has no room for them.
     """
     given = _SIGNATURE.bind(self, *args, **kwargs).arguments
     _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
@@ -209,7 +213,9 @@ class _Asked:
         return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
     def prompt_tokens(self) -> int:
-        """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds counts."""
+        """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds
+        counts.
+        """
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
         seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
         for given in [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]:
@@ -229,9 +235,13 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     """Forward pre-hook: the cap, before any kernel runs."""
     given = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
-    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:  # requests of a continuous batch
+    if (
+        not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None
+    ):  # requests of a continuous batch
         return
-    held = max([0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))])
+    held = max(
+        [0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))]
+    )
     if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
         return
     if held + given.shape[1] > limit_tokens:

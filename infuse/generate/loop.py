@@ -1,8 +1,9 @@
 """The decode loop for greedy search and sampling, behind transformers' `generate` (its `custom_generate` hook).
 
-Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from then
-on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask. Where the device has
-graphs, tokens are chosen there too, in graphs of whole steps (device_loop.py), or here, from the logits of graphs (lent.py).
+Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from
+then on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask.
+Where the device has graphs, tokens are chosen there too, in graphs of whole steps (device_loop.py), or here, from the
+logits of graphs (lent.py).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def decode(
 ) -> Tensor:
     """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
 
-    `lent` is the cache that the prompt goes to, on devices with graphs; without it steps on CPUs may go straight (straight.py): `watched`
-    tells whether a caller's hooks are on a module.
+    `lent` is the cache that the prompt goes to, on devices with graphs; without it steps on CPUs may go straight
+    (straight.py): `watched` tells whether a caller's hooks are on a module.
     """
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
@@ -53,7 +54,9 @@ def decode(
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # no row has ended, as far as is known without a look at `unfinished`
-    steps = _Steps(model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, watched), limit_tokens)
+    steps = _Steps(
+        model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, watched), limit_tokens
+    )
     while True:
         scores = steps.scores(copy=bool(processed))
         if processed:
@@ -141,7 +144,12 @@ class _Steps:
             return
         self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.kwargs)
         self.follows = self._can_follow(tokens)
-        if self.follows and self._make_straight is not None and tokens.device.type == "cpu" and self.inputs.get("attention_mask") is None:
+        if (
+            self.follows
+            and self._make_straight is not None
+            and tokens.device.type == "cpu"
+            and self.inputs.get("attention_mask") is None
+        ):
             self._straight = self._make_straight()
 
     def _can_follow(self, tokens: Tensor) -> bool:

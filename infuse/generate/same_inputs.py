@@ -1,6 +1,7 @@
 """Verify by checksum, before each forward and each generate, that all ranks got the same and hold the same graphs.
 
-Compared are inputs, the state of caches, and what `generate` goes by; only what the host knows, so that nothing waits for a device.
+Compared are inputs, the state of caches, and what `generate` goes by; only what the host knows, so that nothing waits
+for a device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from infuse.graphs.graph import modes
 from infuse.layers.cache import KVSlot
 from infuse.parallel.group import Group
 
-_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")  # of generate: whatever is called at each step
+_CALLED = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+)  # of generate: whatever is called at each step
 _OWN = ("initial_timestamp", "transformers_version")  # of processors, criteria and configs: each rank has its own
 
 
@@ -50,7 +55,14 @@ def agree_to_generate(group: Group, args: tuple, kwargs: Mapping[str, Any], sett
 
 
 def agreed(
-    group: Group, what: str, given: str, args: tuple, kwargs: Mapping[str, Any], *, settings: tuple = (), kept: Kept | None = None
+    group: Group,
+    what: str,
+    given: str,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    *,
+    settings: tuple = (),
+    kept: Kept | None = None,
 ) -> None:
     """RankError that says what differs from rank 0's, and on which ranks: by checksums, all in one exchange.
 
@@ -68,11 +80,15 @@ def agreed(
         "the logits processors and stopping criteria": _checksum([_called_state(value) for value in called]),
     }
     standing, fitting = (0, 0) if kept is None else (_checksum(repr(kept.standing())), kept.fitting())
-    *found, standings, fits = zip(*group.numbers([*sums.values(), standing, fitting], f"the {given} of {what}"), strict=True)
+    *found, standings, fits = zip(
+        *group.numbers([*sums.values(), standing, fitting], f"the {given} of {what}"), strict=True
+    )
     for name, theirs in zip(sums, found, strict=True):
         if others := [str(rank) for rank in range(group.size) if theirs[rank] != theirs[0]]:
             where = f"rank {group.rank} of {group.size}"
-            raise RankError(f"{where}: {name} on rank {', '.join(others)} differ from rank 0's; give all ranks the same")
+            raise RankError(
+                f"{where}: {name} on rank {', '.join(others)} differ from rank 0's; give all ranks the same"
+            )
     if kept is not None and len(set(standings)) > 1:
         kept.restart()
     elif kept is not None:
@@ -82,7 +98,11 @@ def agreed(
 def _cache_state(cache: Any) -> list:
     """What a cache holds, in numbers: tokens and rows of each layer. Keys and values are each rank's own."""
     if isinstance(cache, EncoderDecoderCache):
-        return [*_cache_state(cache.self_attention_cache), *_cache_state(cache.cross_attention_cache), list(cache.is_updated.values())]
+        return [
+            *_cache_state(cache.self_attention_cache),
+            *_cache_state(cache.cross_attention_cache),
+            list(cache.is_updated.values()),
+        ]
     return [_slot_state(layer) for layer in cache.layers]
 
 
@@ -90,7 +110,10 @@ def _slot_state(layer: Any) -> tuple:
     if isinstance(layer, KVSlot):
         rows = 0 if layer.key_storage is None or not layer.length else layer.key_storage.shape[0]
         return layer.length, rows, _on_host(layer.row_lengths)
-    keys, seen = getattr(layer, "keys", None), getattr(layer, "cumulative_length", None)  # not all of transformers' layers have them
+    keys, seen = (
+        getattr(layer, "keys", None),
+        getattr(layer, "cumulative_length", None),
+    )  # not all of transformers' layers have them
     shape = (keys.shape[0], keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() > 1 else ()
     return type(layer).__name__, shape, _on_host(seen)
 
@@ -107,12 +130,16 @@ def _called_state(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_called_state(one) for one in value]
     own = getattr(value, "__dict__", {})
-    return type(value), getattr(value, "__qualname__", ""), {name: own[name] for name in sorted(own) if name not in _OWN}
+    return (
+        type(value),
+        getattr(value, "__qualname__", ""),
+        {name: own[name] for name in sorted(own) if name not in _OWN},
+    )
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Of tensors on the CPU their values, of others their shape; of processors and criteria their values; of what else is no plain
-    value its class.
+    """Of tensors on the CPU their values, of others their shape; of processors and criteria their values; of what else
+    is no plain value its class.
     """
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)

@@ -1,11 +1,13 @@
-"""A decode step without the outer modules of transformers, where all that they do is to hand one module's output to the next.
+"""A decode step without the outer modules of transformers, where all that they do is to hand one module's output to the
+next.
 
     ids -------> embedding --> block --> block --> ... --> norm --> head --> logits
     positions -> rotary ---------^---------^
 
-Two ordinary steps are recorded. Where both take the same course, and nothing in it comes from anywhere else (a mask, a scale, learned
-positions that the outer module adds), the next steps call the modules of the course alone; as modules, so that their hooks are heard. As
-soon as someone listens to an outer module, or changes it, steps are ordinary ones again.
+Two ordinary steps are recorded. Where both take the same course, and nothing in it comes from anywhere else (a mask, a
+scale, learned positions that the outer module adds), the next steps call the modules of the course alone; as modules,
+so that their hooks are heard. As soon as someone listens to an outer module, or changes it, steps are ordinary ones
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _CALL = nn.Module.__call__
 
 
 class Straight:
-    """The logits of decode steps of `model`, whose inputs differ from step to step in ids and positions alone; there is no mask.
+    """The logits of decode steps of `model`, whose inputs differ from step to step in ids and positions alone; there is
+    no mask.
 
     `watched` tells whether a caller's hooks are on a module.
     """
@@ -65,9 +68,16 @@ class Straight:
         return self._recorded(inputs)
 
     def _is_unchanged(self, inputs: dict[str, Any]) -> bool:
-        """Whether the outer modules would do what they did: they are as they were, nobody listens, and the cache asks for no mask."""
+        """Whether the outer modules would do what they did: they are as they were, nobody listens, and the cache asks
+        for no mask.
+        """
         cache = inputs.get("past_key_values")
-        if type(cache) is not KVCache or not cache.layers or cache.layers[0].place is not None or inputs.get("position_ids") is None:
+        if (
+            type(cache) is not KVCache
+            or not cache.layers
+            or cache.layers[0].place is not None
+            or inputs.get("position_ids") is None
+        ):
             return False
         if cache.layers[0].length + inputs["input_ids"].shape[1] >= self._window:
             return False
@@ -88,7 +98,10 @@ class Straight:
                 handle.remove()
         before, self._course = self._course, record.course(logits)
         self._follows_course = self._course is not None and self._course == before
-        self._may = self._course is not None and before in (None, self._course)  # two that differ: it is not only ids and positions
+        self._may = self._course is not None and before in (
+            None,
+            self._course,
+        )  # two that differ: it is not only ids and positions
         return logits
 
 
@@ -97,7 +110,14 @@ def _face(module: nn.Module) -> tuple:
     own, kind = vars(module), type(module)
     called = kind.forward, kind.__call__, own.get("forward"), own.get("_compiled_call_impl")
     layers = vars(own["config"]).get("num_hidden_layers") if "config" in own else None
-    return *own["_modules"].values(), tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"]), *called, own["training"], layers
+    return (
+        *own["_modules"].values(),
+        tuple(own["_forward_pre_hooks"]),
+        tuple(own["_forward_hooks"]),
+        *called,
+        own["training"],
+        layers,
+    )
 
 
 def _hands_on(module: nn.Module) -> bool:
@@ -116,4 +136,8 @@ def _hands_on(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether hooks would make it be compiled again, or cannot be put on it."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules or isinstance(module, torch.jit.ScriptModule)
+    return (
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+    )

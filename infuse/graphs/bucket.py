@@ -1,9 +1,11 @@
-"""One decode step on buffers of our own, to the logits or to the chosen token: what a graph of it needs. No loop, no stopping here.
+"""One decode step on buffers of our own, to the logits or to the chosen token: what a graph of it needs. No loop, no
+stopping here.
 
-A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long as the bucket
-lives, and the graphs that were captured on them.
+A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long
+as the bucket lives, and the graphs that were captured on them.
 
-Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache), V vocabulary.
+Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first u
 class Bucket:
     """The state of one batch of `generate` on the device.
 
-    `prepare` fills it and `advance` makes steps, whose inputs follow from each other; or each step is `given` its inputs.
+    `prepare` fills it and `advance` makes steps, whose inputs follow from each other; or each step is `given` its
+    inputs.
     """
 
     def __init__(self, capacity_tokens: int, limit_tokens: int | None = None):
@@ -54,9 +57,14 @@ class Bucket:
 
     @torch.inference_mode(False)
     def _lay(self, place: int, positions: Tensor | None, mask_BS: Tensor | None) -> None:
-        """Buffers for a cache of `place` tokens, and for positions and mask like these; those of before where all lies as it lay."""
+        """Buffers for a cache of `place` tokens, and for positions and mask like these; those of before where all lies
+        as it lay.
+        """
         storages = self.stand(place)
-        forms = [None if given is None else (given.dtype, *given.shape[:axes]) for given, axes in ((positions, None), (mask_BS, 1))]
+        forms = [
+            None if given is None else (given.dtype, *given.shape[:axes])
+            for given, axes in ((positions, None), (mask_BS, 1))
+        ]
         places = (*self._storages, self.batch, *forms)
         if places != self._places:
             self._places, self._steps = places, {}
@@ -84,7 +92,9 @@ class Bucket:
         self._fill(state.positions, state.mask_BS)
         columns = state.ids_BI.shape[1]
         self.ids_BI[:, :columns] = state.ids_BI
-        self.ids_BI[:, columns:] = state.ids_BI[:, -1:]  # a token that is there already: penalties for repetition do not change
+        self.ids_BI[:, columns:] = state.ids_BI[
+            :, -1:
+        ]  # a token that is there already: penalties for repetition do not change
         self.tokens_B1.copy_(state.tokens_B1)
         self.unfinished_B.copy_(state.unfinished_B)
         self.ends_B.copy_(state.ends_B)
@@ -97,7 +107,9 @@ class Bucket:
         mask = None if self.mask_BS is None else self.mask_BS[:, : self.place].clone()
         positions = None if self.positions is None else self.positions.clone()
         ids = self.ids_BI[:, : self.column].clone()
-        return State(ids, self.tokens_B1.clone(), self.unfinished_B.clone(), self.ends_B.clone(), positions, mask, self.place)
+        return State(
+            ids, self.tokens_B1.clone(), self.unfinished_B.clone(), self.ends_B.clone(), positions, mask, self.place
+        )
 
     def release(self) -> None:
         """Give the cache its own count back."""
@@ -111,7 +123,9 @@ class Bucket:
 
     def nbytes(self) -> int:
         """The device memory that it holds."""
-        return self.cache.nbytes() + sum(step.captured.nbytes for step in self._steps.values() if step.captured is not None)
+        return self.cache.nbytes() + sum(
+            step.captured.nbytes for step in self._steps.values() if step.captured is not None
+        )
 
     def standing(self) -> list[tuple[int, bool]]:
         """How far each step is."""
@@ -133,7 +147,8 @@ class Bucket:
     def given(self, backend: Backend, forward: Callable[..., Any], key: Hashable, inputs: Given) -> Any:
         """One step on these inputs; returns what `forward` returns, which the next step writes over.
 
-        The cache, which holds `inputs.place` tokens, is left as if the step had run without a graph. What is raised leaves it as it was.
+        The cache, which holds `inputs.place` tokens, is left as if the step had run without a graph. What is raised
+        leaves it as it was.
         """
         self._lay(inputs.place, inputs.positions, inputs.mask_BS)
         self._fill(inputs.positions, inputs.mask_BS)
@@ -144,7 +159,9 @@ class Bucket:
         return result
 
     def _run(self, backend: Backend, step: _Step, work: Callable[[], Any]) -> Any:
-        """Do `work`: warm at first, then captured, then replayed. All of it in one mode: graphs outlive the mode of the call."""
+        """Do `work`: warm at first, then captured, then replayed. All of it in one mode: graphs outlive the mode of the
+        call.
+        """
         with torch.inference_mode(False), torch.no_grad():
             if step.captured is None and step.warmed < _WARM_STEPS:
                 step.warmed += 1
@@ -195,9 +212,11 @@ class Bucket:
 
 @dataclass
 class State:
-    """A batch of which `place` tokens are in the cache: the prompt, and what was made so far but `tokens_B1`, which come next.
+    """A batch of which `place` tokens are in the cache: the prompt, and what was made so far but `tokens_B1`, which
+    come next.
 
-    `ends_B`: for each row the columns of ids with which it ended, NEVER for one that goes on. A mask covers `place` columns or more.
+    `ends_B`: for each row the columns of ids with which it ended, NEVER for one that goes on. A mask covers `place`
+    columns or more.
     """
 
     ids_BI: Tensor
@@ -211,7 +230,9 @@ class State:
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of one step after `place` tokens: each row's next token, and a mask of place + 1 columns where the model takes one."""
+    """The inputs of one step after `place` tokens: each row's next token, and a mask of place + 1 columns where the
+    model takes one.
+    """
 
     tokens_B1: Tensor
     positions: Tensor | None

@@ -1,4 +1,6 @@
-"""The buckets of a model: which one a call of `generate` gets, and which are kept for the next call, so that a graph is captured once."""
+"""The buckets of a model: which one a call of `generate` gets, and which are kept for the next call, so that a graph is
+captured once.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _SMALLEST_TOKENS = 64
 
 
 class Buckets:
-    """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used last.
+    """The buckets of one model: those at work and, up to `limit_bytes`, those kept for the next call, the latest used
+    last.
 
-    `state` is what steps depend on beside their arguments: nothing is kept of another one. The ranks of a `group` agree on what they
-    keep when the next call begins.
+    `state` is what steps depend on beside their arguments: nothing is kept of another one. The ranks of a `group` agree
+    on what they keep when the next call begins.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Buckets:
         """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
         self.look()
         with self._lock:
-            return [(bucket.batch, bucket.capacity_tokens, bucket.standing()) for bucket in self._idle], len(self.refused)
+            return [(bucket.batch, bucket.capacity_tokens, bucket.standing()) for bucket in self._idle], len(
+                self.refused
+            )
 
     def fitting(self) -> int:
         """How many of the latest buckets there is room for."""

@@ -1,4 +1,6 @@
-"""What captures and replays: CUDA graphs behind a small protocol, so that the logic around them runs without a GPU, too."""
+"""What captures and replays: CUDA graphs behind a small protocol, so that the logic around them runs without a GPU,
+too.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class _CudaLetter:
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Around a capture: autocast's copies of weights are freed when its block ends, and a graph would go on reading them."""
+    """Around a capture: autocast's copies of weights are freed when its block ends, and a graph would go on reading
+    them.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

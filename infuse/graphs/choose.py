@@ -1,6 +1,8 @@
-"""The next token of each row from its scores, on the device: processors, the largest or a sample, padding for rows that have ended.
+"""The next token of each row from its scores, on the device: processors, the largest or a sample, padding for rows that
+have ended.
 
-And on the host, step by step: processors as transformers calls them, for less (Processed), and which rows end (ends_of).
+And on the host, step by step: processors as transformers calls them, for less (Processed), and which rows end
+(ends_of).
 
 Suffixes: B batch, I columns of ids, V vocabulary.
 """
@@ -49,7 +51,9 @@ _FUSED = ((TemperatureLogitsWarper, "temperature"), (TopKLogitsWarper, "top_k"),
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step chooses tokens, by values alone: equal choices share a graph. `processors` is None where the host chooses."""
+    """How a step chooses tokens, by values alone: equal choices share a graph. `processors` is None where the host
+    chooses.
+    """
 
     samples: bool
     ends: tuple[int, ...]
@@ -84,11 +88,14 @@ def _values(processor: Any) -> Hashable | None:
 class Choose:
     """Tokens from scores, all on the device.
 
-    In float32 samples are drawn as transformers draws them, number for number. In 16 bits, where scores differ from one kernel to the
-    next anyway, temperature, top-k and top-p are one kernel that draws by one number for each row: the same distribution, other tokens.
+    In float32 samples are drawn as transformers draws them, number for number. In 16 bits, where scores differ from one
+    kernel to the next anyway, temperature, top-k and top-p are one kernel that draws by one number for each row: the
+    same distribution, other tokens.
     """
 
-    def __init__(self, choice: Choice, processors: Iterable[Any], device: torch.device, dtype: torch.dtype, group: Group = LOCAL):
+    def __init__(
+        self, choice: Choice, processors: Iterable[Any], device: torch.device, dtype: torch.dtype, group: Group = LOCAL
+    ):
         self._choice, self._group = choice, group
         self._processors = [copy.copy(processor) for processor in processors]  # whose tensors are our own: see `take`
         self._tensors: list[Tensor] = []
@@ -132,13 +139,18 @@ class Choose:
 
 
 def fused_settings(processors: Iterable[Any]) -> tuple[float, int, float] | None:
-    """(temperature, top_k, top_p) where `processors` are these at most, in the order in which they are applied; else None."""
+    """(temperature, top_k, top_p) where `processors` are these at most, in the order in which they are applied; else
+    None.
+    """
     found: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     order = [kind for kind, _ in _FUSED]
     last = -1
     for processor in processors:
         place = order.index(type(processor)) if type(processor) in order else -1
-        plain = getattr(processor, "filter_value", -float("inf")) == -float("inf") and getattr(processor, "min_tokens_to_keep", 1) == 1
+        plain = (
+            getattr(processor, "filter_value", -float("inf")) == -float("inf")
+            and getattr(processor, "min_tokens_to_keep", 1) == 1
+        )
         if place <= last or not plain:
             return None
         last = place
@@ -150,7 +162,9 @@ def fused_settings(processors: Iterable[Any]) -> tuple[float, int, float] | None
 
 
 class Processed:
-    """The scores that transformers' list of processors gives, without its look at the signature of each one at every step."""
+    """The scores that transformers' list of processors gives, without its look at the signature of each one at every
+    step.
+    """
 
     def __init__(self, processors: Any):
         self._processors = processors
@@ -172,7 +186,9 @@ class Processed:
 
 
 def _call_of(processor: Any) -> Any:
-    """The processor itself where it takes ids and scores alone; else transformers' list of it, which says what is wrong."""
+    """The processor itself where it takes ids and scores alone; else transformers' list of it, which says what is
+    wrong.
+    """
     if type(processor) is MinNewTokensLengthLogitsProcessor:
         return partial(_without_ends, processor, processor.eos_token_id.reshape(-1).tolist())
     try:
@@ -186,12 +202,16 @@ def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Te
     """What MinNewTokensLengthLogitsProcessor does: it looks for the ends in the whole vocabulary at every step."""
     if ids_BI.shape[-1] - processor.prompt_length_to_skip >= processor.min_new_tokens:
         return scores_BV
-    inside = torch.tensor([end for end in ends if 0 <= end < scores_BV.shape[-1]], dtype=torch.long, device=scores_BV.device)
+    inside = torch.tensor(
+        [end for end in ends if 0 <= end < scores_BV.shape[-1]], dtype=torch.long, device=scores_BV.device
+    )
     return scores_BV.index_fill(-1, inside, -math.inf)
 
 
 def ends_of(criteria: Iterable[Any]) -> tuple[int | None, set[int], list[Any]]:
-    """How many tokens there may be and at which tokens a row ends, as transformers' own criteria say it; and those to ask at each step."""
+    """How many tokens there may be and at which tokens a row ends, as transformers' own criteria say it; and those to
+    ask at each step.
+    """
     ends: set[int] = set()
     limits, asked = [], []
     for criterion in criteria:

@@ -1,9 +1,11 @@
-"""The decode loop on a device with graphs: the host asks for steps ahead of the device and reads what was made a while later.
+"""The decode loop on a device with graphs: the host asks for steps ahead of the device and reads what was made a while
+later.
 
     host    ask 8 | ask 8 | read 1st 8 | ask 8 | read 2nd 8 | ...
     device        | step x 8           | step x 8           | ...
 
-Stop checks lag by as much, and what was made beyond the end is cut off. One wait for each 8 tokens, none while the device is idle.
+Stop checks lag by as much, and what was made beyond the end is cut off. One wait for each 8 tokens, none while the
+device is idle.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Run:
         return None if tensors or key in self.buckets.refused else key  # a graph would read the tensors of another call
 
     def begin(self, state: State, constants: dict[str, Any], choice: Choice) -> bool:
-        """Take over a batch whose prompt is in the bucket's cache, where its steps are known to work or were never tried.
+        """Take over a batch whose prompt is in the bucket's cache, where its steps are known to work or were never
+        tried.
 
         `constants` are the arguments that every step passes.
         """
@@ -75,7 +78,9 @@ class Run:
             logs.warn(f"infuse: no CUDA graph of the decode step, so it runs without: {where(error)}", stacklevel=8)
 
     def step(self, choose: Choose) -> None:
-        """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it stood."""
+        """One step, in a larger bucket where this one is full. Raises what the model raises; the batch stands where it
+        stood.
+        """
         with self.buckets.backend.turn():
             if not self.bucket.room():
                 state = self.bucket.state()
@@ -139,7 +144,9 @@ def finish(run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) ->
 
 
 class _News:
-    """What the host hears of the steps, in order and a while later. `length`: the columns of ids, once all rows have ended."""
+    """What the host hears of the steps, in order and a while later. `length`: the columns of ids, once all rows have
+    ended.
+    """
 
     def __init__(self, run: Run, streamer: Any):
         self._run, self._streamer = run, streamer

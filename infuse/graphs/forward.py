@@ -1,4 +1,6 @@
-"""What stands for a module's `forward` on devices with graphs: the same forward, as graphs where asked for, with clear errors."""
+"""What stands for a module's `forward` on devices with graphs: the same forward, as graphs where asked for, with clear
+errors.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from infuse.parallel.group import Group
 class Forward:
     """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
 
-    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs. `run` is it
-    without either.
+    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs.
+    `run` is it without either.
     """
 
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
@@ -57,7 +59,9 @@ class Forward:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
     def _refusing(self, output: Any) -> Any:
-        """The output of a graph, which records nothing: its backward pass raises where the module's own would compute gradients."""
+        """The output of a graph, which records nothing: its backward pass raises where the module's own would compute
+        gradients.
+        """
         if all(not parameter.requires_grad for parameter in self._module.parameters()):
             return output
         found: list[Tensor] = []
@@ -79,7 +83,8 @@ class Forward:
 
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
-    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let go of them.
+    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let
+    go of them.
 
     Ranks that share the module and have memory left are told.
     """

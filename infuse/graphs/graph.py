@@ -1,4 +1,5 @@
-"""CUDA graphs of any callable: one for each signature of its arguments, captured when a signature comes again. Knows nothing of models.
+"""CUDA graphs of any callable: one for each signature of its arguments, captured when a signature comes again. Knows
+nothing of models.
 
     call 1, 2      run as they are: what libraries set up on first use is set up
     call 3         arguments → inputs of ours → capture → replay → copies of the results
@@ -24,7 +25,9 @@ from infuse.graphs.capture import Backend, Captured, backend_for, without_autoca
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _WARM_CALLS = 2
-_KNOWN_CALLS = 256  # signatures that are counted at most: a program whose every call has another length captures nothing
+_KNOWN_CALLS = (
+    256  # signatures that are counted at most: a program whose every call has another length captures nothing
+)
 
 
 @dataclass
@@ -45,13 +48,14 @@ class _Entry:
 
 
 class Graphs:
-    """`function` with one graph for each signature of its arguments; calls from several threads come one after the other.
+    """`function` with one graph for each signature of its arguments; calls from several threads come one after the
+    other.
 
-    The key is everything about a call but its tensors' values: shapes, dtypes, devices, strides where they are not plain, other
-    arguments, structure. `state` adds what the function depends on beside them (its weights' places in memory): another state
-    empties all. The least recently used graphs go first beyond `limit_bytes` or `limit_graphs`. Calls with arguments or results
-    that a key cannot describe (caches), that change their arguments, or whose capture fails run as they are; of the latter two
-    one warning tells.
+    The key is everything about a call but its tensors' values: shapes, dtypes, devices, strides where they are not
+    plain, other arguments, structure. `state` adds what the function depends on beside them (its weights' places in
+    memory): another state empties all. The least recently used graphs go first beyond `limit_bytes` or `limit_graphs`.
+    Calls with arguments or results that a key cannot describe (caches), that change their arguments, or whose capture
+    fails run as they are; of the latter two one warning tells.
     """
 
     def __init__(
@@ -80,7 +84,11 @@ class Graphs:
             return self.function(*args, **kwargs)
         with self.backend.turn():
             entry = self._entry(key)
-            if entry.calls >= _WARM_CALLS and not entry.eager and (entry.captured or self._capture(entry, tensors, args, kwargs)):
+            if (
+                entry.calls >= _WARM_CALLS
+                and not entry.eager
+                and (entry.captured or self._capture(entry, tensors, args, kwargs))
+            ):
                 return self._replayed(entry, tensors)
             entry.calls += 1
             result = self.function(*args, **kwargs)
@@ -104,7 +112,9 @@ class Graphs:
         """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
         with self.backend.turn():
             self._look()
-        return [(min(entry.calls, _WARM_CALLS), entry.captured is not None, entry.eager) for entry in self._entries.values()]
+        return [
+            (min(entry.calls, _WARM_CALLS), entry.captured is not None, entry.eager) for entry in self._entries.values()
+        ]
 
     def fitting(self) -> int:
         """How many of the latest calls may be known: all there are."""
@@ -200,7 +210,9 @@ class LocalGraph(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module`'s own forward, replayed where it can be; as it is on devices without graphs."""
         if self._graphs is None:
-            backend = self._backend or backend_for(next((p.device for p in self.module.parameters()), torch.device("cpu")))
+            backend = self._backend or backend_for(
+                next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            )
             if backend is None:
                 return self.module(*args, **kwargs)
             self._graphs = Graphs(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
@@ -211,15 +223,24 @@ class LocalGraph(nn.Module):
 
 
 class Places:
-    """Where the first and the last weight of a module lie, and whether it trains: `.to()`, `.half()` and the like change it."""
+    """Where the first and the last weight of a module lie, and whether it trains: `.to()`, `.half()` and the like
+    change it.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._ends: tuple | None = None  # found once: a walk over all weights at each call would cost more than the call
+        self._ends: tuple | None = (
+            None  # found once: a walk over all weights at each call would cost more than the call
+        )
 
     def __call__(self) -> Hashable:
         if self._ends is None:
-            owners = [(owner, name) for owner in self._module.modules() for name, p in owner._parameters.items() if p is not None]
+            owners = [
+                (owner, name)
+                for owner in self._module.modules()
+                for name, p in owner._parameters.items()
+                if p is not None
+            ]
             self._ends = (owners[0], owners[-1]) if owners else ()
         ends = [owner._parameters[name] for owner, name in self._ends]
         return (self._module.training, *((p.data_ptr(), p.dtype, p.device) for p in ends if p is not None))
@@ -227,7 +248,11 @@ class Places:
 
 def where(error: BaseException) -> str:
     """The error in a line, with the innermost line of code outside PyTorch that it comes from."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename.replace("\\", "/")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename.replace("\\", "/")
+    ]
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     if not frames:
         return text

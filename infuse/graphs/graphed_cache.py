@@ -1,6 +1,8 @@
-"""A bucket's cache in the hands of a loop that calls the model itself: transformers' own for beams, ours where the host chooses tokens.
+"""A bucket's cache in the hands of a loop that calls the model itself: transformers' own for beams, ours where the host
+chooses tokens.
 
-A call of the model with it that is a decode step, one token for each row, is a replay; every other call runs as it is. No loop here.
+A call of the model with it that is a decode step, one token for each row, is a replay; every other call runs as it is.
+No loop here.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class LentCache(KVCache):
         return _plain, (self._make_slot, [slot.copied() for slot in self.layers])
 
     def step(self, forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What `forward` returns for these arguments, by way of a graph; None where they are no decode step, or no graph can be one."""
+        """What `forward` returns for these arguments, by way of a graph; None where they are no decode step, or no
+        graph can be one.
+        """
         inputs = None if self.run is None or args or torch.is_grad_enabled() else self._inputs(forward, kwargs)
         if self.run is None or inputs is None:
             return None
@@ -78,7 +82,9 @@ class LentCache(KVCache):
         return output
 
     def _inputs(self, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Given | None:
-        """What a step is given, as far as these arguments are one token for each row of the cache, at one place for all."""
+        """What a step is given, as far as these arguments are one token for each row of the cache, at one place for
+        all.
+        """
         tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1 or tokens.dtype != torch.long:
             return None
@@ -101,10 +107,18 @@ class LentCache(KVCache):
         return self._takes_mask
 
 
-def _logits_alone(forward: Callable[..., Any], constants: dict[str, Any], *, past_key_values: KVCache, **inputs: Any) -> Any:
-    """The output without its cache. Unsupported where there is more in it than logits: hidden states, attention over empty room."""
+def _logits_alone(
+    forward: Callable[..., Any], constants: dict[str, Any], *, past_key_values: KVCache, **inputs: Any
+) -> Any:
+    """The output without its cache. Unsupported where there is more in it than logits: hidden states, attention over
+    empty room.
+    """
     output: Any = forward(past_key_values=past_key_values, **constants, **inputs)
-    if not isinstance(output, Mapping) or set(output) != {"logits", "past_key_values"} or output["past_key_values"] is not past_key_values:
+    if (
+        not isinstance(output, Mapping)
+        or set(output) != {"logits", "past_key_values"}
+        or output["past_key_values"] is not past_key_values
+    ):
         raise Unsupported(f"a step that returns {type(output).__name__}")
     kind: Any = type(output)
     return kind(logits=output["logits"])

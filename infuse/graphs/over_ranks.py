@@ -1,7 +1,9 @@
-"""Graphs of ranks that share a model: what one rank cannot capture, none does. Which collectives may be captured, the group knows.
+"""Graphs of ranks that share a model: what one rank cannot capture, none does. Which collectives may be captured, the
+group knows.
 
-Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare notes where it is rare: after
-each run before a capture, after each capture, and, in the exchange that every call begins with, on what they keep. A replay costs nothing.
+Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare notes where it
+is rare: after each run before a capture, after each capture, and, in the exchange that every call begins with, on what
+they keep. A replay costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Together:
         self._backend, self._group = backend, group
 
     def warm(self, run: Callable[[], _T]) -> _T:
-        """An error on all ranks at one place is each one's own; else a RankError: of some, others have waited in vain for the sums."""
+        """An error on all ranks at one place is each one's own; else a RankError: of some, others have waited in vain
+        for the sums.
+        """
         result, error = None, None
         try:
             result = self._backend.warm(run)
@@ -40,7 +44,9 @@ class Together:
         if error is not None and all(failed) and alike:
             raise error
         if any(failed) or not alike:
-            fault = self._group.any_fault(None if error is None else where(error), "the errors of a step before its capture")
+            fault = self._group.any_fault(
+                None if error is None else where(error), "the errors of a step before its capture"
+            )
             lost = self._group.lost(f"a step before its capture: {fault or _UNLIKE}")
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
@@ -48,7 +54,9 @@ class Together:
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Nothing ran, so that all can go on without: an error, on every rank, is a RuntimeError, whatever it was on each."""
+        """Nothing ran, so that all can go on without: an error, on every rank, is a RuntimeError, whatever it was on
+        each.
+        """
         found, error = None, None
         try:
             with self._group.recorded():
@@ -67,7 +75,9 @@ class Together:
         return found
 
     def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
-        """On which ranks, and whether all have left as many sums to the device: else the next call's would meet those of this one."""
+        """On which ranks, and whether all have left as many sums to the device: else the next call's would meet those
+        of this one.
+        """
         failed, queued = zip(*self._group.numbers([error is not None, self._group.queued()], what), strict=True)
         return [bool(each) for each in failed], len(set(queued)) == 1
 

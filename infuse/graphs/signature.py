@@ -1,7 +1,8 @@
-"""What a call looks like: its tensors in order, a key of everything else, and the same structure with other tensors in it.
+"""What a call looks like: its tensors in order, a key of everything else, and the same structure with other tensors in
+it.
 
-Two calls with equal keys run the same kernels on tensors of the same shapes; only the tensors' values differ. Knows nothing of
-models: a ModelOutput is a mapping that takes its items as keywords.
+Two calls with equal keys run the same kernels on tensors of the same shapes; only the tensors' values differ. Knows
+nothing of models: a ModelOutput is a mapping that takes its items as keywords.
 """
 
 from __future__ import annotations
@@ -15,7 +16,21 @@ import torch
 from torch import Tensor, nn
 
 # Values that say all there is to say by being equal. bool and int are told apart by their type in the key: True == 1.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, type)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    Enum,
+    type,
+)
 
 
 class Unsupported(TypeError):
@@ -58,7 +73,9 @@ def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """An empty tensor like `tensor`: its strides too where they are those of a plain storage, else contiguous (expanded tensors)."""
+    """An empty tensor like `tensor`: its strides too where they are those of a plain storage, else contiguous (expanded
+    tensors).
+    """
     strides = _strides(tensor)
     if strides is None or _overlaps(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -83,7 +100,9 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
 def _overlaps(tensor: Tensor) -> bool:
     """Whether two elements may lie at one place: such a tensor cannot be copied into."""
     covered = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
         if stride < covered:
             return True
         covered = stride * size

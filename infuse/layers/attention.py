@@ -34,8 +34,8 @@ def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
 
 
 class Attention(Pickled):
-    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of which each may be None,
-    the output is residual + what it is of norm(x), in the products where they fuse.
+    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of
+    which each may be None, the output is residual + what it is of norm(x), in the products where they fuse.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Attention(Pickled):
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
-            return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
+            return direct(parts["out"], out) if residual is None else product(
+                parts["out"], out, None, residual
+            ), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
@@ -99,7 +101,9 @@ class Attention(Pickled):
             mask = ops.both_masks(mask, slot.seen(tokens), q.dtype)
             if slot.place is not None and self._counts_keys:
                 count = (slot.count,)
-            elif slot.place is not None and (mask is None or window):  # the last key is not the last query's: a mask says it all
+            elif slot.place is not None and (
+                mask is None or window
+            ):  # the last key is not the last query's: a mask says it all
                 mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that was passed carries the causal order already; a window beyond it comes on top.
         causal = (mask is None and causal) or window > 0
@@ -116,7 +120,9 @@ class Attention(Pickled):
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
 
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original module calls it."""
+        """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original
+        module calls it.
+        """
         shape, cache = self.shape, inputs.cache
         if shape.head_counts:  # such functions read the original's numbers of heads from the module
             raise UnsupportedCall(
@@ -171,20 +177,30 @@ class Attention(Pickled):
         if any(norm is not None and norm.whole for norm in (shape.q_norm, shape.k_norm)):
             q, k = self._over_ranks((q, parts["q_norm"], shape.heads), (k, parts["k_norm"], shape.kv_heads))
             return torch.cat((q, k, v), dim=-1)
-        return torch.cat((_normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads), v), dim=-1)
+        return torch.cat(
+            (_normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads), v), dim=-1
+        )
 
     def _over_ranks(self, *given: tuple[Tensor, Norm | None, int]) -> list[Tensor]:
-        """RMS norms over the heads of all ranks: the squares of each are added up over ranks, all norms in one exchange."""
+        """RMS norms over the heads of all ranks: the squares of each are added up over ranks, all norms in one
+        exchange.
+        """
         wide = [(x, norm) for x, norm, _ in given if norm is not None and norm.shape.whole]
         squares = torch.stack([x.float().square().sum(-1) / norm.shape.copies for x, norm in wide])
         totals = iter(self._group.all_reduce(squares, f"q and k norms of {self.shape.name}"))
         return [
-            _scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads) for x, norm, heads in given
+            _scaled(x, norm, next(totals)) if norm is not None and norm.shape.whole else _normed(x, norm, heads)
+            for x, norm, heads in given
         ]
 
     def _check_window(self, cache: Any, tokens: int) -> None:
-        """A window counts back from the last key, which has to be the last query's: UnsupportedCall where a cache has room behind it."""
-        if isinstance(cache, KVCache) or cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens:
+        """A window counts back from the last key, which has to be the last query's: UnsupportedCall where a cache has
+        room behind it.
+        """
+        if (
+            isinstance(cache, KVCache)
+            or cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens
+        ):
             return
         raise UnsupportedCall(
             f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens (a static cache); "
@@ -205,7 +221,8 @@ class Attention(Pickled):
 
 
 def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys that `tokens` queries see in causal order where the model passes no mask, as transformers' sdpa function has it.
+    """The keys that `tokens` queries see in causal order where the model passes no mask, as transformers' sdpa function
+    has it.
 
     More keys than queries are then the empty room of a static cache that a first prompt goes to.
     """

@@ -1,4 +1,5 @@
-"""A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the model's.
+"""A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the
+model's.
 
 PRE                POST               PARALLEL             SANDWICH
 x ----+            x ----+            x --+------+----+    x ----+
@@ -85,7 +86,9 @@ class Block(InferenceModule):
         self._heads = shape.attn.all_heads
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
         self._index, self._layer = index, layer
-        self._served = SERVED | NEUTRAL | set(shape.repeated) | ({self._bias_argument} if self._bias_argument else set())
+        self._served = (
+            SERVED | NEUTRAL | set(shape.repeated) | ({self._bias_argument} if self._bias_argument else set())
+        )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
@@ -123,7 +126,11 @@ class Block(InferenceModule):
             result = self._run(self, attention, hidden_states, inputs)
             return result if self.shape.returns == TUPLE else result[0]
         ours = more is None
-        if ours and self._one_call is not None and (out := self._one_call(self, attention, hidden_states, inputs)) is not None:
+        if (
+            ours
+            and self._one_call is not None
+            and (out := self._one_call(self, attention, hidden_states, inputs)) is not None
+        ):
             return (out, None) if self.shape.returns == TUPLE else out
         skips = ours and self._skips_padding
         packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states) if skips else None
@@ -140,7 +147,8 @@ class Block(InferenceModule):
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:
-    """The tokens that all tokens look at, where enough of the others are padding; the first of each row too, which poolers take.
+    """The tokens that all tokens look at, where enough of the others are padding; the first of each row too, which
+    poolers take.
 
     On CPUs alone: elsewhere counting them makes the host wait.
     """
@@ -148,7 +156,9 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
     if mask is None or mask.device.type != "cpu" or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[-1] != tokens:
         return None
     of_all = mask[:, :, :1]
-    if mask.stride(-2) != 0 and not torch.equal(mask, of_all.expand_as(mask)):  # tokens see different ones: no mask of padding alone
+    if mask.stride(-2) != 0 and not torch.equal(
+        mask, of_all.expand_as(mask)
+    ):  # tokens see different ones: no mask of padding alone
         return None
     seen_BL = (of_all ^ inverted if mask.dtype == torch.bool else of_all > torch.finfo(mask.dtype).min / 2)[:, 0, 0]
     real_BT = seen_BL.expand(batch, tokens).clone()
@@ -159,8 +169,13 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
 
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
-    """Whether a hook may take the weights that transformers' eager attention always returns: some models ask their layers for none."""
-    return bool(attention._forward_hooks) and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
+    """Whether a hook may take the weights that transformers' eager attention always returns: some models ask their
+    layers for none.
+    """
+    return (
+        bool(attention._forward_hooks)
+        and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
+    )
 
 
 # The residual shapes read their parts from `_modules`: attribute access on an nn.Module costs 0.7 us each time.
@@ -230,7 +245,12 @@ def _fused(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Re
     kind, mlp = block.shape.residual, parts["mlp"]
     ours = type(attention).forward is Attention.forward and type(mlp) is MLP and untouched(attention) and untouched(mlp)
     shared = parts["norm1"] if kind == PARALLEL and parts["norm2"] is None else None
-    fuses = ours and not all_are_heard() and x.numel() <= ops.FEW_ROWS * x.shape[-1] and (shared is None or untouched(shared))
+    fuses = (
+        ours
+        and not all_are_heard()
+        and x.numel() <= ops.FEW_ROWS * x.shape[-1]
+        and (shared is None or untouched(shared))
+    )
     return (_FUSED if fuses else _RESIDUALS)[kind](block, attention, x, inputs)
 
 
@@ -261,5 +281,9 @@ def _fused_sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Input
 
 
 _FUSED: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
-    {PRE: _fused_pre, PARALLEL: _fused_parallel, SANDWICH: _fused_sandwich}  # of POST a norm reads the sum: there is nothing to fuse
+    {
+        PRE: _fused_pre,
+        PARALLEL: _fused_parallel,
+        SANDWICH: _fused_sandwich,
+    }  # of POST a norm reads the sum: there is nothing to fuse
 )

@@ -3,8 +3,8 @@
 Storage is [B, K, S, D] for each layer; `keys` and `values` are views of the first `length` of S. All tokens are kept:
 sliding windows are in the model's mask, so that cropping back is always possible.
 
-Inside a graph no number of the host may change from step to step. There `hold_place` gives the slots one tensor that says where the
-next token goes; attention then sees all S keys, and a mask hides those from that place on.
+Inside a graph no number of the host may change from step to step. There `hold_place` gives the slots one tensor that
+says where the next token goes; attention then sees all S keys, and a mask hides those from that place on.
 """
 
 from __future__ import annotations
@@ -115,13 +115,19 @@ class KVSlot(CacheLayerMixin):
 
     def crop_rows(self, lengths: Tensor) -> None:
         """Keep the first lengths[b] tokens of row b, [B] integers; later tokens follow at each row's own end."""
-        if self.key_storage is None or lengths.shape != self.key_storage.shape[:1] or bool((lengths > self.length).any()):
+        if (
+            self.key_storage is None
+            or lengths.shape != self.key_storage.shape[:1]
+            or bool((lengths > self.length).any())
+        ):
             raise InfuseError(f"lengths {lengths.tolist()} do not fit a cache of {self.length} tokens")
         self.row_lengths = lengths.to(self.key_storage.device, torch.long, copy=True)
         self.length = int(lengths.max())
 
     def seen(self, tokens: int) -> Tensor | None:
-        """After an update by `tokens` of rows of different lengths: which keys each may look at, bool [B, 1, T, length]."""
+        """After an update by `tokens` of rows of different lengths: which keys each may look at, bool [B, 1, T,
+        length].
+        """
         if self.row_lengths is None:
             return None
         device = self.row_lengths.device
@@ -133,7 +139,10 @@ class KVSlot(CacheLayerMixin):
         batch, _, tokens, _ = key_states.shape
         rows = torch.arange(batch, device=key_states.device)[:, None]
         places = self.row_lengths[:, None] + torch.arange(tokens, device=key_states.device)
-        for storage in (self.key_storage, self.value_storage):  # what shorter rows do not write to is hidden, which NaN survives
+        for storage in (
+            self.key_storage,
+            self.value_storage,
+        ):  # what shorter rows do not write to is hidden, which NaN survives
             storage[:, :, self.length : self.length + tokens] = 0
         self.key_storage[rows, :, places] = key_states.transpose(1, 2)
         self.value_storage[rows, :, places] = value_states.transpose(1, 2)
@@ -142,7 +151,9 @@ class KVSlot(CacheLayerMixin):
     # -- inside a graph
 
     def allowed(self, window: int) -> Tensor:
-        """While the place is held: which keys the token there may look at, bool [1, 1, 1, S]; `window` as in ops.attention."""
+        """While the place is held: which keys the token there may look at, bool [1, 1, 1, S]; `window` as in
+        ops.attention.
+        """
         assert self.place is not None and self.key_storage is not None
         keys = torch.arange(self.key_storage.shape[2], device=self.place.device)
         seen = keys <= self.place
@@ -206,7 +217,9 @@ class KVSlot(CacheLayerMixin):
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
         self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
         if self.row_lengths is not None:
-            self.row_lengths = self.row_lengths.clamp(max=tokens) if tokens > 0 else (self.row_lengths + tokens).clamp(min=0)
+            self.row_lengths = (
+                self.row_lengths.clamp(max=tokens) if tokens > 0 else (self.row_lengths + tokens).clamp(min=0)
+            )
 
     def _select(self, rows: Tensor) -> None:
         if self.key_storage is not None and self.value_storage is not None:
@@ -264,17 +277,19 @@ class KVCache(Cache):
         return layers[index]
 
     def crop_rows(self, lengths: Tensor) -> None:
-        """Keep the first lengths[b] tokens of row b in every layer, [B] integers: a batch padded on the right becomes dense.
+        """Keep the first lengths[b] tokens of row b in every layer, [B] integers: a batch padded on the right becomes
+        dense.
 
-        Later tokens follow at each row's own end, with the caller's position ids; no attention mask is needed for them. A
-        sliding window in the model's mask counts from the longest row: rows must not differ by more than what it leaves.
+        Later tokens follow at each row's own end, with the caller's position ids; no attention mask is needed for them.
+        A sliding window in the model's mask counts from the longest row: rows must not differ by more than what it
+        leaves.
         """
         for slot in self.layers:
             slot.crop_rows(lengths)
 
     def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
-        """From now on the next token goes to `place`, and there are `count` = place + 1 tokens with it: integers on the device, which
-        the caller counts up. None: counted here again.
+        """From now on the next token goes to `place`, and there are `count` = place + 1 tokens with it: integers on the
+        device, which the caller counts up. None: counted here again.
 
         Every layer must hold the same tokens, at its rows' common length.
         """
@@ -284,7 +299,9 @@ class KVCache(Cache):
             slot.place, slot.count = place, count
 
     def even(self, batch: int) -> bool:
-        """Whether all layers hold the same number of tokens, at least one, of `batch` rows, in storages of one capacity."""
+        """Whether all layers hold the same number of tokens, at least one, of `batch` rows, in storages of one
+        capacity.
+        """
         storages = self.storages()
         capacities = {tuple(storage.shape[::2]) for storage in storages}
         lengths = {slot.length if slot.row_lengths is None else 0 for slot in self.layers}
@@ -305,7 +322,9 @@ def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if index is None:
-        raise UnsupportedCall(f"{layer} was given a cache, but it has no layer index to store keys and values under; call it without")
+        raise UnsupportedCall(
+            f"{layer} was given a cache, but it has no layer index to store keys and values under; call it without"
+        )
     if not isinstance(cache, Cache) and not callable(getattr(cache, "get_mask_sizes", None)):
         raise UnsupportedCall(
             f"{layer} was given {type(cache).__name__} as its cache; give a transformers Cache (DynamicCache, StaticCache, ...)"

@@ -1,7 +1,7 @@
 """The contract of a call: the arguments, caches and masks that a replaced layer serves.
 
-Nothing that a caller passes is dropped. What a layer has no meaning for raises UnsupportedCall before anything is computed,
-or goes on to transformers' own attention function, which does understand it.
+Nothing that a caller passes is dropped. What a layer has no meaning for raises UnsupportedCall before anything is
+computed, or goes on to transformers' own attention function, which does understand it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str
 
 
 def check_mask(mask: Any, layer: str) -> None:
-    """Raise UnsupportedCall for a mask that is not [batch, heads or 1, queries or 1, keys] of booleans or of values to add."""
+    """Raise UnsupportedCall for a mask that is not [batch, heads or 1, queries or 1, keys] of booleans or of values to
+    add.
+    """
     if isinstance(mask, Tensor) and mask.dim() == 4 and (mask.dtype.is_floating_point or mask.dtype.itemsize == 1):
         return
     found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -29,7 +29,12 @@ class QuantizedEmbedding(InferenceModule, Pickled):
     zero: Tensor | None
 
     def __init__(
-        self, shape: EmbeddingShape, format: str, dtype: torch.dtype, bodies: Mapping[str, str], combine: Combine | None = None
+        self,
+        shape: EmbeddingShape,
+        format: str,
+        dtype: torch.dtype,
+        bodies: Mapping[str, str],
+        combine: Combine | None = None,
     ):
         super().__init__()
         self.shape, self.format, self.dtype, self._combine = shape, format, dtype, combine
@@ -61,7 +66,9 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
     def held(self) -> QuantizedWeight:
         """As QuantizedLinear.held."""
-        weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), quant_format(self.format))
+        weight = QuantizedWeight(
+            self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), quant_format(self.format)
+        )
         return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
     @property
@@ -94,7 +101,9 @@ def fix_vocabulary(module: nn.Module) -> None:
             model.resize_token_embeddings = partial(_refuse_resizing, ends[0], formats[0])
 
 
-def _refuse_resizing(table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+def _refuse_resizing(
+    table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+) -> nn.Module:
     """resize_token_embeddings of a model whose vocabulary is quantized: the size that it has is no change."""
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
@@ -128,7 +137,9 @@ class RankEmbedding(InferenceModule):
         return f"{self.shape.rows} of {self.num_embeddings}, {self.embedding_dim}"
 
 
-def looked_up(index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None) -> Tensor:
+def looked_up(
+    index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None
+) -> Tensor:
     """The rows of a table; of one that ranks share, each gives its own, and zeros for the others'."""
     if combine is None:
         return rows(index)

@@ -1,5 +1,6 @@
-"""A block of an encoder in one call, as one_call.py has it for the steps of decoding: where all of its ops are the C++ bodies and nobody
-listens inside."""
+"""A block of an encoder in one call, as one_call.py has it for the steps of decoding: where all of its ops are the C++
+bodies and nobody listens inside.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ class EncoderCall(OneCall):
 
 
 def make_encoder_call(shape: LayerShape, formats: Mapping[str, str], bodies: Mapping[str, str]) -> EncoderCall | None:
-    """None for blocks that go part by part, as make_one_call; where tokens have an order or see a part of the others; and where PyTorch's
-    products are the better choice."""
+    """None for blocks that go part by part, as make_one_call; where tokens have an order or see a part of the others;
+    and where PyTorch's products are the better choice.
+    """
     attn = shape.attn
-    plain = not attn.causal and not attn.window and isinstance(attn.position, NoPosition) and shape.residual in (PRE, POST)
+    plain = (
+        not attn.causal and not attn.window and isinstance(attn.position, NoPosition) and shape.residual in (PRE, POST)
+    )
     return EncoderCall(shape, formats, 0, False) if plain and one_call_takes(shape, bodies) and takes_tiles() else None

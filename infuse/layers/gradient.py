@@ -1,4 +1,5 @@
-"""Gradients and training: replaced layers compute no gradients and apply no dropout, and say so where someone asks for either.
+"""Gradients and training: replaced layers compute no gradients and apply no dropout, and say so where someone asks for
+either.
 
 A call that would be recorded runs without recording, and its result raises when a backward pass reaches it.
 """
@@ -45,11 +46,17 @@ def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args:
 
 
 def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
-    """`result`, whose backward pass raises UnsupportedCall for the replaced module `name`; `x` is what it was computed from."""
+    """`result`, whose backward pass raises UnsupportedCall for the replaced module `name`; `x` is what it was computed
+    from.
+    """
     if torch.compiler.is_compiling():  # a traced graph can neither look at views nor make leaves
         return _Refusal.apply(result.clone(), x, None, name)
-    own = result.clone() if result._is_view() or result is x else result  # views that a Function returns cannot be changed in place
-    return _Refusal.apply(own, x, torch.empty(0, requires_grad=True), name)  # the third argument makes the result require a gradient
+    own = (
+        result.clone() if result._is_view() or result is x else result
+    )  # views that a Function returns cannot be changed in place
+    return _Refusal.apply(
+        own, x, torch.empty(0, requires_grad=True), name
+    )  # the third argument makes the result require a gradient
 
 
 class _Refusal(torch.autograd.Function):

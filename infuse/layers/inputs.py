@@ -31,8 +31,8 @@ class Packed(NamedTuple):
 class Inputs(NamedTuple):
     """What the model passed to the layer for this call, as it is.
 
-    `more` is None where our own op computes the attention. Where the function that the config names does, it holds every keyword argument
-    that the layer itself does not consume.
+    `more` is None where our own op computes the attention. Where the function that the config names does, it holds
+    every keyword argument that the layer itself does not consume.
     """
 
     mask: Tensor | None

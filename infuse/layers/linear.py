@@ -1,4 +1,6 @@
-"""The linear layer that is put in, over a plain weight or a quantized one; and in one op with what stands around it, where that fuses."""
+"""The linear layer that is put in, over a plain weight or a quantized one; and in one op with what stands around it,
+where that fuses.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ from infuse.quant.parse import quant_format
 
 
 def direct(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), less nn.Module's own dispatch where no hook is listening: 1.5 us of host time for each of some hundred calls."""
+    """module(x), less nn.Module's own dispatch where no hook is listening: 1.5 us of host time for each of some hundred
+    calls.
+    """
     if module._forward_hooks or module._forward_pre_hooks:
         return module(x)
     return module.forward(x)
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether nothing listens to the module's calls or replaces its forward, so that what it does may be done without it."""
+    """Whether nothing listens to the module's calls or replaces its forward, so that what it does may be done without
+    it.
+    """
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -37,7 +43,9 @@ def product(
     module: nn.Module, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """residual + act(module(norm(x))), in one op as far as that fuses and nothing listens to norm and module; `activation` only there."""
+    """residual + act(module(norm(x))), in one op as far as that fuses and nothing listens to norm and module;
+    `activation` only there.
+    """
     if norm is not None and not (fuses(module) and isinstance(norm, Norm) and untouched(norm)):
         x, norm = direct(norm, x), None
     if not fuses(module):
@@ -110,7 +118,9 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
 class Linear(InferenceModule, Pickled, nn.Linear):
     """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None):
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
+    ):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
         self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
@@ -143,13 +153,23 @@ class QuantizedLinear(InferenceModule, Pickled):
     zero: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, format: str, bodies: Mapping[str, str], combine: Combine | None = None):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        format: str,
+        bodies: Mapping[str, str],
+        combine: Combine | None = None,
+    ):
         super().__init__()
         self._combine = combine
         self.in_features, self.out_features, self.format = inputs, outputs, format
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
-        self.register_parameter("bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None
+        )
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
         self._body = ops.quantized_linear.bound(self._chosen.name)
         self.prepared = True
@@ -161,7 +181,8 @@ class QuantizedLinear(InferenceModule, Pickled):
         return part_rows(self._chosen, self.format, self.in_features)
 
     def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the reference runs.
+        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the
+        reference runs.
 
         `parts` are its rows, in order, in as many parts as one likes where there are `part_rows`.
         """
@@ -174,7 +195,11 @@ class QuantizedLinear(InferenceModule, Pickled):
 
     def share(self, other: QuantizedLinear) -> None:
         """Take the weight of `other`, which has the same shape, format and body."""
-        assert (other.out_features, other.in_features, other.format) == (self.out_features, self.in_features, self.format)
+        assert (other.out_features, other.in_features, other.format) == (
+            self.out_features,
+            self.in_features,
+            self.format,
+        )
         self.data, self.scale, self.zero = other.data, other.scale, other.zero
         self.prepared, self._body, self.fused_body = other.prepared, other._body, other.fused_body
 
@@ -186,17 +211,29 @@ class QuantizedLinear(InferenceModule, Pickled):
 
     @property
     def weight(self) -> Tensor:
-        return self.data.view(torch.int8)  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
+        return self.data.view(
+            torch.int8
+        )  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
         if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the weight that is there
-            raise UnsupportedCall(f"the weight of a quantized linear ({self.format}) cannot be replaced: do so before init_inference")
+            raise UnsupportedCall(
+                f"the weight of a quantized linear ({self.format}) cannot be replaced: do so before init_inference"
+            )
 
     def arguments(self) -> tuple:
         """What an op with a quantized weight takes after x."""
         held = self._buffers
-        return (held["data"], held["scale"], held["zero"], self._parameters["bias"], self.out_features, self.in_features, self.format)
+        return (
+            held["data"],
+            held["scale"],
+            held["zero"],
+            self._parameters["bias"],
+            self.out_features,
+            self.in_features,
+            self.format,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):

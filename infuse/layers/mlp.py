@@ -15,14 +15,18 @@ from infuse.layers.pickling import Pickled
 
 
 def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
-    """What follows the product; both are one op (`linear_activation`, `quantized_linear_activation`) where nothing comes between them."""
+    """What follows the product; both are one op (`linear_activation`, `quantized_linear_activation`) where nothing
+    comes between them.
+    """
     return ("gated_activation" if shape.gated else "activation",)
 
 
 class MLP(Pickled):
     """Its `up` holds the gate above it where the MLP is gated."""
 
-    def __init__(self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None):
+    def __init__(
+        self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None
+    ):
         super().__init__()
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
@@ -34,7 +38,9 @@ class MLP(Pickled):
         self._around = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
         rows = shape.inner * (2 if shape.gated else 1)
         self.up = make_linear(shape.hidden, rows, shape.in_bias, format, bodies)
-        self.down = make_linear(shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine)
+        self.down = make_linear(
+            shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules

@@ -1,8 +1,9 @@
 """The attention function that a model's config names, where it is not one whose result our own op computes.
 
-Such a function is "flex_attention", flash attention, or one that the user registered; "sdpa" too is called itself where it is given a paged
-cache, by continuous batching. A replaced layer still computes its own products, norms and rotary positions, and hands q, k, v, the mask and
-every remaining keyword argument to that function, as the original attention does.
+Such a function is "flex_attention", flash attention, or one that the user registered; "sdpa" too is called itself where
+it is given a paged cache, by continuous batching. A replaced layer still computes its own products, norms and rotary
+positions, and hands q, k, v, the mask and every remaining keyword argument to that function, as the original attention
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import nn
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
-# Names of attention functions that compute what our op computes; names of our own hooks (layers/hook.py) start with "infuse_".
+# Names of attention functions that compute what our op computes; names of our own hooks (layers/hook.py) start with
+# "infuse_".
 _SERVED_NAMES = frozenset((None, "eager", "sdpa"))
 # What a layer keeps to itself; the attention function gets the mask by position.
 _CONSUMED = frozenset(("attention_mask", "past_key_values", "layer_past", "position_embeddings"))
@@ -26,7 +28,9 @@ _read = object.__getattribute__  # a config's own attribute access costs 1 us
 
 
 def names_ours(attention: nn.Module) -> bool:
-    """Whether the config of `attention` names an attention whose result our own op computes. Every layer asks at every step."""
+    """Whether the config of `attention` names an attention whose result our own op computes. Every layer asks at every
+    step.
+    """
     config = attention.__dict__.get("config")
     if config is None:
         return True
@@ -39,7 +43,8 @@ def arguments_of_named(
 ) -> Mapping[str, Any] | None:
     """The keyword arguments for the attention function that the config names; None if our own op serves the call.
 
-    `own` are the arguments of the layer itself. UnsupportedCall for those that neither the layer nor that function serves.
+    `own` are the arguments of the layer itself. UnsupportedCall for those that neither the layer nor that function
+    serves.
     """
     ours, more = names_ours(attention), unserved(kwargs, served)
     if ours and not more:

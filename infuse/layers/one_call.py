@@ -1,4 +1,5 @@
-"""A block over a few new tokens, as decoding has them, in one call: where all of its ops are the C++ bodies and nobody listens inside.
+"""A block over a few new tokens, as decoding has them, in one call: where all of its ops are the C++ bodies and nobody
+listens inside.
 
 The block's parts are called one by one otherwise, with the same result; here is what the call needs to know of them.
 """
@@ -27,7 +28,9 @@ class OneCall:
 
     def __init__(self, shape: LayerShape, formats: Mapping[str, str], index: int, interleaved: bool):
         self._shape, self._index = shape, index
-        self._places: list[tuple[int, str, str]] = []  # of each tensor of the call: which part has it, among what, and its name
+        self._places: list[
+            tuple[int, str, str]
+        ] = []  # of each tensor of the call: which part has it, among what, and its name
         self._absent: list[tuple[int, str]] = []  # parameters that are not there
         self._types: list[Any] = []  # of each part
         attn, mlp = shape.attn, shape.mlp
@@ -72,10 +75,17 @@ class OneCall:
         return LinearForm(format, outputs, weight, scale, zero, self._parameter(part, "bias", has_bias))
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        """The block's result; None where it has to go part by part. `inputs` are those of a block whose attention is causal."""
+        """The block's result; None where it has to go part by part. `inputs` are those of a block whose attention is
+        causal.
+        """
         batch, tokens, _ = x_BTC.shape
         cache = inputs.cache
-        if batch * tokens > MOST_STEP_ROWS or not isinstance(cache, KVCache) or inputs.want_weights or inputs.causal is False:
+        if (
+            batch * tokens > MOST_STEP_ROWS
+            or not isinstance(cache, KVCache)
+            or inputs.want_weights
+            or inputs.causal is False
+        ):
             return None
         slot, tensors = cache.slot(self._index), self._tensors(block, attention)
         if tensors is None or slot.place is not None or slot.row_lengths is not None:
@@ -83,7 +93,11 @@ class OneCall:
         shape = self._shape.attn
         start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC)
         assert slot.key_storage is not None and slot.value_storage is not None
-        turns, mask, bias = attention.positions.turns(inputs), inputs.mask, attention.positions.bias(inputs, batch, start + tokens)
+        turns, mask, bias = (
+            attention.positions.turns(inputs),
+            inputs.mask,
+            attention.positions.bias(inputs, batch, start + tokens),
+        )
         if mask is not None:
             mask = attention.allowed(mask, start + tokens)
         out = layer_step(
@@ -110,7 +124,12 @@ class OneCall:
             if part is None:
                 continue
             own = part.__dict__  # `untouched`, whose call alone costs more, eight times in each step of each layer
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or (wanted is QuantizedLinear and not part.prepared):
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or "forward" in own
+                or (wanted is QuantizedLinear and not part.prepared)
+            ):
                 return None
         if not untouched(attention) or not untouched(mlp) or all_are_heard():
             return None
@@ -129,7 +148,9 @@ class OneCall:
 def make_one_call(
     shape: LayerShape, formats: Mapping[str, str], index: int | None, bodies: Mapping[str, str], interleaved: bool
 ) -> OneCall | None:
-    """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, or ranks share the block."""
+    """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, or ranks
+    share the block.
+    """
     if index is None or not shape.attn.causal or not one_call_takes(shape, bodies):
         return None
     return OneCall(shape, formats, index, interleaved)
@@ -138,6 +159,18 @@ def make_one_call(
 def one_call_takes(shape: LayerShape, bodies: Mapping[str, str]) -> bool:
     """Whether all parts of such a block have a kernel, its own body, and no rank shares it."""
     attn = shape.attn
-    norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm is not None]
-    taken = all(norm.weight is None or len(norm.weight) == 1 for norm in norms) and not any(norm.whole for norm in norms)
-    return taken and not attn.clip and not attn.head_counts and shape.residual_scale == 1.0 and set(bodies.values()) == {"cpu"}
+    norms = [
+        norm
+        for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm)
+        if norm is not None
+    ]
+    taken = all(norm.weight is None or len(norm.weight) == 1 for norm in norms) and not any(
+        norm.whole for norm in norms
+    )
+    return (
+        taken
+        and not attn.clip
+        and not attn.head_counts
+        and shape.residual_scale == 1.0
+        and set(bodies.values()) == {"cpu"}
+    )

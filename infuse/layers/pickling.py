@@ -19,4 +19,6 @@ class Pickled(nn.Module):
         return {name: ops.by_name(value) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: value.found() if isinstance(value, ops.BodyName) else value for name, value in state.items()})
+        super().__setstate__(
+            {name: value.found() if isinstance(value, ops.BodyName) else value for name, value in state.items()}
+        )

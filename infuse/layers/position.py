@@ -1,7 +1,7 @@
 """Where positions come from: each class answers for one way in which models tell a layer about them.
 
-`turns(inputs, tokens)` gives (cos, sin) or None; `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
-config: RoPE variants and ALiBi slopes are the model's own.
+`turns(inputs, tokens)` gives (cos, sin) or None; `bias(inputs, ...)` an additive bias or None. Nothing is derived from
+a config: RoPE variants and ALiBi slopes are the model's own.
 
 Suffixes: B batch, T new tokens, L keys, E rotated width.
 """
@@ -85,4 +85,6 @@ def make_positions(position: Position) -> Positions:
 
 def missing(argument: str) -> UnsupportedCall:
     """The error of a call that says nothing of positions to a layer that needs them."""
-    return UnsupportedCall(f"the layer was called without {argument}, which it computes positions from; pass what the model passes")
+    return UnsupportedCall(
+        f"the layer was called without {argument}, which it computes positions from; pass what the model passes"
+    )

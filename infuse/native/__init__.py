@@ -1,6 +1,7 @@
-"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install or at first use where there is
-a compiler. Without it the other bodies run, and plans say so. INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower
-instruction set than the machine has (with ! behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
+"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install or at first
+use where there is a compiler. Without it the other bodies run, and plans say so.
+INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower instruction set than the machine has (with !
+behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the o
 
 @cache
 def kernels() -> Any:
-    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded, or built, at the first question."""
+    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded, or built, at the
+    first question.
+    """
     if os.environ.get("INFUSE_CPU_ISA") == "off":
         return "INFUSE_CPU_ISA=off"
     unfit = _load(BINARY) if BINARY.exists() else ""
@@ -69,7 +72,8 @@ def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
 
 
 def described() -> dict[str, str]:
-    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why there is none.
+    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why
+    there is none.
 
     Builds nothing.
     """
@@ -78,7 +82,9 @@ def described() -> dict[str, str]:
     found = kernels() if off or path else first_use.outlook()
     if isinstance(found, str):
         return {"C++ kernels": f"none: {found}"}
-    levels = [line.partition(" ") for line in found.levels().splitlines()]  # from the highest; why it cannot be had follows
+    levels = [
+        line.partition(" ") for line in found.levels().splitlines()
+    ]  # from the highest; why it cannot be had follows
     names, runs = [name for name, _, _ in levels], found.isa()
     reasons = {
         "missing": "this CPU does not have it",

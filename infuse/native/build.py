@@ -1,6 +1,8 @@
-"""Compile the C++ kernels: once for each instruction set, linked into one library that asks PyTorch for its stable ABI alone.
+"""Compile the C++ kernels: once for each instruction set, linked into one library that asks PyTorch for its stable ABI
+alone.
 
-Imports only the standard library, because setup.py runs this file by its path, where neither infuse nor PyTorch can be imported.
+Imports only the standard library, because setup.py runs this file by its path, where neither infuse nor PyTorch can be
+imported.
 Flags in `CXXFLAGS` come after those here, when compiling and when linking.
 """
 
@@ -49,14 +51,20 @@ def why_not(torch: Path | None) -> str | None:
         return f"they are built on Linux and macOS, this is {platform.system()}"
     if compiler() is None:
         named = os.environ.get("CXX")
-        return f"CXX={named} is not a program" if named else "no C++ compiler: neither g++ nor clang++ is on PATH, and CXX names none"
+        return (
+            f"CXX={named} is not a program"
+            if named
+            else "no C++ compiler: neither g++ nor clang++ is on PATH, and CXX names none"
+        )
     if torch is None or not (torch / HEADER).exists():
         return "no PyTorch of version 2.10 or later in this environment"
     return None
 
 
 def fingerprint() -> str:
-    """A name for what `compile_kernels` makes: of its sources, flags and machine. The stable ABI makes one binary serve every PyTorch."""
+    """A name for what `compile_kernels` makes: of its sources, flags and machine. The stable ABI makes one binary serve
+    every PyTorch.
+    """
     digest = hashlib.sha256(f"{platform.system()} {platform.machine()} {os.environ.get('CXXFLAGS', '')}".encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
@@ -74,7 +82,10 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     levels = dict(LEVELS)
     if "avx512_amx" in levels and not _knows_amx(command, objects):
         del levels["avx512_amx"]
-    jobs = [([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o") for level, flags in levels.items()]
+    jobs = [
+        ([f"-DINFUSE_ISA={level}", *flags], SOURCES / "kernels.cpp", objects / f"kernels_{level}.o")
+        for level, flags in levels.items()
+    ]
     jobs.append((["-DINFUSE_WITH_AMX"] if "avx512_amx" in levels else [], SOURCES / "detect.cpp", objects / "detect.o"))
     stable = [STABLE_ABI, f"-I{torch / 'include'}", "-include", str(SOURCES / "no_extern_templates.h")]
     jobs += [(stable, source, objects / f"{source.stem}.o") for source in sorted(SOURCES.glob("binding*.cpp"))]
@@ -86,7 +97,18 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(compile_one, jobs))
-    _run([*command, *given, "-shared", "-o", str(target), *(str(job[2]) for job in jobs), f"-L{torch / 'lib'}", "-ltorch_cpu"])
+    _run(
+        [
+            *command,
+            *given,
+            "-shared",
+            "-o",
+            str(target),
+            *(str(job[2]) for job in jobs),
+            f"-L{torch / 'lib'}",
+            "-ltorch_cpu",
+        ]
+    )
     return [level for level in LEVELS if level not in levels]
 
 

@@ -1,7 +1,8 @@
-"""The compiled kernels of an installation that came without them: built when they are first needed, kept for the next process.
+"""The compiled kernels of an installation that came without them: built when they are first needed, kept for the next
+process.
 
-They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (a read-only home) in the temporary folder. Of processes that
-start together one builds and the others wait. INFUSE_BUILD=0 builds nothing.
+They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (a read-only home) in the temporary folder. Of
+processes that start together one builds and the others wait. INFUSE_BUILD=0 builds nothing.
 """
 
 from __future__ import annotations
@@ -109,8 +110,10 @@ def _failed(folder: Path, output: str) -> str:
     """Warn of a failed build, and remember it: later processes do not try again with the same compiler and PyTorch."""
     (folder / FAILURE).write_text(f"{_tools()}\n{output}\n", encoding="utf-8")
     last_lines = "\n".join(output.splitlines()[-12:])
-    text = f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe whole output is in "\
-           f"{folder / FAILURE}; it is tried again with another compiler or PyTorch, or by `infuse build`."
+    text = (
+        f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe whole output is in "
+        f"{folder / FAILURE}; it is tried again with another compiler or PyTorch, or by `infuse build`."
+    )
     logs.warn(text, stacklevel=2)
     return _reason(folder)
 
@@ -153,7 +156,9 @@ def _temporary() -> Path:
 
 
 def _is_trusted(root: Path) -> bool:
-    """Whether a library found there may be loaded: anybody can make a folder in the temporary one, and name it as we would."""
+    """Whether a library found there may be loaded: anybody can make a folder in the temporary one, and name it as we
+    would.
+    """
     if root != _temporary():
         return True
     try:

@@ -15,7 +15,14 @@ from infuse.ops.op import Case, op
 
 
 def attention_weights(
-    q_BHTD: Tensor, k_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q_BHTD: Tensor,
+    k_BKLD: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """softmax(scale * q k^T, capped, biased, masked) [B, H, T, L] in float32; a row with nothing allowed is all zeros.
 
@@ -51,7 +58,9 @@ def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.
     return allowed & (key > query - window) if window else allowed
 
 
-@op("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap) -> Tensor")
+@op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap) -> Tensor"
+)
 def attention(
     q_BHTD: Tensor,
     k_BKLD: Tensor,
@@ -66,8 +75,9 @@ def attention(
 ) -> Tensor:
     """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; float32 inside.
 
-    Called directly, not in the registered form, a body also takes `length`: an int64 tensor of one element, how many of the L keys
-    there are. The others are as if cut off, from mask and bias too, whatever they hold. The reference and "torch" read it on the host.
+    Called directly, not in the registered form, a body also takes `length`: an int64 tensor of one element, how many of
+    the L keys there are. The others are as if cut off, from mask and bias too, whatever they hold. The reference and
+    "torch" read it on the host.
     """
     if length is not None:
         k_BKLD, v_BKLD, mask, bias = cut(k_BKLD, v_BKLD, mask, bias, int(length))
@@ -118,12 +128,16 @@ def _attention_torch(
         # One query: the heads that share a key head become the query axis; nothing is repeated.
         grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
         return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).view(batch, 1, heads, width)
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and tokens > 1, scale=scale, enable_gqa=heads != kv_heads)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and tokens > 1, scale=scale, enable_gqa=heads != kv_heads
+    )
     return out.transpose(1, 2)
 
 
 def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Both masks in one: bool if both are, else additive in `dtype`, with -inf where bool says no: a row of them is zeros."""
+    """Both masks in one: bool if both are, else additive in `dtype`, with -inf where bool says no: a row of them is
+    zeros.
+    """
     if first is None or second is None:
         return second if first is None else first
     if second.dtype == torch.bool:
@@ -137,7 +151,15 @@ def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) 
 
 @attention.fake
 def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 

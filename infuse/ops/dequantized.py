@@ -1,6 +1,8 @@
-"""Quantized weights on CPUs without kernels: dequantized once, when they are put in, so that products cost what PyTorch's own cost.
+"""Quantized weights on CPUs without kernels: dequantized once, when they are put in, so that products cost what
+PyTorch's own cost.
 
-The values are those of the reference, which dequantizes at every call. They take the memory of a plain weight; the codes can be had back.
+The values are those of the reference, which dequantizes at every call. They take the memory of a plain weight; the
+codes can be had back.
 There is a body for each dtype, since a layout does not know for which activations it is made.
 """
 
@@ -25,7 +27,9 @@ from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.op import DEQUANTIZED, Layout
 from infuse.quant.format import QuantizedWeight
 
-HELD: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name.removeprefix("dequantized_")) for name in DEQUANTIZED})
+HELD: Mapping[str, torch.dtype] = MappingProxyType(
+    {name: getattr(torch, name.removeprefix("dequantized_")) for name in DEQUANTIZED}
+)
 
 
 def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
@@ -33,7 +37,9 @@ def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
 
 
 def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The weight with its values in place of the codes; None where the codes could not be had back, as of scales that are not finite."""
+    """The weight with its values in place of the codes; None where the codes could not be had back, as of scales that
+    are not finite.
+    """
     held = _gathered(dtype, [weight], weight.shape)
     return held if torch.equal(_codes(held).data, weight.data) else None
 
@@ -44,7 +50,10 @@ def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple
     first = 0
     for part in parts:
         if whole is None:
-            scale, zero = (None if given is None else given.new_empty(shape[0], given.shape[1]) for given in (part.scale, part.zero))
+            scale, zero = (
+                None if given is None else given.new_empty(shape[0], given.shape[1])
+                for given in (part.scale, part.zero)
+            )
             assert scale is not None
             whole = QuantizedWeight(memory.empty(shape, dtype), scale, zero, shape, part.format)
         here = slice(first, first + part.shape[0])
@@ -61,7 +70,14 @@ def _codes(held: QuantizedWeight) -> QuantizedWeight:
 
 
 def _linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
 ) -> Tensor:
     return F.linear(x, data if data.dtype is x.dtype else data.to(x.dtype), bias)
 
@@ -72,7 +88,14 @@ def _linear_activation(x: Tensor, *given: Any) -> Tensor:
 
 
 def _embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    rows: int,
+    width: int,
+    format: str,
+    dtype: torch.dtype,
 ) -> Tensor:
     return data.index_select(0, index.reshape(-1)).to(dtype).view(*index.shape, width)
 

@@ -17,7 +17,14 @@ from infuse.quant.parse import quant_format
     " -> Tensor"
 )
 def quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    rows: int,
+    width: int,
+    format: str,
+    dtype: torch.dtype,
 ) -> Tensor:
     """dequantize(data, scale, zero)[index], [..., width] in `dtype`; `index` is integer, each in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
@@ -29,7 +36,14 @@ def quantized_embedding(
 
 @quantized_embedding.fake
 def _fake(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    rows: int,
+    width: int,
+    format: str,
+    dtype: torch.dtype,
 ) -> Tensor:
     return scale.new_empty(*index.shape, width, dtype=dtype)
 

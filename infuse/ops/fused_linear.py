@@ -1,4 +1,5 @@
-"""A product with what stands around it in a layer: the norm of x before it, the activation and the residual addition after it.
+"""A product with what stands around it in a layer: the norm of x before it, the activation and the residual addition
+after it.
 
 Layers call these where a body has them in one kernel; elsewhere they call the ops that these are made of.
 Suffixes: R rows, I inputs, O outputs.
@@ -18,8 +19,8 @@ from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.op import REFERENCE, Case, op
 from infuse.quant.parse import quant_format
 
-# Tokens for which blocks fuse norms and sums. Of more the products are PyTorch's, and a norm in one kernel with the addition before it
-# is better.
+# Tokens for which blocks fuse norms and sums. Of more the products are PyTorch's, and a norm in one kernel with the
+# addition before it is better.
 FEW_ROWS = 16
 FUSED = ("fused_linear", "fused_quantized_linear")
 NO_NORM = (None, None, None, 0.0, 0.0)
@@ -28,8 +29,8 @@ NO_NORM = (None, None, None, 0.0, 0.0)
 class Around(NamedTuple):
     """What stands around a product: the arguments of these ops after the weight.
 
-    `norm` is "rms" or "layer", with weight and bias over the inputs; the residual has the outputs of the product, of which `gated` makes
-    act(gate) * up, of weights [gate | up].
+    `norm` is "rms" or "layer", with weight and bias over the inputs; the residual has the outputs of the product, of
+    which `gated` makes act(gate) * up, of weights [gate | up].
     """
 
     norm: str | None
@@ -50,7 +51,9 @@ _AROUND = "str? norm, Tensor? norm_weight, Tensor? norm_bias, float eps, float o
 
 @op(f"fused_linear(Tensor x, Tensor weight, Tensor? bias, {_AROUND}) -> Tensor")
 def fused_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *given: Any) -> Tensor:
-    """residual + act(norm(x) @ weight.T + bias), each of them where it is not None; float32 inside, x.dtype outside. `given`: Around."""
+    """residual + act(norm(x) @ weight.T + bias), each of them where it is not None; float32 inside, x.dtype outside.
+    `given`: Around.
+    """
     around = Around(*given)
     y = linear.reference(_normed(_wide(x_RI), around), _wide(weight_OI), None if bias_O is None else _wide(bias_O))
     return _finished(y, around).to(x_RI.dtype)
@@ -69,11 +72,15 @@ def fused_quantized_linear(x_RI: Tensor, *given: Any) -> Tensor:
 
 
 def layer_bodies(bodies: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Of the bodies (op, body) chosen for a layer those that it calls: ops that fuse where a body does, else what they are made of."""
+    """Of the bodies (op, body) chosen for a layer those that it calls: ops that fuse where a body does, else what they
+    are made of.
+    """
     chosen = dict(bodies)
     fusing = {name for name in FUSED if chosen.get(name, REFERENCE) != REFERENCE}
     parts = {f"{name.removeprefix('fused_')}_activation" for name in fusing}
-    return tuple((name, body) for name, body in chosen.items() if name not in parts and (name in fusing or name not in FUSED))
+    return tuple(
+        (name, body) for name, body in chosen.items() if name not in parts and (name in fusing or name not in FUSED)
+    )
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -84,7 +91,11 @@ def _normed(x: Tensor, around: Around) -> Tensor:
     kind, weight, bias, eps, offset = around[:5]
     if kind is None:
         return x
-    return rms_norm.reference(x, weight, eps, offset) if kind == "rms" else layer_norm.reference(x, weight, bias, eps, offset)
+    return (
+        rms_norm.reference(x, weight, eps, offset)
+        if kind == "rms"
+        else layer_norm.reference(x, weight, bias, eps, offset)
+    )
 
 
 def _finished(y: Tensor, around: Around) -> Tensor:
@@ -127,7 +138,14 @@ def _arounds(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Te
         weight, shift = made(inputs, there=weighed), made(inputs, there=shifted)
         residual = made(*rows, outputs // 2 if gated else outputs, there=added)
         around = (norm, weight, shift, 1e-5, offset, act, gated, residual)
-        parts = (norm, "weight" if weighed else "", f"offset {offset:.0f}", act, "gated" if gated else "", "residual" if added else "")
+        parts = (
+            norm,
+            "weight" if weighed else "",
+            f"offset {offset:.0f}",
+            act,
+            "gated" if gated else "",
+            "residual" if added else "",
+        )
         x = torch.randn(*rows, inputs, dtype=dtype, device=device) * 3 + 1
         label = f"{rows}x{inputs}->{outputs} {' '.join(part for part in parts if part)}"
         yield label, x, outputs, inputs, made(outputs, there=biased), around

@@ -22,9 +22,18 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return F.linear(x_RI, weight_OI, bias_O)
 
 
-@op("quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format) -> Tensor")
+@op(
+    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format) -> Tensor"
+)
 def quantized_linear(
-    x_RI: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias_O: Tensor | None, outputs: int, inputs: int, format: str
+    x_RI: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias_O: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
 ) -> Tensor:
     """x @ dequantize(weight).T + bias, where data, scale and zero are the buffers of a QuantizedWeight of `format`."""
     chosen = quant_format(format)
@@ -39,7 +48,14 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @quantized_linear.fake
 def _quantized_fake(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
@@ -64,4 +80,6 @@ def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
             held = quant_format(text).quantize(weight)
             x = torch.randn(*rows, inputs, dtype=dtype, device=device)
             bias = torch.randn(outputs, dtype=dtype, device=device)
-            yield Case(f"{text} {rows}x{inputs}->{outputs}", (x, held.data, held.scale, held.zero, bias, outputs, inputs, text))
+            yield Case(
+                f"{text} {rows}x{inputs}->{outputs}", (x, held.data, held.scale, held.zero, bias, outputs, inputs, text)
+            )

@@ -16,7 +16,9 @@ from infuse.quant.parse import quant_format
 
 @op("linear_activation(Tensor x, Tensor weight, Tensor? bias, str name, bool gated) -> Tensor")
 def linear_activation(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, name: str, gated: bool) -> Tensor:
-    """The activation `name` of x @ weight.T + bias, [R, O]; where gated act(gate) * up, [R, O / 2], for weights [gate | up]."""
+    """The activation `name` of x @ weight.T + bias, [R, O]; where gated act(gate) * up, [R, O / 2], for weights [gate |
+    up].
+    """
     act = gated_activation if gated else activation
     return act.reference(linear.reference(x_RI, weight_OI, bias_O), name)
 

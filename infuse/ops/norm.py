@@ -39,13 +39,17 @@ def layer_norm(x_RC: Tensor, weight: Tensor | None, bias: Tensor | None, eps: fl
 
 
 @op("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset) -> (Tensor, Tensor)")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """(x + residual, rms_norm(x + residual)): the sum is rounded to x.dtype before it is normalised."""
     total = x + residual
     return total, rms_norm.reference(total, weight, eps, offset)
 
 
-@op("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor)")
+@op(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor)"
+)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +88,9 @@ def _layer_norm_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
 
 
 @add_rms_norm.implement("torch")
-def _add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return total, _rms_norm_torch(total, weight, eps, offset)
 

@@ -1,7 +1,8 @@
 """An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
 
-Bodies are chosen when a plan is made and called directly. While torch.compile or torch.export trace, the same call becomes one node
-of the graph, `torch.ops.infuse.<op>(..., body)`, which runs that body. No op calls another registered op.
+Bodies are chosen when a plan is made and called directly. While torch.compile or torch.export trace, the same call
+becomes one node of the graph, `torch.ops.infuse.<op>(..., body)`, which runs that body. No op calls another registered
+op.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ Needs = Callable[[Device, torch.dtype], str | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference), `restore` back.
+    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference),
+    `restore` back.
 
-    Where there are `part_rows`, `gather(parts, shape)` does it for parts of multiples of so many rows, one after the other.
+    Where there are `part_rows`, `gather(parts, shape)` does it for parts of multiples of so many rows, one after the
+    other.
     `declines(format, inputs)` is why weights of a format and width are left to the reference, None where they are not.
     """
 
@@ -49,7 +52,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Body:
-    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not worth a word)."""
+    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not
+    worth a word).
+    """
 
     name: str
     function: Callable
@@ -78,7 +83,9 @@ CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 
 
 class Bound:
-    """An op with its body, as layers call it: the body itself, or the registered op while a graph is traced. Pickles by name."""
+    """An op with its body, as layers call it: the body itself, or the registered op while a graph is traced. Pickles by
+    name.
+    """
 
     __slots__ = ("_op", "_body", "_function")
 
@@ -108,7 +115,9 @@ def _bound(op: str, body: str) -> Bound:
 
 
 class Op:
-    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives a body's function, `bound(name)` what layers hold."""
+    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives a body's function, `bound(name)`
+    what layers hold.
+    """
 
     def __init__(self, schema: str, reference: Callable):
         self.schema = schema
@@ -130,7 +139,9 @@ class Op:
         return Bound(self.name, name)
 
     def run(self, *args: Any) -> Any:
-        """The registered form: the arguments, then the name of a body. Results are contiguous and never views of an argument."""
+        """The registered form: the arguments, then the name of a body. Results are contiguous and never views of an
+        argument.
+        """
         *given, body = args
         results = self.bodies[body].function(*given)
         if isinstance(results, tuple):
@@ -165,8 +176,12 @@ class Op:
         self.case_maker = maker
         return maker
 
-    def implement(self, name: str, needs: Needs | None = None, layout: Layout | None = None) -> Callable[[Callable], Callable]:
-        """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` is that of its prepared weights."""
+    def implement(
+        self, name: str, needs: Needs | None = None, layout: Layout | None = None
+    ) -> Callable[[Callable], Callable]:
+        """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` is that of its prepared
+        weights.
+        """
         assert name in PREFERENCE, f"{name} is not in the order of preference {PREFERENCE}"
 
         def declare(function: Callable) -> Callable:
@@ -176,7 +191,9 @@ class Op:
         return declare
 
     def choose(self, device: Device, dtype: torch.dtype, refused: Mapping[str, str] = MappingProxyType({})) -> Choice:
-        """The body to run on `device` for activations of `dtype`, and who declined, with reasons. `refused`: body → why not here."""
+        """The body to run on `device` for activations of `dtype`, and who declined, with reasons. `refused`: body → why
+        not here.
+        """
         declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
             if name not in self.bodies:

@@ -18,7 +18,9 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 @op("quantize(Tensor weight, str format) -> (Tensor, Tensor, Tensor?)")
 def quantize(weight_OI: Tensor, format: str) -> Buffers:
-    """The buffers data, scale and zero (None where symmetric) of the weight's QuantizedWeight in `format`; ConfigError as there."""
+    """The buffers data, scale and zero (None where symmetric) of the weight's QuantizedWeight in `format`; ConfigError
+    as there.
+    """
     held = quant_format(format).quantize(weight_OI)
     return held.data, held.scale, held.zero
 
@@ -36,8 +38,22 @@ def quantized_like(weight: Tensor, format: str) -> Buffers:
     return data, scale, zero
 
 
-_TEXTS = ("int8", "int8:7", "int8:row:asymmetric", "int8:groups=2", "int4:32", "int4:6:asymmetric", "int4:row", "int4:groups=2:asymmetric",
-          "fp8", "fp8:7", "fp8:groups=2", "fp6", "fp6:4", "fp6:row")
+_TEXTS = (
+    "int8",
+    "int8:7",
+    "int8:row:asymmetric",
+    "int8:groups=2",
+    "int4:32",
+    "int4:6:asymmetric",
+    "int4:row",
+    "int4:groups=2:asymmetric",
+    "fp8",
+    "fp8:7",
+    "fp8:groups=2",
+    "fp6",
+    "fp6:4",
+    "fp6:row",
+)
 _SHAPES = ((0, 64), (1, 64), (33, 128), (7, 42), (3, 4160))
 
 

@@ -47,10 +47,12 @@ def rotary_append(
     heads: int,
     interleaved: bool,
 ) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache at [start, start + T), return the queries [B, H, T, D].
+    """Rotate queries and keys, write keys and values to the cache at [start, start + T), return the queries [B, H, T,
+    D].
 
-    Without cos and sin nothing is rotated. The cache must have room: start + T <= S. Called directly, not in the registered form,
-    a body also takes `start` as an int64 tensor of one element on the cache's device, which is not read on the host.
+    Without cos and sin nothing is rotated. The cache must have room: start + T <= S. Called directly, not in the
+    registered form, a body also takes `start` as an int64 tensor of one element on the cache's device, which is not
+    read on the host.
     """
     kv_heads = keys_BKSD.shape[1]
     qk, v_BTKD = qkv_BTND.split((heads + kv_heads, kv_heads), dim=2)
@@ -119,7 +121,14 @@ def _rotary_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 
 @rotary_append.fake
 def _append_fake(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int, heads: int, interleaved: bool
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    heads: int,
+    interleaved: bool,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], heads, qkv.shape[1], qkv.shape[3])
 
@@ -131,7 +140,12 @@ def _turns(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torc
 
 @rotary.cases
 def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for batch, tokens, heads, width, turned in ((1, 1, 4, 16, 16), (2, 5, 3, 24, 8), (3, 0, 2, 8, 8), (1, 7, 1, 64, 64)):
+    for batch, tokens, heads, width, turned in (
+        (1, 1, 4, 16, 16),
+        (2, 5, 3, 24, 8),
+        (3, 0, 2, 8, 8),
+        (1, 7, 1, 64, 64),
+    ):
         x = torch.randn(batch, tokens, heads, width, dtype=dtype, device=device)
         for interleaved in (False, True):
             cos, sin = _turns(1 if batch == 2 else batch, tokens, turned, dtype, device)
@@ -146,6 +160,9 @@ def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         cos, sin = _turns(batch, tokens, width, dtype, device)
         for interleaved in (False, True):
             yield Case(
-                f"{tuple(qkv.shape)} at {start} {interleaved=}", (qkv, cos, sin, keys.clone(), values.clone(), start, heads, interleaved)
+                f"{tuple(qkv.shape)} at {start} {interleaved=}",
+                (qkv, cos, sin, keys.clone(), values.clone(), start, heads, interleaved),
             )
-        yield Case(f"{tuple(qkv.shape)} at {start} plain", (qkv, None, None, keys.clone(), values.clone(), start, heads, False))
+        yield Case(
+            f"{tuple(qkv.shape)} at {start} plain", (qkv, None, None, keys.clone(), values.clone(), start, heads, False)
+        )

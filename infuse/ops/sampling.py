@@ -21,10 +21,12 @@ def argmax(logits_RV: Tensor) -> Tensor:
 
 @op("sample(Tensor logits, Tensor uniform, float temperature, int top_k, float top_p) -> Tensor")
 def sample(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """An index of each row, int64 [R], drawn by `uniform` (float32 in [0, 1)) from softmax(logits / temperature), float32 inside.
+    """An index of each row, int64 [R], drawn by `uniform` (float32 in [0, 1)) from softmax(logits / temperature),
+    float32 inside.
 
-    `top_k` > 0 keeps the k largest, `top_p` < 1 then the fewest largest with that share of the probability, one at least; whoever equals
-    the smallest one kept is kept too. Drawn is the first index, in the order of the vocabulary, at which the sum of what is kept exceeds
+    `top_k` > 0 keeps the k largest, `top_p` < 1 then the fewest largest with that share of the probability, one at
+    least; whoever equals the smallest one kept is kept too. Drawn is the first index, in the order of the vocabulary,
+    at which the sum of what is kept exceeds
     `uniform` of it. `temperature` must be positive; the scores must not be NaN.
     """
     scores = logits_RV.float() / temperature
@@ -38,7 +40,9 @@ def sample(logits_RV: Tensor, uniform_R: Tensor, temperature: float, top_k: int,
     sums = weights.cumsum(-1)
     found = (sums <= uniform_R[:, None] * sums[:, -1:]).sum(-1)
     places = torch.arange(scores.shape[-1], device=scores.device)
-    return torch.minimum(found, torch.where(weights > 0, places, 0).amax(-1))  # rounding may leave nothing above the target
+    return torch.minimum(
+        found, torch.where(weights > 0, places, 0).amax(-1)
+    )  # rounding may leave nothing above the target
 
 
 @argmax.fake

@@ -1,5 +1,6 @@
-"""Collectives of torch.distributed, guarded: gloo aborts the process where ranks bring tensors of different sizes, and adds up
-garbage where dtypes differ. So every operation starts with one message of fixed size that says what it is; small tensors travel in it.
+"""Collectives of torch.distributed, guarded: gloo aborts the process where ranks bring tensors of different sizes, and
+adds up garbage where dtypes differ. So every operation starts with one message of fixed size that says what it is;
+small tensors travel in it.
 
 NCCL's operations run as they are: it watches over itself, and a message before each would cost more than the operation.
 """
@@ -38,10 +39,11 @@ def gathered_shape(x: Tensor, sizes: Sequence[int], axis: int) -> list[int]:
 
 
 class Distributed:
-    """The operations of one group of torch.distributed. Tensors may be anywhere; x is contiguous, `axis` is not negative.
+    """The operations of one group of torch.distributed. Tensors may be anywhere; x is contiguous, `axis` is not
+    negative.
 
-    `peers` is None until the ranks have told each other where they run. RankError after `timeout_s`, at once where a rank has ended
-    or a connection breaks; it names the ranks that are not there.
+    `peers` is None until the ranks have told each other where they run. RankError after `timeout_s`, at once where a
+    rank has ended or a connection breaks; it names the ranks that are not there.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
@@ -54,7 +56,9 @@ class Distributed:
         self.name = "nccl" if self.nccl else "gloo"
         self._gloo = "cpu:gloo" in backends
         # Where small tensors of our own must be.
-        self.device = torch.device("cpu") if self._gloo or not self.nccl else torch.device("cuda", torch.cuda.current_device())
+        self.device = (
+            torch.device("cpu") if self._gloo or not self.nccl else torch.device("cuda", torch.cuda.current_device())
+        )
         self._roll_call = RollCall(process_group, self.rank, self.size)
         self._number = 0  # of operations
         self.queued = 0  # those among them that were not waited for
@@ -63,7 +67,9 @@ class Distributed:
         self._all = torch.empty(self.size, HEAD_BYTES + SMALL_BYTES, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
-        """The sum over ranks, in place. 16-bit types are added up in float32, in rank order or gloo's, the same bits everywhere."""
+        """The sum over ranks, in place. 16-bit types are added up in float32, in rank order or gloo's, the same bits
+        everywhere.
+        """
         if self._is_plain(x):
             self._plain(lambda: dist.all_reduce(x, group=self._group), what)
             return x
@@ -86,7 +92,9 @@ class Distributed:
             small = None
         else:
             # All sizes, so that a disagreement about them is one about the operation.
-            text = described(what, f"gather on axis {axis} of pieces {list(sizes)}", x.dtype, gathered_shape(x, sizes, axis))
+            text = described(
+                what, f"gather on axis {axis} of pieces {list(sizes)}", x.dtype, gathered_shape(x, sizes, axis)
+            )
             small = self._first(x.cpu(), text, most_bytes)
         if small is None:
             device = x.device if self._is_plain(x) else torch.device("cpu")
@@ -98,7 +106,9 @@ class Distributed:
                 self._plain(lambda: dist.all_gather(pieces, padded, group=self._group), what)
             else:
                 self._wait(lambda: dist.all_gather(pieces, padded, group=self._group, async_op=True), what)
-        found = [small[r, : torch.Size(s).numel() * x.element_size()].view(x.dtype).view(s) for r, s in enumerate(shapes)]
+        found = [
+            small[r, : torch.Size(s).numel() * x.element_size()].view(x.dtype).view(s) for r, s in enumerate(shapes)
+        ]
         return torch.cat(found, dim=axis).to(x.device)
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
@@ -134,7 +144,8 @@ class Distributed:
     def _first(self, x: Tensor, text: str, most_bytes: int) -> Tensor | None:
         """Say to all ranks what this one is about to do, and send x, on the CPU, along where it is small on all ranks.
 
-        Returns the payloads of all ranks, uint8 [size, SMALL_BYTES], or None where x is not small; RankError where ranks disagree.
+        Returns the payloads of all ranks, uint8 [size, SMALL_BYTES], or None where x is not small; RankError where
+        ranks disagree.
         """
         written = text.encode()
         head = written[: HEAD_BYTES - 4].ljust(HEAD_BYTES - 4, b"\0") + zlib.crc32(written).to_bytes(4, "little")
@@ -146,7 +157,9 @@ class Distributed:
         heads = [bytes(row[:HEAD_BYTES].numpy()) for row in rows]
         others = [rank for rank in range(self.size) if heads[rank] != head]
         if others:
-            theirs = "; ".join(f"rank {rank} does {heads[rank][:-4].rstrip(bytes(1)).decode(errors='replace')}" for rank in others)
+            theirs = "; ".join(
+                f"rank {rank} does {heads[rank][:-4].rstrip(bytes(1)).decode(errors='replace')}" for rank in others
+            )
             raise RankError(f"rank {self.rank} of {self.size} does {text}, but {theirs}")
         return self._all[:, HEAD_BYTES:] if most_bytes <= SMALL_BYTES else None
 
@@ -195,7 +208,11 @@ class Distributed:
         limit = f"within {self._timeout_s:g} s" if gave_up is None else f"before rank {gave_up} gave up"
         if self._roll_call.lost:
             return f"not all ranks came {limit}; who did not is unknown: {self._roll_call.lost}"
-        return f"{names(absent)} did not come {limit}; {others}" if absent else f"all ranks came, but it was not over {limit}; {others}"
+        return (
+            f"{names(absent)} did not come {limit}; {others}"
+            if absent
+            else f"all ranks came, but it was not over {limit}; {others}"
+        )
 
     def _why(self, error: RuntimeError, what: str) -> str:
         """What an error of the backend means, where the processes or the other ranks' notes say it, and its first line."""

@@ -1,6 +1,7 @@
 """Group: the ranks that share each layer, and the operations in which all of them take part, in the same order.
 
-A rank that is gone, does not come or does something else is a RankError on the others, never a hang; then the group is broken for good.
+A rank that is gone, does not come or does something else is a RankError on the others, never a hang; then the group is
+broken for good.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """How tensors travel. x is contiguous, `axis` is not negative; errors are RankErrors that name rank, operation and what happened."""
+    """How tensors travel. x is contiguous, `axis` is not negative; errors are RankErrors that name rank, operation and
+    what happened.
+    """
 
     name: str
 
@@ -39,8 +42,8 @@ class Transport(Protocol):
 class Group:
     """The ranks that share each layer. `what` names an operation in errors: "all-reduce of model.layers.3.self_attn".
 
-    Every rank calls the same operations in the same order with the same `what`, dtypes and shapes. The group is no part of a model's
-    state: copies share it, and it cannot be pickled where there are several ranks.
+    Every rank calls the same operations in the same order with the same `what`, dtypes and shapes. The group is no part
+    of a model's state: copies share it, and it cannot be pickled where there are several ranks.
     """
 
     def __init__(self, distributed: Distributed | None, shared: Transport | None = None, why_not_shared: str = ""):
@@ -59,15 +62,21 @@ class Group:
         return self._run(lambda: self._transport(x).all_reduce(x.contiguous(), what), what)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str) -> Tensor:
-        """All ranks' pieces in rank order along `axis`; `sizes` are theirs on that axis, the other axes are the same on all ranks."""
+        """All ranks' pieces in rank order along `axis`; `sizes` are theirs on that axis, the other axes are the same on
+        all ranks.
+        """
         axis %= x.dim()
-        assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], f"{tuple(x.shape)} for {sizes}[{self.rank}] on axis {axis}"
+        assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], (
+            f"{tuple(x.shape)} for {sizes}[{self.rank}] on axis {axis}"
+        )
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).all_gather(x.contiguous(), sizes, axis, what), what)
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
-        """Rank 0's values: in x itself where it is contiguous, in a new tensor elsewhere. x has the same shape and dtype on all ranks."""
+        """Rank 0's values: in x itself where it is contiguous, in a new tensor elsewhere. x has the same shape and
+        dtype on all ranks.
+        """
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).broadcast(x.contiguous(), what), what)
@@ -91,8 +100,10 @@ class Group:
         if others:
             theirs = "; ".join(f"rank {rank} has {_shortened(values[rank], values[0])}" for rank in others)
             self._broken = f"{what}: {names(others)} {'differ' if len(others) > 1 else 'differs'} from rank 0"
-            raise RankError(f"rank {self.rank} of {self.size}, {self._broken}: "
-                            f"rank 0 has {_shortened(values[0], values[others[0]])}; {theirs}")
+            raise RankError(
+                f"rank {self.rank} of {self.size}, {self._broken}: "
+                f"rank 0 has {_shortened(values[0], values[others[0]])}; {theirs}"
+            )
 
     def any_fault(self, fault: str | None, what: str) -> str | None:
         """The faults of all ranks in one text, the same everywhere: "rank 1: no such file". None where no rank has one."""
@@ -103,11 +114,15 @@ class Group:
 
     def numbers(self, mine: Sequence[int], what: str) -> list[list[int]]:
         """Each rank's numbers, as many as here."""
-        gathered = self.all_gather(torch.tensor([list(mine)], dtype=torch.long, device=self._device), [1] * self.size, 0, what)
+        gathered = self.all_gather(
+            torch.tensor([list(mine)], dtype=torch.long, device=self._device), [1] * self.size, 0, what
+        )
         return [list(row) for row in gathered.tolist()]
 
     def why_not_captured(self, device: torch.device) -> str:
-        """Why operations on that device's tensors cannot be part of a graph; empty where they can: NCCL's are asked of the device."""
+        """Why operations on that device's tensors cannot be part of a graph; empty where they can: NCCL's are asked of
+        the device.
+        """
         if self._distributed is None:
             return ""
         if not self._distributed.nccl or device.type != "cuda":
@@ -131,9 +146,11 @@ class Group:
         return self._distributed.queued if self._distributed else 0
 
     def give_up(self, why: str) -> bool:
-        """Say in the operation that the others are in that this rank does not go on: their RankError. True where all give up alike.
+        """Say in the operation that the others are in that this rank does not go on: their RankError. True where all
+        give up alike.
 
-        Only messages on the host are guarded so. A rank whose others wait in an operation of NCCL's on the device is not heard there.
+        Only messages on the host are guarded so. A rank whose others wait in an operation of NCCL's on the device is
+        not heard there.
         """
         if self.size == 1 or self._broken:
             return self.size == 1
@@ -141,7 +158,9 @@ class Group:
             self._broken = why
             return False
         try:
-            self.barrier(f"given up: {why}{f', after operation {self.queued()} on the device' if self.queued() else ''}")
+            self.barrier(
+                f"given up: {why}{f', after operation {self.queued()} on the device' if self.queued() else ''}"
+            )
         except RankError:
             return False
         return True
@@ -173,7 +192,9 @@ class Group:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu") if self._shared is not None or self._distributed is None else self._distributed.device
+        return (
+            torch.device("cpu") if self._shared is not None or self._distributed is None else self._distributed.device
+        )
 
     def _transport(self, x: Tensor) -> Transport:
         if self._shared is not None and x.device.type == "cpu":
@@ -184,14 +205,18 @@ class Group:
     def _texts(self, text: str, what: str) -> list[str]:
         """Each rank's text."""
         mine = text.encode()
-        lengths = self.all_gather(torch.tensor([len(mine)], device=self._device), [1] * self.size, 0, f"{what} (size)").tolist()
+        lengths = self.all_gather(
+            torch.tensor([len(mine)], device=self._device), [1] * self.size, 0, f"{what} (size)"
+        ).tolist()
         joined = self.all_gather(_bytes(mine).to(self._device), lengths, 0, what).cpu().numpy().tobytes()
         ends = [sum(lengths[: rank + 1]) for rank in range(self.size)]
         return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
 
     def _run(self, operation: Callable[[], Tensor], what: str) -> Tensor:
         if self._broken:
-            raise RankError(f"rank {self.rank} of {self.size}, {what}: the ranks have lost each other before. {self._broken}")
+            raise RankError(
+                f"rank {self.rank} of {self.size}, {what}: the ranks have lost each other before. {self._broken}"
+            )
         try:
             return operation()
         except BaseException as error:  # an interrupt too leaves the ranks at different places
@@ -220,11 +245,14 @@ def _local() -> Group:
     return LOCAL
 
 
-def make_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: float, shared_memory: bool = True) -> Group:
+def make_group(
+    process_group: dist.ProcessGroup | None = None, *, timeout_s: float, shared_memory: bool = True
+) -> Group:
     """The group of a torch.distributed group, or of the default one: all its ranks call this together.
 
-    Every operation ends within `timeout_s`, by RankError where ranks do not come. The group of one rank is LOCAL. Tensors on CPUs travel
-    through shared memory where all ranks are on one host and have the kernels, unless `shared_memory` is False on any of them.
+    Every operation ends within `timeout_s`, by RankError where ranks do not come. The group of one rank is LOCAL.
+    Tensors on CPUs travel through shared memory where all ranks are on one host and have the kernels, unless
+    `shared_memory` is False on any of them.
     """
     if dist.get_world_size(process_group) == 1:
         return LOCAL
@@ -233,7 +261,9 @@ def make_group(process_group: dist.ProcessGroup | None = None, *, timeout_s: flo
     homes = [Home.unpacked(text) for text in group._texts(Home.here().packed(), "exchange of hosts")]
     distributed.peers = peers = Peers(homes, group.rank)
     reason = "it is switched off" if not shared_memory else why_not(group.size)
-    reason = group.any_fault(reason, "exchange of kernels") or (None if peers.on_one_host else "the ranks are on several hosts")
+    reason = group.any_fault(reason, "exchange of kernels") or (
+        None if peers.on_one_host else "the ranks are on several hosts"
+    )
     if reason:
         return Group(distributed, why_not_shared=reason)
     return _with_shared_memory(group, distributed, peers, timeout_s)

@@ -1,4 +1,6 @@
-"""Which ranks share the model, from what the caller gives: a group, an mpu, or a number of ranks of torch.distributed's world."""
+"""Which ranks share the model, from what the caller gives: a group, an mpu, or a number of ranks of torch.distributed's
+world.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from infuse.parallel.mesh import ONE, Mesh
 def join(tp_size: int, mpu: Any, process_group: Any, device: torch.device, timeout_s: float) -> tuple[Mesh, Group]:
     """This rank's mesh and group; all ranks call it together.
 
-    `mpu` (get_model_parallel_group) or `process_group` bring the ranks. Else they are `tp_size` neighbours of the world, which
-    torchrun's environment makes where nobody made it; a world of several times as many holds replicas of the model. ConfigError:
-    the numbers contradict each other, or there is no world.
+    `mpu` (get_model_parallel_group) or `process_group` bring the ranks. Else they are `tp_size` neighbours of the
+    world, which torchrun's environment makes where nobody made it; a world of several times as many holds replicas of
+    the model. ConfigError: the numbers contradict each other, or there is no world.
     """
     given = mpu.get_model_parallel_group() if mpu is not None else process_group
     if given is None and tp_size == 1:
@@ -28,7 +30,9 @@ def join(tp_size: int, mpu: Any, process_group: Any, device: torch.device, timeo
     if given is None:
         given = _neighbours(tp_size, device)
     elif tp_size not in (1, size := dist.get_world_size(given)):
-        raise ConfigError(f"tensor_parallel.tp_size: found {tp_size}; the given group has {size} ranks: leave tp_size out")
+        raise ConfigError(
+            f"tensor_parallel.tp_size: found {tp_size}; the given group has {size} ranks: leave tp_size out"
+        )
     elif dist.get_rank(given) < 0:
         raise ConfigError("tensor_parallel.tp_group: this rank is not in the group that was given")
     group = make_group(given, timeout_s=timeout_s)
@@ -37,7 +41,9 @@ def join(tp_size: int, mpu: Any, process_group: Any, device: torch.device, timeo
 
 @contextmanager
 def all_or_none(group: Group, what: str) -> Iterator[None]:
-    """What all ranks do together: where one raises, the others hear why, as a RankError in the operation that they are in."""
+    """What all ranks do together: where one raises, the others hear why, as a RankError in the operation that they are
+    in.
+    """
     try:
         yield
     except RankError:
@@ -59,7 +65,9 @@ def _neighbours(tp_size: int, device: torch.device) -> Any:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     if world % tp_size:
-        raise ConfigError(f"tensor_parallel.tp_size: found {tp_size} in a world of {world} ranks, which it does not divide; {start}")
+        raise ConfigError(
+            f"tensor_parallel.tp_size: found {tp_size} in a world of {world} ranks, which it does not divide; {start}"
+        )
     if world == tp_size:
         return None
     rank, own = dist.get_rank(), None

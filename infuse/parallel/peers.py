@@ -66,7 +66,9 @@ class Peers:
         return len({number for home in self.homes for number in home.processors}) >= len(self.homes)
 
     def ended(self) -> list[int]:
-        """The ranks on this host whose processes have ended. A descriptor of a process is ready then, even while it is a zombie."""
+        """The ranks on this host whose processes have ended. A descriptor of a process is ready then, even while it is
+        a zombie.
+        """
         poll = select.poll()  # select.select refuses descriptors above 1023
         for descriptor in self._descriptors.values():
             if descriptor >= 0:

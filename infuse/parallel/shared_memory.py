@@ -1,6 +1,8 @@
-"""Collectives of ranks on one host through memory that all of them have mapped: kernels of ops/cpu/src/binding_shared.cpp.
+"""Collectives of ranks on one host through memory that all of them have mapped: kernels of
+ops/cpu/src/binding_shared.cpp.
 
-torch.distributed's own for CPUs, gloo, sends every tensor through sockets and threads of its own: tens of microseconds at best.
+torch.distributed's own for CPUs, gloo, sends every tensor through sockets and threads of its own: tens of microseconds
+at best.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def why_not(size: int) -> str | None:
 
 
 def new_region(size: int, spins: bool) -> tuple[Path, Tensor]:
-    """A file for `size` ranks and its memory, which is there: OSError now, not a signal later, where there is not enough of it."""
+    """A file for `size` ranks and its memory, which is there: OSError now, not a signal later, where there is not
+    enough of it.
+    """
     size_bytes = kernels().shared_bytes(size, BUFFER_BYTES)
     path = FOLDER / f"infuse-{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -75,9 +79,11 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 class SharedMemory:
-    """The operations of the ranks that have mapped one region. Tensors are on the CPU and contiguous, `axis` is not negative.
+    """The operations of the ranks that have mapped one region. Tensors are on the CPU and contiguous, `axis` is not
+    negative.
 
-    RankError after `timeout_s`, within a fraction of a second where a rank's process has ended, at once where ranks do different things.
+    RankError after `timeout_s`, within a fraction of a second where a rank's process has ended, at once where ranks do
+    different things.
     """
 
     name = "shared memory"
@@ -87,7 +93,9 @@ class SharedMemory:
         self._region, self._peers, self._timeout_s = region, peers, timeout_s
         found = kernels()
         self._sum, self._gather, self._broadcast = (
-            found.shared_all_reduce.default, found.shared_all_gather.default, found.shared_broadcast.default
+            found.shared_all_reduce.default,
+            found.shared_all_gather.default,
+            found.shared_broadcast.default,
         )
         self._tags: dict[str, int] = {}
         weakref.finalize(self, found.shared_leave, region, rank, "it has left the group")
@@ -136,7 +144,9 @@ class SharedMemory:
     def _look_around(self, what: str, patience: Patience) -> None:
         """RankError where waiting for those who have not come is in vain, or has lasted too long."""
         ended = self._peers.ended()  # before the states: who has come and then ended has come
-        absent = [rank for rank, state in enumerate(kernels().shared_states(self._region, self.rank)) if state == ABSENT]
+        absent = [
+            rank for rank, state in enumerate(kernels().shared_states(self._region, self.rank)) if state == ABSENT
+        ]
         where = f"rank {self.rank} of {self.size}, {what}"
         if set(absent) & set(ended):
             raise RankError(f"{where}: the process of {names([rank for rank in ended if rank in absent])} has ended")
@@ -145,7 +155,9 @@ class SharedMemory:
             if words:
                 raise RankError(f"{where}: rank {rank} takes part no more: {words}")
         if patience.is_over() and absent:
-            raise RankError(f"{where}: {names(absent)} did not come within {self._timeout_s:g} s (the process runs, but is elsewhere)")
+            raise RankError(
+                f"{where}: {names(absent)} did not come within {self._timeout_s:g} s (the process runs, but is elsewhere)"
+            )
 
     def _difference(self, what: str) -> str:
         """Which ranks do something else, and what; they say so when they see it themselves."""
@@ -156,7 +168,9 @@ class SharedMemory:
         for rank in others:
             while not (words := found.shared_last_words(self._region, rank)) and time.monotonic() < until:
                 time.sleep(0.001)
-            theirs.append(f"rank {rank} does {words or 'something else'} ({found.shared_operation(self._region, self.rank, rank)})")
+            theirs.append(
+                f"rank {rank} does {words or 'something else'} ({found.shared_operation(self._region, self.rank, rank)})"
+            )
         mine = found.shared_operation(self._region, self.rank, self.rank)
         return f"rank {self.rank} of {self.size} does {what} ({mine}), but {'; '.join(theirs)}"
 

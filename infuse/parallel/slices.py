@@ -1,4 +1,5 @@
-"""Which part of a matrix each rank has: pure numbers, for any number of ranks, also where they do not divide what they share.
+"""Which part of a matrix each rank has: pure numbers, for any number of ranks, also where they do not divide what they
+share.
 
 column  splits the outputs of a matrix (q, k, v, gate, up): no rank needs another's part.
 row     splits the inputs (attention's out, the MLP's down): ranks add up what they get.
@@ -16,7 +17,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a target tensor: positions `ranges` along `axis` (0 outputs, 1 inputs) of the whole, in their order.
+    """A rank's part of a target tensor: positions `ranges` along `axis` (0 outputs, 1 inputs) of the whole, in their
+    order.
 
     The whole is what one rank alone would hold; `sizes` are the lengths of its sources along that axis.
     """
@@ -41,8 +43,8 @@ class HeadShare:
 def split(total: int, size: int, *, grain: int = 1, multiple: int = 1) -> tuple[Range, ...]:
     """Neighbouring ranges of `total` for `size` ranks, as even as they can be in steps of `grain`.
 
-    Where the grain does not divide, or gives a rank nothing, it is halved as often as needed; `multiple` (the group of a number
-    format) is kept as long as it divides.
+    Where the grain does not divide, or gives a rank nothing, it is halved as often as needed; `multiple` (the group of
+    a number format) is kept as long as it divides.
     """
     unit = next(unit for unit in _units(grain, multiple) if total % unit == 0 and (total // unit >= size or unit == 1))
     each, more = divmod(total // unit, size)
@@ -58,7 +60,9 @@ def _units(grain: int, multiple: int) -> list[int]:
 
 
 def split_heads(heads: int, kv_heads: int, size: int) -> tuple[HeadShare, ...] | None:
-    """The heads of each rank: whole groups where there are enough of them, else ranks share a key/value head. None: too few heads."""
+    """The heads of each rank: whole groups where there are enough of them, else ranks share a key/value head. None: too
+    few heads.
+    """
     if size > heads:
         return None
     group = heads // kv_heads

@@ -1,7 +1,7 @@
 """What a rank knows while it waits for others: how long it has waited, and where the others wait.
 
-A rank whose wait lasts writes where it is into the store of torch.distributed, once a second; one that gives up reads what the others
-write, and names those who do not, on any host. A short wait touches no store.
+A rank whose wait lasts writes where it is into the store of torch.distributed, once a second; one that gives up reads
+what the others write, and names those who do not, on any host. A short wait touches no store.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ T = TypeVar("T")
 
 
 def names(ranks: Sequence[int]) -> str:
-    """"rank 1", "ranks 1, 2"."""
+    """ "rank 1", "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class Patience:
-    """The time that is left to wait. Of a pause, in which this process did not run, a second counts: others may have paused with it."""
+    """The time that is left to wait. Of a pause, in which this process did not run, a second counts: others may have
+    paused with it.
+    """
 
     def __init__(self, limit_s: float):
         self._left_s, self._last = limit_s, time.monotonic()
@@ -46,7 +48,9 @@ class Patience:
 
 
 class RollCall:
-    """Where each rank of a group waits: in operation `number`, which is the same on all of them, and `what` that is in words."""
+    """Where each rank of a group waits: in operation `number`, which is the same on all of them, and `what` that is in
+    words.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -60,7 +64,9 @@ class RollCall:
         self._next = time.monotonic() + BEAT_S
 
     def goes_on(self, number: int, what: str) -> int | None:
-        """A wait goes on: to be called again and again; it writes once in BEAT_S. The rank that has given up, None where none has."""
+        """A wait goes on: to be called again and again; it writes once in BEAT_S. The rank that has given up, None
+        where none has.
+        """
         if time.monotonic() < self._next:
             return None
         self._beat += 1
@@ -69,7 +75,8 @@ class RollCall:
         return gave_up
 
     def result(self, number: int, what: str) -> tuple[list[int], str]:
-        """This rank gives up: the ranks that wait nowhere, and in words where the others do. Where `lost` says why, nothing is known.
+        """This rank gives up: the ranks that wait nowhere, and in words where the others do. Where `lost` says why,
+        nothing is known.
 
         Who waits writes again within a second, and who has given up has written that.
         """
@@ -112,11 +119,15 @@ class RollCall:
         group: Any = process_group or dist.group.WORLD
         store = group.get_group_store()
         self._keeper = _keeper(store, dist.get_process_group_ranks(group))
-        number = store.add(f"infuse/groups/{self.rank}", 1)  # all ranks make the same groups: notes of another one are not this one's
+        number = store.add(
+            f"infuse/groups/{self.rank}", 1
+        )  # all ranks make the same groups: notes of another one are not this one's
         self._store = dist.PrefixStore(f"infuse/{number}", store)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer. A store that is gone may keep who asks waiting for minutes: in a thread that can be left alone."""
+        """The store's answer. A store that is gone may keep who asks waiting for minutes: in a thread that can be left
+        alone.
+        """
         answers: list[T] = []
         errors: list[str] = []
 
@@ -148,4 +159,6 @@ def _keeper(store: Any, ranks: Sequence[int]) -> str:
         who = "torchrun"
     else:
         who = f"rank {ranks.index(0)}" if 0 in ranks else "rank 0 of the world"
-    return f"{who}, which keeps the store of torch.distributed at {store.host}:{store.port}, is gone or out of reach: it"
+    return (
+        f"{who}, which keeps the store of torch.distributed at {store.host}:{store.port}, is gone or out of reach: it"
+    )

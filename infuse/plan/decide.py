@@ -60,8 +60,14 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         steps=steps,
         left=tuple(decision.left),
         declined=decision.declines(),
-        notes=(*config.notes(device), *notes, *Sharing(model, steps).notes(), *decision.formats.idle(device, dtype),
-               *adapter_notes(model), *without_kernels(decision.choices, steps, device)),
+        notes=(
+            *config.notes(device),
+            *notes,
+            *Sharing(model, steps).notes(),
+            *decision.formats.idle(device, dtype),
+            *adapter_notes(model),
+            *without_kernels(decision.choices, steps, device),
+        ),
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,
@@ -76,7 +82,9 @@ class _Decision:
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
-        self.unfit: dict[tuple[str, str, str], None] = {}  # op, body and reason, of formats that a body leaves to the reference
+        self.unfit: dict[
+            tuple[str, str, str], None
+        ] = {}  # op, body and reason, of formats that a body leaves to the reference
         self.shared = shared_weights(model)
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
         self.formats = Formats(config, self.head)
@@ -106,7 +114,9 @@ class _Decision:
         elif linear_shape(module) is not None:
             self.linears(module, path)
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            self.left.append(Left(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself"))
+            self.left.append(
+                Left(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself")
+            )
         elif next(module.children(), None) is None:
             if self.mesh.tp > 1 and path == self.table and embedding_shape(module) is not None:
                 self.steps += [] if any(step.path == path for step in self.steps) else [self.embedding(path)]
@@ -114,7 +124,9 @@ class _Decision:
                 self.left.append(Left(path, f"{type(module).__name__} is in no layer that has a spec"))
         else:
             if module._parameters:
-                self.left.append(Left(path, f"{type(module).__name__} has parameters of its own: {', '.join(module._parameters)}"))
+                self.left.append(
+                    Left(path, f"{type(module).__name__} has parameters of its own: {', '.join(module._parameters)}")
+                )
             config = getattr(module, "config", config)
             for name, child in module.named_children():
                 if name not in adapter_parts(module):
@@ -122,21 +134,40 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        differences = [text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))]
+        differences = [
+            text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))
+        ]
         if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
         parts = [Part(bound.shape, bound.fills)]
         if self.mesh.tp > 1:
             down = next(fill for fill in bound.fills if fill.target == "mlp.down.weight")
             multiple = self.formats.multiple(down, path, bound.shape)
-            parts = [layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple) for rank in self.mesh.ranks()]
+            parts = [
+                layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple)
+                for rank in self.mesh.ranks()
+            ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
-        return Step(path, BLOCK, name, shape, fills, bodies, f"spec of {name}", bound.index, bound.attn, whole=whole, skips_padding=skips)
+        return Step(
+            path,
+            BLOCK,
+            name,
+            shape,
+            fills,
+            bodies,
+            f"spec of {name}",
+            bound.index,
+            bound.attn,
+            whole=whole,
+            skips_padding=skips,
+        )
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
-        """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot be."""
+        """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot
+        be.
+        """
         try:
             if self.mesh.tp > 1:
                 roles, readings = self.splits.parts(path, config, self.formats)
@@ -148,14 +179,18 @@ class _Decision:
                     steps.append(Step(path, SPLIT, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
                     left = left or list(self.left)  # what is told of the first reading speaks for all
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
-                self.left = [*left] + [Left(f"{path}: {name}", "whole on each rank: no column and no row of a sum") for name in roles.left]
+                self.left = [*left] + [
+                    Left(f"{path}: {name}", "whole on each rank: no column and no row of a sum") for name in roles.left
+                ]
                 return
         except SpecMismatch as mismatch:
             self.left.append(Left(path, f"whole on each rank: {mismatch}"))
         self.linears(module, path)
 
     def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
-        """This rank's of the parts that ranks have of a module: its shape, its fills with their formats, and the whole shape."""
+        """This rank's of the parts that ranks have of a module: its shape, its fills with their formats, and the whole
+        shape.
+        """
         own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
@@ -172,7 +207,11 @@ class _Decision:
             others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
             unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]
             if unlike and self.formats.of(name) is not None:
-                self.left.append(Left(name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"))
+                self.left.append(
+                    Left(
+                        name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
+                    )
+                )
                 if not split:
                     continue
             parts = [output_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
@@ -180,12 +219,20 @@ class _Decision:
             if unlike:  # the embedding stays whole, and the head has a copy of its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
             bodies = self.bodies(linear_ops(fills))
-            if shape.transposed and not fills[0].format and is_adapter(self.model.get_submodule(name.rpartition(".")[0])):
+            if (
+                shape.transposed
+                and not fills[0].format
+                and is_adapter(self.model.get_submodule(name.rpartition(".")[0]))
+            ):
                 self.left.append(Left(name, "its adapter (peft) merges into a transposed weight"))
             elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
-                self.steps.append(Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
+                self.steps.append(
+                    Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole)
+                )
                 if split or fills[0].format:
-                    tied = [self.embedding(other, name, fills[0].format) for other in others]  # takes their earlier steps away
+                    tied = [
+                        self.embedding(other, name, fills[0].format) for other in others
+                    ]  # takes their earlier steps away
                     self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
@@ -201,30 +248,53 @@ class _Decision:
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
         bodies = self.bodies(("quantized_embedding", "quantize") if format else ())
-        return Step(path, EMBEDDING, "Embedding", part.shape, fills, bodies, why, shares=head, whole=whole if self.mesh.tp > 1 else None)
+        return Step(
+            path,
+            EMBEDDING,
+            "Embedding",
+            part.shape,
+            fills,
+            bodies,
+            why,
+            shares=head,
+            whole=whole if self.mesh.tp > 1 else None,
+        )
 
     def hook(self, model: nn.Module) -> None:
-        """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains something."""
-        if not getattr(model, "_supports_attention_backend", False) or getattr(model.config, "_attn_implementation", "") != "sdpa":
+        """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains
+        something.
+        """
+        if (
+            not getattr(model, "_supports_attention_backend", False)
+            or getattr(model.config, "_attn_implementation", "") != "sdpa"
+        ):
             return
         blocks = tuple(f"{step.path}." for step in self.steps if step.depth == BLOCK)
-        stays = any(hasattr(module, "is_causal") and not f"{name}.".startswith(blocks) for name, module in model.named_modules())
+        stays = any(
+            hasattr(module, "is_causal") and not f"{name}.".startswith(blocks) for name, module in model.named_modules()
+        )
         bodies = self.bodies(("attention",))
         if stays and any(step.depth == SPLIT for step in self.steps):
-            self.left.append(Left("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec"))
+            self.left.append(
+                Left("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec")
+            )
         elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
             why = "attention of layers that stay, by transformers' attention interface"
             self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
 
     def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
-        """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks share it."""
+        """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks
+        share it.
+        """
         matrix = matrix_shape(fill, whole)
         if matrix is None:
             return fill
         format = self.formats.of_fill(fill, path)
         if format is None:
             if self.formats.left_alone(linears_of(fill, path)[0]):
-                self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone"))
+                self.left.append(
+                    Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
+                )
             return fill
         format = format.of_part(matrix[1]) if fill.cut is not None and fill.cut.axis == 1 else format
         widths = [matrix[1] for matrix in (matrix_shape(fill, shape) for shape in shapes) if matrix is not None]
@@ -233,7 +303,9 @@ class _Decision:
             return fill
         for name, body in self.bodies(("quantized_linear",)):
             layout = ops.registered()[name].bodies[body].layout
-            self.unfit |= {(name, body, reason): None for width in widths if layout and (reason := layout.declines(format, width))}
+            self.unfit |= {
+                (name, body, reason): None for width in widths if layout and (reason := layout.declines(format, width))
+            }
         return replace(fill, format=str(format))
 
     def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -243,12 +315,18 @@ class _Decision:
         return ops.layer_bodies((name, self.choices[name].body) for name in names)
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
-        declined = tuple((name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined)
+        declined = tuple(
+            (name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined
+        )
         return (*declined, *self.unfit)
 
 
-def fallback(steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh) -> list[Step]:
-    """The next depth for layers that were refused: shared by ranks in their own form, then their linears, where they gain something."""
+def fallback(
+    steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh
+) -> list[Step]:
+    """The next depth for layers that were refused: shared by ranks in their own form, then their linears, where they
+    gain something.
+    """
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     for step in steps:
         module = model.get_submodule(step.path)

@@ -1,4 +1,6 @@
-"""Which number format each matrix of a model is to have: the configuration's, by the path of the linear that it comes from."""
+"""Which number format each matrix of a model is to have: the configuration's, by the path of the linear that it comes
+from.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ _KEY = "quant.weight.post_init_quant"
 class Formats:
     """Answers for one model, and what the configuration names that the model has not.
 
-    A pattern of the configuration matches a linear whose path holds it, as in DeepSpeed. `head` is the path of the output layer: a
-    format of less than 8 bits for all matrices becomes int8 there, which a format by name does not.
+    A pattern of the configuration matches a linear whose path holds it, as in DeepSpeed. `head` is the path of the
+    output layer: a format of less than 8 bits for all matrices becomes int8 there, which a format by name does not.
     """
 
     def __init__(self, config: InferenceConfig, head: str | None):
@@ -46,11 +48,19 @@ class Formats:
         if self._everywhere is None:
             return None
         format = quant_format(self._everywhere)
-        return replace(quant_format("int8"), activation_bits=format.activation_bits) if path == self._head and format.bits < 8 else format
+        return (
+            replace(quant_format("int8"), activation_bits=format.activation_bits)
+            if path == self._head and format.bits < 8
+            else format
+        )
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
         """What of the formats has no effect on the device."""
-        asked = [text for text in (self._everywhere, *self._by_name.values()) if text and quant_format(text).activation_bits == 8]
+        asked = [
+            text
+            for text in (self._everywhere, *self._by_name.values())
+            if text and quant_format(text).activation_bits == 8
+        ]
         reason = keeps_activations(device, dtype) if asked else None
         return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
 
@@ -75,14 +85,22 @@ class Formats:
         chosen = [str(self.of(source) or "the compute dtype") for source in sources]
         if len(set(chosen)) == 1:
             return None
-        told = ", ".join(f"{source.removeprefix(f'{path}.')} in {format}" for source, format in zip(sources, chosen, strict=True))
+        told = ", ".join(
+            f"{source.removeprefix(f'{path}.')} in {format}" for source, format in zip(sources, chosen, strict=True)
+        )
         return f"{told} cannot be one matrix"
 
     def check(self, model: nn.Module) -> list[str]:
-        """Notes on patterns that match tables only. ConfigError: patterns that match nothing, or one linear with two formats."""
+        """Notes on patterns that match tables only. ConfigError: patterns that match nothing, or one linear with two
+        formats.
+        """
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
-        problems = [f"{_KEY}: {pattern!r} is in no linear's path" for pattern in unmatched if not any(pattern in name for name in tables)]
+        problems = [
+            f"{_KEY}: {pattern!r} is in no linear's path"
+            for pattern in unmatched
+            if not any(pattern in name for name in tables)
+        ]
         if problems:
             paths = ", ".join(path for (path,) in grouped([(path,) for path in self._linears], path_column=0))
             problems.append(f"the linears that there are: {paths or 'none'}")
@@ -91,7 +109,9 @@ class Formats:
             patterns = tuple(pattern for pattern in self._by_name if pattern in path)
             if len(set(self._named(path))) > 1 and patterns not in told:
                 told.add(patterns)
-                problems.append(f"{_KEY}: {' and '.join(map(repr, patterns))} give {path} different formats; one linear has one")
+                problems.append(
+                    f"{_KEY}: {' and '.join(map(repr, patterns))} give {path} different formats; one linear has one"
+                )
         if problems:
             raise config_keys.failure(problems)
         return [f"{_KEY}: {pattern!r}: no effect: only tables match, which are not quantized" for pattern in unmatched]
@@ -107,7 +127,11 @@ def linears_of(fill: Fill, path: str) -> list[str]:
 
 
 def is_matrix(fill: Fill) -> bool:
-    return fill.matrix or fill.target == "weight" or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+    return (
+        fill.matrix
+        or fill.target == "weight"
+        or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+    )
 
 
 def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:

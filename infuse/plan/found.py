@@ -66,8 +66,9 @@ def model_around(model: nn.Module, path: str) -> str:
 
 
 def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
-    """What tells modules of one kind apart: their plain attributes but for their place, by which a spec may have gone wrong; of a linear
-    its name and what the module around it is made of, since that is what calls it."""
+    """What tells modules of one kind apart: their plain attributes but for their place, by which a spec may have gone
+    wrong; of a linear its name and what the module around it is made of, since that is what calls it.
+    """
     own = tuple(
         (place, name, value)
         for place, module in model.get_submodule(path).named_modules()
@@ -79,7 +80,12 @@ def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
     where, _, name = path.rpartition(".")
     around = model.get_submodule(where)
     inside = around.named_modules() if is_adapter(around) else around.named_children()
-    return own, type(around), None if name.isdecimal() else name, tuple((place, type(module)) for place, module in inside)
+    return (
+        own,
+        type(around),
+        None if name.isdecimal() else name,
+        tuple((place, type(module)) for place, module in inside),
+    )
 
 
 def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:

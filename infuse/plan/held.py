@@ -1,4 +1,6 @@
-"""How quantized weights are held where a CPU has no kernels for them: dequantized once, if memory allows, and what the plan says of it."""
+"""How quantized weights are held where a CPU has no kernels for them: dequantized once, if memory allows, and what the
+plan says of it.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,14 @@ def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], de
         why += ". `infuse env` says what there is, `infuse build` builds them"
     if choice.body in ops.HELD:
         held = choice.body.removeprefix("dequantized_")
-        return [f"{what}: the weights are rounded to the format and held in {held}: as fast as the original, but not smaller. {why}"]
+        return [
+            f"{what}: the weights are rounded to the format and held in {held}: as fast as the original, but not smaller. {why}"
+        ]
     if choice.body == ops.REFERENCE:
-        room = next((f", and it is not held dequantized: {declined[name]}" for name in ops.HELD if name in declined), "")
-        return [f"SLOW: {what}: each call dequantizes every weight, up to 45 times slower than without quant{room}. {why}"]
+        room = next(
+            (f", and it is not held dequantized: {declined[name]}" for name in ops.HELD if name in declined), ""
+        )
+        return [
+            f"SLOW: {what}: each call dequantizes every weight, up to 45 times slower than without quant{room}. {why}"
+        ]
     return []

@@ -38,7 +38,9 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one model on one device, for one rank of `mesh`. `before_bytes` and `after_bytes` are the parameters' bytes."""
+    """The decision for one model on one device, for one rank of `mesh`. `before_bytes` and `after_bytes` are the
+    parameters' bytes.
+    """
 
     model: str
     device: str
@@ -55,13 +57,26 @@ class Plan:
     def digest(self) -> str:
         """A fingerprint of the decision: equal on every rank that decided alike."""
         steps = [
-            (step.path, step.depth, step.layer, step.whole or step.shape, step.formats, step.bodies, step.why, step.skips_padding)
+            (
+                step.path,
+                step.depth,
+                step.layer,
+                step.whole or step.shape,
+                step.formats,
+                step.bodies,
+                step.why,
+                step.skips_padding,
+            )
             for step in self.steps
         ]
         return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
-    def with_left(self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()) -> Plan:
-        return replace(self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes, notes=(*self.notes, *notes))
+    def with_left(
+        self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()
+    ) -> Plan:
+        return replace(
+            self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes, notes=(*self.notes, *notes)
+        )
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
@@ -122,7 +137,11 @@ def memory(plan: Plan) -> str:
 
 def legend(plan: Plan) -> list[str]:
     """The meaning of the words and of the kernels that the plan names, a line for each."""
-    used = {step.depth for step in plan.steps} | ({"left"} if plan.left else set()) | ({"declined"} if plan.declined else set())
+    used = (
+        {step.depth for step in plan.steps}
+        | ({"left"} if plan.left else set())
+        | ({"declined"} if plan.declined else set())
+    )
     bodies = {body for step in plan.steps for _, body in step.bodies}
     lines = []
     for what, meanings, there in (("words", _WORDS, used), ("kernels", _KERNELS, bodies)):
@@ -177,7 +196,8 @@ class Report(str):
 def plan_html(plan: Plan) -> str:
     """The plan as one table, a row for each line of its text."""
     body = "".join(
-        "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>" for row in _rows(plan)
+        "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
+        for row in _rows(plan)
     )
     words = "<br>".join(escape(line) for line in legend(plan))
     head = "".join(f'<th style="text-align:left">{name}</th>' for name in ("", "module", "what and why", "kernels"))

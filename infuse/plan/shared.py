@@ -1,4 +1,6 @@
-"""Weights that several layers share: what is made of them is made once and shared again, or the plan says why it cannot be."""
+"""Weights that several layers share: what is made of them is made once and shared again, or the plan says why it cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Sharing:
         return names, replace(fill, target="", sources=()), step.depth, step.bodies
 
     def notes(self) -> tuple[str, ...]:
-        """The shared tensors of which layers get values of their own, since they are merged or laid out in different ways."""
+        """The shared tensors of which layers get values of their own, since they are merged or laid out in different
+        ways.
+        """
         made: dict[str, set[Hashable]] = defaultdict(set)
         copied: dict[str, str] = {}
         for step in (step for step in self._steps if not step.shares):
@@ -69,7 +73,8 @@ class Sharing:
 
 
 def refuse_shared(model: nn.Module, path: str, shared: Mapping[str, tuple[str, ...]]) -> None:
-    """SpecMismatch where ranks cannot share the layer at `path` because another layer has some of its weights: they would be cut twice.
+    """SpecMismatch where ranks cannot share the layer at `path` because another layer has some of its weights: they
+    would be cut twice.
 
     A layer that is applied in several places has its own weights in all of them.
     """

@@ -19,7 +19,17 @@ from infuse.plan.formats import Formats
 from infuse.plan.found import shared_weights
 from infuse.plan.shared import refuse_shared
 from infuse.unknown.cut import split_parts
-from infuse.unknown.roles import Policy, Roles, find_roles, layer_paths, matches, own_plan, planned_roles, policy_names, policy_problems
+from infuse.unknown.roles import (
+    Policy,
+    Roles,
+    find_roles,
+    layer_paths,
+    matches,
+    own_plan,
+    planned_roles,
+    policy_names,
+    policy_problems,
+)
 from infuse.unknown.trace import Trace, traced
 
 
@@ -30,18 +40,30 @@ class Splits:
         self._model, self._policy, self._mesh, self._grain = model, policy, mesh, grain
         if problems := policy_problems(policy, model):
             raise config_keys.failure(problems)
-        self.layers = {path: layer for path, layer in layer_paths(model).items() if not _inside_has_spec(layer)} if mesh.tp > 1 else {}
-        named = {path: layer for path, layer in model.named_modules() if policy and policy_names(policy, layer) is not None}
+        self.layers = (
+            {path: layer for path, layer in layer_paths(model).items() if not _inside_has_spec(layer)}
+            if mesh.tp > 1
+            else {}
+        )
+        named = {
+            path: layer for path, layer in model.named_modules() if policy and policy_names(policy, layer) is not None
+        }
         for path in named if mesh.tp > 1 else ():
-            self.layers = {other: layer for other, layer in self.layers.items() if not _nested(path, other)} | {path: named[path]}
+            self.layers = {other: layer for other, layer in self.layers.items() if not _nested(path, other)} | {
+                path: named[path]
+            }
         self._named = set(named)
 
     def takes(self, path: str) -> bool:
-        """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer without a spec."""
+        """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer
+        without a spec.
+        """
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
-        """The roles of the layer's linears, and for each reading the whole and every rank's part. SpecMismatch: it cannot be split."""
+        """The roles of the layer's linears, and for each reading the whole and every rank's part. SpecMismatch: it
+        cannot be split.
+        """
         refuse_shared(self._model, path, self._shared)
         layer = self._model.get_submodule(path)
         rows = policy_names(self._policy, layer)

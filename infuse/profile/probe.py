@@ -1,7 +1,8 @@
 """What the machine gives at best: read bandwidth and matmul rate, the bounds that every speed is compared with.
 
-Knows nothing of models. Other guests of a machine share its memory: on one 2-core guest the rate stood at 23, 30 and 55 GB/s for
-ten seconds to minutes each, with no time stolen from the processors. So probe in the run whose figures are judged, best in turns.
+Knows nothing of models. Other guests of a machine share its memory: on one 2-core guest the rate stood at 23, 30 and 55
+GB/s for ten seconds to minutes each, with no time stolen from the processors. So probe in the run whose figures are
+judged, best in turns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from infuse.native import isa, kernels
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second over repeated reads of one buffer. `best`, the fastest pass, is the bound: nothing reads faster than memory
-    gives; a `median` far below it says that something else was using the memory. `reader` names what read."""
+    """Bytes per second over repeated reads of one buffer. `best`, the fastest pass, is the bound: nothing reads faster
+    than memory gives; a `median` far below it says that something else was using the memory. `reader` names what read.
+    """
 
     best: float
     median: float
@@ -32,9 +34,9 @@ class Bandwidth:
 class MemoryReader:
     """A buffer of `size_bytes` on `device`, and what reads it once from end to end: on CPUs all of PyTorch's threads.
 
-    On CPUs that is the kernel `read_bytes` (src/probe.h), torch.sum of float32 where there are no kernels. `huge_pages` asks Linux
-    for pages of 2 MiB: in a virtual machine pages of 4 KiB cost a tenth to a third of the rate. `size_bytes` must be well beyond
-    the caches, or they serve a part of it.
+    On CPUs that is the kernel `read_bytes` (src/probe.h), torch.sum of float32 where there are no kernels. `huge_pages`
+    asks Linux for pages of 2 MiB: in a virtual machine pages of 4 KiB cost a tenth to a third of the rate. `size_bytes`
+    must be well beyond the caches, or they serve a part of it.
     """
 
     def __init__(self, device: torch.device | str = "cpu", size_bytes: int = 1 << 30, *, huge_pages: bool = True):

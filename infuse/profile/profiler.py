@@ -31,7 +31,10 @@ class ForwardTimes:
         self._cuda = device.type == "cuda"
         self._open: list[Any] = []
         self._done: list[tuple[Any, Any]] = []
-        self._handles = [module.register_forward_pre_hook(self._start), module.register_forward_hook(self._stop, always_call=True)]
+        self._handles = [
+            module.register_forward_pre_hook(self._start),
+            module.register_forward_hook(self._stop, always_call=True),
+        ]
 
     def _now(self) -> Any:
         if self._events:
@@ -159,7 +162,9 @@ class Profile:
             total = sum(row["seconds"] for row in found[key]) or 1.0
             table.add_row(f"[bold]{title}[/bold]")
             for row in found[key][:rows]:
-                table.add_row(row[name], str(row["calls"]), f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / total:.1%}")
+                table.add_row(
+                    row[name], str(row["calls"]), f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / total:.1%}"
+                )
         for label, value in (
             ("prefill tokens/s", found["prefill_tokens_per_second"]),
             ("decode tokens/s", found["decode_tokens_per_second"]),
@@ -168,7 +173,12 @@ class Profile:
                 table.add_row(label, "", f"{value:,.1f}")
         if found["share_of_bandwidth"]:
             gigabytes = found["read_bytes_per_second"] / 1e9
-            table.add_row("weights read, GB/s, of the probed read bandwidth", "", f"{gigabytes:.2f}", f"{found['share_of_bandwidth']:.1%}")
+            table.add_row(
+                "weights read, GB/s, of the probed read bandwidth",
+                "",
+                f"{gigabytes:.2f}",
+                f"{found['share_of_bandwidth']:.1%}",
+            )
         return table
 
     def save_trace(self, path: str | Path) -> None:

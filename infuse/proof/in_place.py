@@ -1,7 +1,8 @@
 """The proof of a linear inside the module that calls it: callers may read more of a linear than what it returns.
 
-The model runs once, in its own dtype, and what each caller was given is recorded. The caller then runs twice: with the new linear in
-its place, and with the original there, whose forward alone is the new one's. Both must give the same, whatever the new linear rounds.
+The model runs once, in its own dtype, and what each caller was given is recorded. The caller then runs twice: with the
+new linear in its place, and with the original there, whose forward alone is the new one's. Both must give the same,
+whatever the new linear rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from infuse.proof.unknown import random_inputs
 
 @dataclass(frozen=True)
 class Caller:
-    """The innermost module in whose forward a linear was called, the linear's path in it, and the arguments of that forward.
+    """The innermost module in whose forward a linear was called, the linear's path in it, and the arguments of that
+    forward.
 
     Of a linear that is not called it is the innermost module around it that is: that one may read the weight itself.
     `short`: it was recorded in a model that had been `shortened`.
@@ -43,7 +45,9 @@ class _Reached(Exception):
 
 @dataclass
 class _Recorder:
-    """Hooks on the linears and on the modules around them: which of these run, with which arguments, when a linear is called."""
+    """Hooks on the linears and on the modules around them: which of these run, with which arguments, when a linear is
+    called.
+    """
 
     model: nn.Module
     linears: Mapping[str, nn.Module]
@@ -97,7 +101,8 @@ def _around(path: str) -> Iterator[str]:
 def find_callers(
     model: nn.Module, paths: Iterable[str], running: Callable[[], AbstractContextManager[None]]
 ) -> tuple[dict[str, Caller], dict[str, str]]:
-    """Who calls each linear when `model` runs on random inputs, or the nearest model around the linear does; of the others, why not.
+    """Who calls each linear when `model` runs on random inputs, or the nearest model around the linear does; of the
+    others, why not.
 
     `running` gives a context in which the model can run.
     """
@@ -127,7 +132,10 @@ def proven_alone(reasons: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for path, reason in reasons.items():
         by_reason.setdefault(reason, []).append(path)
-    return [f"proven alone, not inside the module that calls it: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+    return [
+        f"proven alone, not inside the module that calls it: {', '.join(paths)} ({reason})"
+        for reason, paths in by_reason.items()
+    ]
 
 
 def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Caller]:
@@ -170,7 +178,8 @@ def _note(returned: list[Any], module: nn.Module, args: Any, output: Any) -> Non
 
 
 def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
-    """Let `layer` hand on what it is given, until `undo`. It stays where it is: transformers looks for layers by their class, once.
+    """Let `layer` hand on what it is given, until `undo`. It stays where it is: transformers looks for layers by their
+    class, once.
 
     Its hooks of now are not called (one of them may load its weights); those that are registered meanwhile stay.
     """

@@ -1,9 +1,10 @@
 """The proof: a new module against the one that it would replace, on inputs that the model itself makes.
 
-The model runs up to the layer on random tokens, in each of the ways that users call it (alone, padded, with the caches and
-masks that they bring; then further tokens on the cache), and what it passes to the layer is recorded. Two comparisons follow.
-Structure: old and new in float32, same weights, which must agree closely. Result: the new module as it will run, in the target
-dtype and format, whose distance from the original in float32 may be at most twice that of the original itself run in that dtype.
+The model runs up to the layer on random tokens, in each of the ways that users call it (alone, padded, with the caches
+and masks that they bring; then further tokens on the cache), and what it passes to the layer is recorded. Two
+comparisons follow. Structure: old and new in float32, same weights, which must agree closely. Result: the new module as
+it will run, in the target dtype and format, whose distance from the original in float32 may be at most twice that of
+the original itself run in that dtype.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from infuse.quant.parse import quant_format
 TOKENS, PADDING, SEED = 12, 3, 2026  # 12 divides into the chunks of chunked feed-forward layers
 LATER = (1, 2)  # new tokens of the calls after the first one: a step of decoding, then several tokens at once
 WINDOW = 5  # a sliding window that TOKENS more than fill
-# Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the last place.
+# Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the
+# last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
@@ -47,9 +49,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Calls in order on one cache: a prompt, then further tokens where there is a cache. Each of `caches` makes a fresh one: the original
-    runs on the first, what is to replace it on all of them. Where `refusable`, the new module may refuse the calls by name instead of
-    computing them (UnsupportedCall)."""
+    """Calls in order on one cache: a prompt, then further tokens where there is a cache. Each of `caches` makes a fresh
+    one: the original runs on the first, what is to replace it on all of them. Where `refusable`, the new module may
+    refuse the calls by name instead of computing them (UnsupportedCall).
+    """
 
     label: str
     calls: tuple[Call, ...]
@@ -71,10 +74,10 @@ class _Reached(Exception):
 class _Session:
     """A few calls of the model in a row, as some user makes them; what its layers are passed becomes a case.
 
-    `tokens` are the new tokens of each call. The model runs on a cache of `make_cache`, and new modules on those of `also` as well,
-    where the same arguments mean the same. `texts`: two texts in each row, by a 4-d mask; `paged`: as a step of continuous batching
-    packs them, with the cache that it passes to the attention function. `window`: sliding windows are that short.
-    An `optional` session that the model itself refuses makes no case.
+    `tokens` are the new tokens of each call. The model runs on a cache of `make_cache`, and new modules on those of
+    `also` as well, where the same arguments mean the same. `texts`: two texts in each row, by a 4-d mask; `paged`: as a
+    step of continuous batching packs them, with the cache that it passes to the attention function. `window`: sliding
+    windows are that short. An `optional` session that the model itself refuses makes no case.
     """
 
     label: str
@@ -105,7 +108,9 @@ def _sessions(config: Any, decodes: bool) -> list[_Session]:
     sessions = [
         _Session("alone", (first, *later), lambda: DynamicCache(config=config), (_our_cache,), optional=False),
         _Session("padded", (first, *later), _our_cache, padded=True, optional=False),
-        _Session("a static cache", (WINDOW, *later), lambda: StaticCache(config=config, max_cache_len=TOKENS), padded=True),
+        _Session(
+            "a static cache", (WINDOW, *later), lambda: StaticCache(config=config, max_cache_len=TOKENS), padded=True
+        ),
         texts,
         replace(texts, label="a continuous batch", paged=True),
     ]
@@ -160,7 +165,9 @@ def _sees_all(calls: list[Call]) -> bool:
     seen_tokens = 0
     for call in calls:
         seen_tokens += call.hidden.shape[1]
-        masks = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim() == 4]
+        masks = [
+            value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim() == 4
+        ]
         if any(mask.shape[-1] != seen_tokens for mask in masks):
             return False
     return True
@@ -180,13 +187,19 @@ def _short_window(owner: Any, window: int | None) -> Iterator[None]:
         owner.config.sliding_window = kept
 
 
-def _model_inputs(owner: nn.Module, cache: Cache | None, session: _Session) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+def _model_inputs(
+    owner: nn.Module, cache: Cache | None, session: _Session
+) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions."""
     generator = torch.Generator().manual_seed(SEED)
     sample, batch = like(owner), session.batch
     config: Any = getattr(owner, "config", None)
     if _reads_pixels(owner):
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+        size = (
+            config.image_size
+            if isinstance(config.image_size, (tuple, list))
+            else (config.image_size, config.image_size)
+        )
         pixels = torch.randn(batch, config.num_channels, *size, generator=generator)
         yield {"pixel_values": pixels.to(sample)}, None
         return
@@ -227,11 +240,18 @@ def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
     first = _first_text(tokens)
     positions = torch.cat((torch.arange(first), torch.arange(tokens - first)))[None]
     ends = torch.tensor([0, first, tokens], dtype=torch.int32)
-    return {"position_ids": positions.to(device), "cu_seq_lens_q": ends.to(device), "max_length_q": tokens - first, "cache": Empty()}
+    return {
+        "position_ids": positions.to(device),
+        "cu_seq_lens_q": ends.to(device),
+        "max_length_q": tokens - first,
+        "cache": Empty(),
+    }
 
 
 def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T] to be added to scores: the first third of each row is a text, the rest another; each in causal order."""
+    """[B, 1, T, T] to be added to scores: the first third of each row is a text, the rest another; each in causal
+    order.
+    """
     text = torch.arange(mask_BT.shape[1]) >= _first_text(mask_BT.shape[1])
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
@@ -275,7 +295,11 @@ def like(owner: nn.Module) -> Tensor:
 
 
 def run_and_record(
-    owner: nn.Module, layers: Mapping[str, nn.Module], inputs: dict[str, Any], real: Tensor | None, seen: dict[str, list[Call]]
+    owner: nn.Module,
+    layers: Mapping[str, nn.Module],
+    inputs: dict[str, Any],
+    real: Tensor | None,
+    seen: dict[str, list[Call]],
 ) -> None:
     remaining = set(layers)
     handles = []
@@ -331,7 +355,9 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
     for call in case.calls:
         args = [_cast(arg, dtype, cache) for arg in call.args]
         kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
-        given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden  # an embedding is given indices
+        given = (
+            call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
+        )  # an embedding is given indices
         hidden = given.clone()
         out = layer(hidden, *args, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
@@ -361,7 +387,9 @@ def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expecte
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """The root mean square of the difference over that of `exact`; infinite where shapes differ or a value is not finite."""
+    """The root mean square of the difference over that of `exact`; infinite where shapes differ or a value is not
+    finite.
+    """
     if found.shape != exact.shape:
         return float("inf")
     if exact.numel() == 0:
@@ -416,7 +444,9 @@ def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int
 
 
 def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
-    """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their dtype."""
+    """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their
+    dtype.
+    """
     outputs = []
     for padded in (False, True):
         session = _Session("", (_first_tokens(model.config),), padded=padded)
@@ -430,7 +460,9 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
 
 
 def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
-    """Why the model is too far from itself with another attention: both ran in one dtype, whose rounding is allowed twice."""
+    """Why the model is too far from itself with another attention: both ran in one dtype, whose rounding is allowed
+    twice.
+    """
     for (a, dtype), (b, _) in zip(found, wanted, strict=True):
         if (error := distance(a, b)) > 2 * _FLOOR[dtype]:
             return f"the model differs from itself by {error:.1e} of its size in {dtype} ({2 * _FLOOR[dtype]:.1e} is allowed)"

@@ -1,4 +1,6 @@
-"""The proof of a layer whose linears ranks share while its forward stays: what the whole model gives it, encoder and decoder alike."""
+"""The proof of a layer whose linears ranks share while its forward stays: what the whole model gives it, encoder and
+decoder alike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from infuse.unknown.trace import model_inputs
 
 
 def split_cases(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, list[Case]]:
-    """For each path in `layers`: what `model` passes to that layer for random inputs, alone and on a cache, then padded."""
+    """For each path in `layers`: what `model` passes to that layer for random inputs, alone and on a cache, then
+    padded.
+    """
     cases: dict[str, list[Case]] = {path: [] for path in layers}
     for label, padded in (("alone", False), ("padded", True)):
         make_cache = cache_maker(model) if not padded else None
@@ -49,7 +53,9 @@ def random_inputs(model: nn.Module, padded: bool = False) -> dict[str, Tensor]:
 
 
 def _one_more(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments of the next step of decoding: one more token, and a mask that counts it; what an encoder reads stays."""
+    """The arguments of the next step of decoding: one more token, and a mask that counts it; what an encoder reads
+    stays.
+    """
     step = dict(inputs)
     if "decoder_input_ids" in inputs:
         step["decoder_input_ids"] = inputs["decoder_input_ids"][:, :1]

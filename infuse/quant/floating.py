@@ -1,12 +1,16 @@
-"""fp8 (e4m3) and fp6 (e3m2): one scale for each group of inputs, or for each row. No kernels, but the numbers they must agree with.
+"""fp8 (e4m3) and fp6 (e3m2): one scale for each group of inputs, or for each row. No kernels, but the numbers they must
+agree with.
 
     weight[o, i] = scale[o, g] * value(code[o, i])        g = the group of input i
 
-    code   sign, exponent E, mantissa M from the highest bit down; value = ±2**(E - bias) * (1 + M / 2**m), and for E = 0
-           ±2**(1 - bias) * M / 2**m: fp8 4 + 3 bits, bias 7, up to 448; fp6 3 + 2 bits, bias 3, up to 28. Zero is the code 0.
+    code   sign, exponent E, mantissa M from the highest bit down; value = ±2**(E - bias) * (1 + M / 2**m), and for E =
+    0
+           ±2**(1 - bias) * M / 2**m: fp8 4 + 3 bits, bias 7, up to 448; fp6 3 + 2 bits, bias 3, up to 28. Zero is the
+           code 0.
     data   uint8: a tensor of a floating dtype would be cast by whoever casts the model
            fp8: the codes, [out, in]
-           fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes the bits 6k to 6k + 5 of the 24-bit little-endian word j
+           fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes the bits 6k to 6k + 5 of the 24-bit
+           little-endian word j
     scale  bfloat16 [out, groups]               there is no zero
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number for each group.
@@ -26,9 +30,11 @@ from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, Quan
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of the codes: `mantissa` bits, the smallest normal value, where the highest binade begins, the largest value.
+    """The values of the codes: `mantissa` bits, the smallest normal value, where the highest binade begins, the largest
+    value.
 
-    PyTorch's `carrier` holds a value times `carried` under the same code: e3m2 lies within e5m2, whose bias is larger by 12.
+    PyTorch's `carrier` holds a value times `carried` under the same code: e3m2 lies within e5m2, whose bias is larger
+    by 12.
     """
 
     mantissa: int
@@ -39,49 +45,63 @@ class Grid:
     carried: float
 
 
-GRIDS: Mapping[str, Grid] = MappingProxyType({
-    "fp8": Grid(3, 2.0**-6, 256.0, 448.0, torch.float8_e4m3fn, 1.0),
-    "fp6": Grid(2, 2.0**-2, 16.0, 28.0, torch.float8_e5m2, 2.0**-12),
-})
+GRIDS: Mapping[str, Grid] = MappingProxyType(
+    {
+        "fp8": Grid(3, 2.0**-6, 256.0, 448.0, torch.float8_e4m3fn, 1.0),
+        "fp6": Grid(2, 2.0**-2, 16.0, 28.0, torch.float8_e5m2, 2.0**-12),
+    }
+)
 
-# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): fp8 rows of 4096 2.73, groups of 256 2.68,
-# of 128 2.68, of 64 2.72; fp6 rows 1.72, groups of 256 1.67, of 128 1.67, of 64 1.71, of 32 1.82. A floating grid has its range in
-# itself, so groups gain little: fp8 has the plainest layout, a scale for each row. fp6 reaches only 112 times its smallest normal
-# value: groups keep small weights beside large ones out of its subnormals, and 64 divides the widths that 128 does not.
+# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): fp8 rows of 4096 2.73,
+# groups of 256 2.68, of 128 2.68, of 64 2.72; fp6 rows 1.72, groups of 256 1.67, of 128 1.67, of 64 1.71, of 32 1.82. A
+# floating grid has its range in itself, so groups gain little: fp8 has the plainest layout, a scale for each row. fp6
+# reaches only 112 times its smallest normal value: groups keep small weights beside large ones out of its subnormals,
+# and 64 divides the widths that 128 does not.
 DEFAULT_GROUP: Mapping[str, int | None] = MappingProxyType({"fp8": None, "fp6": 64})
 
-# A scale is chosen by where it puts the largest value: at top_binade * (1 + k / 32), up to half a step beyond the largest code, where
-# clamping costs no more than rounding. That is an octave; beyond it the grid repeats. In short groups each finer spacing gains, rows of
-# some hundred values average over the binade. All codes of the top binade are among the positions, which makes a second quantization
-# exact: whatever code the largest value gets, one candidate is the same scale again. A test holds the result within 5 % of brute force.
+# A scale is chosen by where it puts the largest value: at top_binade * (1 + k / 32), up to half a step beyond the
+# largest code, where clamping costs no more than rounding. That is an octave; beyond it the grid repeats. In short
+# groups each finer spacing gains, rows of some hundred values average over the binade. All codes of the top binade are
+# among the positions, which makes a second quantization exact: whatever code the largest value gets, one candidate is
+# the same scale again. A test holds the result within 5 % of brute force.
 FINE, COARSE, SHORTEST_COARSE = range(-2, 29), range(0, 29, 4), 512
 
-# Relative RMS error of a round trip by group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test measures it again.
-ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType({
-    "fp8": (0.0158, 0.0187, 0.0208, 0.0225, 0.0236, 0.0254, 0.0259, 0.0262),
-    "fp6": (0.0330, 0.0383, 0.0423, 0.0453, 0.0474, 0.0507, 0.0516, 0.0522),
-})
+# Relative RMS error of a round trip by group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test
+# measures it again.
+ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "fp8": (0.0158, 0.0187, 0.0208, 0.0225, 0.0236, 0.0254, 0.0259, 0.0262),
+        "fp6": (0.0330, 0.0383, 0.0423, 0.0453, 0.0474, 0.0507, 0.0516, 0.0522),
+    }
+)
 
 
 @dataclass(frozen=True)
 class FloatFormat(QuantFormat):
     """fp8 or fp6: a floating grid for each group, its scale chosen by search for the least squared error.
 
-    Rounded to nearest, ties to even, subnormals included; beyond the largest code it saturates. Every value comes back within
-    1/16 (fp8) or 1/8 (fp6) of itself, or within half the smallest step. Quantizing a dequantized float32 weight gives the same weight.
+    Rounded to nearest, ties to even, subnormals included; beyond the largest code it saturates. Every value comes back
+    within 1/16 (fp8) or 1/8 (fp6) of itself, or within half the smallest step. Quantizing a dequantized float32 weight
+    gives the same weight.
     """
 
     def __post_init__(self) -> None:
-        assert self.name in GRIDS and self.bits == int(self.name[2:]) and (self.group_size is None or self.groups is None)
+        assert (
+            self.name in GRIDS and self.bits == int(self.name[2:]) and (self.group_size is None or self.groups is None)
+        )
         if not self.symmetric:
-            raise ConfigError(f"{self.name} has no asymmetric form; possible: {self.name}, or int8 and int4 with :asymmetric")
+            raise ConfigError(
+                f"{self.name} has no asymmetric form; possible: {self.name}, or int8 and int4 with :asymmetric"
+            )
         if self.activation_bits != 16:
             raise ConfigError(f"{self.name} has no :a8; possible: {self.name}, or int8 and int4 with :a8")
         for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
             if number is not None and number < 1:
                 raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
         if self.group_size is not None and self.group_size % self.pack:
-            raise ConfigError(f"{self.name}: four values share three bytes, so the group size is a multiple of 4, not {self.group_size}")
+            raise ConfigError(
+                f"{self.name}: four values share three bytes, so the group size is a multiple of 4, not {self.group_size}"
+            )
 
     def __str__(self) -> str:
         if self.groups is not None:
@@ -149,7 +169,9 @@ def _rounded(steps: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The nearest value of the grid, of two equally near ones that with the even code; never -0."""
     steps = steps.clamp(-grid.largest, grid.largest)
     binade = (steps.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(grid.smallest_normal)
-    rounder = binade.mul_(1.5 * 2 ** (23 - grid.mantissa))  # float32 beside it has the spacing of the grid: the sum is rounded to it
+    rounder = binade.mul_(
+        1.5 * 2 ** (23 - grid.mantissa)
+    )  # float32 beside it has the spacing of the grid: the sum is rounded to it
     return steps.add_(rounder).sub_(rounder)
 
 
@@ -161,7 +183,8 @@ def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
         # At least SMALLEST_SCALE: it is normal, so no flush-to-zero mode can turn its reciprocal into infinity.
         scale_G1 = (largest_G1 / position).to(SCALE_DTYPE).float().clamp_min_(SMALLEST_SCALE)
         steps_GN = w_GN * scale_G1.reciprocal()
-        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for tiny or huge weights.
+        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for
+        # tiny or huge weights.
         error_G1 = torch.linalg.vector_norm(steps_GN.sub_(_rounded(steps_GN, grid)), dim=-1, keepdim=True) * scale_G1
         if best_G1 is None or best_error_G1 is None:
             best_G1, best_error_G1 = scale_G1, error_G1

@@ -1,7 +1,9 @@
 """What a number format is: QuantFormat, the interface; QuantizedWeight, its result.
 
-The arithmetic of each family is in its own file (integer.py, floating.py). Nothing here knows modules, kernels or models.
-Legend: weights are [out_features, in_features]; a group is a run of neighbouring inputs of one row that shares one scale.
+The arithmetic of each family is in its own file (integer.py, floating.py). Nothing here knows modules, kernels or
+models.
+Legend: weights are [out_features, in_features]; a group is a run of neighbouring inputs of one row that shares one
+scale.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ POSSIBLE = (
     "and with :a8, which lets products of many tokens round activations to 8 bits"
 )
 
-# The scale is bfloat16 because a step that is off by 0.2 % costs nothing once the codes are rounded against the stored step; float16 would
-# lose groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) in its subnormals, and float32 would cost two bytes more for each
-# group. Its 8 bits also make scale * code exact in float32.
+# The scale is bfloat16 because a step that is off by 0.2 % costs nothing once the codes are rounded against the stored
+# step; float16 would lose groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) in its subnormals, and float32
+# would cost two bytes more for each group. Its 8 bits also make scale * code exact in float32.
 SCALE_DTYPE = torch.bfloat16
-SMALLEST_SCALE = 2.0**-126  # groups of zeros get this one: it is normal, so no flush-to-zero mode can turn 1 / scale into infinity
+SMALLEST_SCALE = (
+    2.0**-126
+)  # groups of zeros get this one: it is normal, so no flush-to-zero mode can turn 1 / scale into infinity
 
 LARGEST_WEIGHT = 2.0**126  # 8.5e37; beyond, code times a rounded scale could overflow float32
 CPU_BLOCK_VALUES = 1 << 17  # values worked on at once: they and two temporaries stay in a core's cache
 DEVICE_BLOCK_VALUES = 1 << 24  # on other devices few large launches count, and 64 MiB for each temporary
 ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)  # of the groups whose errors each family has measured
 
-# How much larger than on normal weights the error may be before a proof calls it a bug: weights with heavier tails fill their groups worse.
-# Measured in groups of 64, against normal weights: Laplace 1.24 to 1.32 times, Student-t(3) 1.46 to 1.85 times the relative error.
+# How much larger than on normal weights the error may be before a proof calls it a bug: weights with heavier tails fill
+# their groups worse.
+# Measured in groups of 64, against normal weights: Laplace 1.24 to 1.32 times, Student-t(3) 1.46 to 1.85 times the
+# relative error.
 TAIL_FACTOR = 2.0
 
 
@@ -40,8 +46,9 @@ TAIL_FACTOR = 2.0
 class QuantFormat(ABC):
     """How the numbers of a weight matrix are stored; pure data, so that a plan can hold, compare, print and pickle it.
 
-    `group_size` inputs share a scale; None means the whole row, or, where `groups` is given, one `groups`-th of it. `activation_bits` is 8
-    where a product may round what it multiplies, each group of inputs by its own largest value; how a weight is stored does not change.
+    `group_size` inputs share a scale; None means the whole row, or, where `groups` is given, one `groups`-th of it.
+    `activation_bits` is 8 where a product may round what it multiplies, each group of inputs by its own largest value;
+    how a weight is stored does not change.
     `str(format)` is the canonical text, and `quant_format(str(format)) == format`.
     """
 
@@ -54,7 +61,9 @@ class QuantFormat(ABC):
 
     @abstractmethod
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Groups [G, N] of float32 as codes [G, N * bits / 8], scales [G, 1] and, where asymmetric, zeros [G, 1] as they are stored."""
+        """Groups [G, N] of float32 as codes [G, N * bits / 8], scales [G, 1] and, where asymmetric, zeros [G, 1] as
+        they are stored.
+        """
 
     @abstractmethod
     def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
@@ -68,11 +77,13 @@ class QuantFormat(ABC):
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """The weight [out, in] (floating, any device; on meta only the shapes) in this format.
 
-        Row by row independent, so a shard of rows quantizes to the shard of the codes. Refused with ConfigError: NaN, infinite or
-        huge (above 8.5e37) values, another rank or dtype, a width that `fits` declines.
+        Row by row independent, so a shard of rows quantizes to the shard of the codes. Refused with ConfigError: NaN,
+        infinite or huge (above 8.5e37) values, another rank or dtype, a width that `fits` declines.
         """
         if weight.dim() != 2 or not weight.is_floating_point():
-            raise ConfigError(f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}")
+            raise ConfigError(
+                f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}"
+            )
         (rows, columns), groups = weight.shape, self.group_count(weight.shape[1])
         data_dtype = torch.int8 if self.name == "int8" else torch.uint8
         data = torch.empty(rows, columns * self.bits // 8, dtype=data_dtype, device=weight.device)
@@ -82,7 +93,9 @@ class QuantFormat(ABC):
             for part in _row_blocks(weight):
                 block = weight[part].float()
                 _refuse_unstorable(block, part.start, weight)
-                for into, found in zip((data, scale, zero), self._coded(block.reshape(-1, columns // groups)), strict=True):
+                for into, found in zip(
+                    (data, scale, zero), self._coded(block.reshape(-1, columns // groups)), strict=True
+                ):
                     if into is not None and found is not None:
                         into[part] = found.reshape(len(block), -1)
         return QuantizedWeight(data, scale, zero, (rows, columns), self)
@@ -94,14 +107,23 @@ class QuantFormat(ABC):
         out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
         if not out.is_meta and out.numel():
             for part in _row_blocks(out):
-                out[part] = self._values(weight.data[part], weight.scale[part], None if weight.zero is None else weight.zero[part])
+                out[part] = self._values(
+                    weight.data[part], weight.scale[part], None if weight.zero is None else weight.zero[part]
+                )
         return out
 
     @torch.no_grad()
     def codes(self, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        """The codes nearest to `values` [out, in] under these scales and zeros: the inverse of `dequantize`, also into 16 bits."""
+        """The codes nearest to `values` [out, in] under these scales and zeros: the inverse of `dequantize`, also into
+        16 bits.
+        """
         rows, columns = values.shape
-        data = torch.empty(rows, columns * self.bits // 8, dtype=torch.int8 if self.name == "int8" else torch.uint8, device=values.device)
+        data = torch.empty(
+            rows,
+            columns * self.bits // 8,
+            dtype=torch.int8 if self.name == "int8" else torch.uint8,
+            device=values.device,
+        )
         for part in _row_blocks(values) if values.numel() else ():
             groups = values[part].float().reshape(-1, columns // scale.shape[1])
             zero_G1 = None if zero is None else zero[part].float().reshape(-1, 1)
@@ -139,7 +161,9 @@ class QuantFormat(ABC):
         return None
 
     def of_part(self, in_features: int) -> QuantFormat:
-        """This format for a part of rows of `in_features`: groups that are counted in a row keep the size that they have there."""
+        """This format for a part of rows of `in_features`: groups that are counted in a row keep the size that they
+        have there.
+        """
         if self.groups is None or in_features % self.groups:
             return self
         return replace(self, group_size=in_features // self.groups, groups=None)
@@ -154,26 +178,34 @@ class QuantFormat(ABC):
             return self.groups
         return 1 if self.group_size is None else in_features // self.group_size
 
-    def shard(self, weight: QuantizedWeight, *, outputs: range | None = None, inputs: range | None = None) -> QuantizedWeight:
+    def shard(
+        self, weight: QuantizedWeight, *, outputs: range | None = None, inputs: range | None = None
+    ) -> QuantizedWeight:
         """The part of `weight` with these outputs (rows) and inputs, in buffers of its own; None: all of them.
 
-        Its values are that part of the values, bit by bit, and where it has its own scales, what quantizing that part of the original
-        gives. Its format is this one, but for `groups=N`, which counts the groups of a row: the part has fewer.
-        Refused with ConfigError: ranges outside of the weight or with a step; inputs that cut a group, unless the row is one group,
-        whose scale each part then has; inputs that cut a byte (4 bits: even limits, 6 bits: multiples of 4).
+        Its values are that part of the values, bit by bit, and where it has its own scales, what quantizing that part
+        of the original gives. Its format is this one, but for `groups=N`, which counts the groups of a row: the part
+        has fewer. Refused with ConfigError: ranges outside of the weight or with a step; inputs that cut a group,
+        unless the row is one group, whose scale each part then has; inputs that cut a byte (4 bits: even limits, 6
+        bits: multiples of 4).
         """
         assert weight.format == self, f"{weight.format} is not {self}"
         of_outputs, of_inputs = (range(size) for size in weight.shape)
         outputs, inputs = outputs if outputs is not None else of_outputs, inputs if inputs is not None else of_inputs
         for what, part, whole in (("outputs", outputs, of_outputs), ("inputs", inputs, of_inputs)):
             if part.step != 1 or not 0 <= part.start <= part.stop <= len(whole):
-                raise ConfigError(f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} in steps of 1")
+                raise ConfigError(
+                    f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} in steps of 1"
+                )
         format, groups = self, slice(None)
         if inputs != of_inputs:
             groups = self._groups_of(inputs, weight)
             if self.groups is not None:
                 format = replace(self, groups=max(1, groups.stop - groups.start))
-        rows, columns = slice(outputs.start, outputs.stop), slice(*(limit * self.bits // 8 for limit in (inputs.start, inputs.stop)))
+        rows, columns = (
+            slice(outputs.start, outputs.stop),
+            slice(*(limit * self.bits // 8 for limit in (inputs.start, inputs.stop))),
+        )
         data, scale = weight.data[rows, columns].clone(), weight.scale[rows, groups].clone()
         zero = None if weight.zero is None else weight.zero[rows, groups].clone()
         return QuantizedWeight(data, scale, zero, (len(outputs), len(inputs)), format)
@@ -205,7 +237,11 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The bytes that the buffers hold."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.data, self.scale, self.zero) if tensor is not None)
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (self.data, self.scale, self.zero)
+            if tensor is not None
+        )
 
 
 def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
@@ -218,5 +254,7 @@ def _refuse_unstorable(block: torch.Tensor, first_row: int, weight: torch.Tensor
     if lowest.item() >= -LARGEST_WEIGHT and highest.item() <= LARGEST_WEIGHT:
         return
     row, column = torch.nonzero(~(block.abs() <= LARGEST_WEIGHT))[0].tolist()
-    raise ConfigError(f"a weight {list(weight.shape)} holds {block[row, column].item()} at [{first_row + row}, {column}]; "
-                      f"NaN, infinite values and magnitudes above {LARGEST_WEIGHT:.2g} cannot be quantized")
+    raise ConfigError(
+        f"a weight {list(weight.shape)} holds {block[row, column].item()} at [{first_row + row}, {column}]; "
+        f"NaN, infinite values and magnitudes above {LARGEST_WEIGHT:.2g} cannot be quantized"
+    )

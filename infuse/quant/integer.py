@@ -1,10 +1,13 @@
-"""int8 and int4: one scale for each group of inputs, symmetric or with a zero point. No kernels, but the numbers they must agree with.
+"""int8 and int4: one scale for each group of inputs, symmetric or with a zero point. No kernels, but the numbers they
+must agree with.
 
-    weight[o, i] = scale[o, g] * (code[o, i] - zero[o, g] * unit)        g = the group of input i; unit = 2**bits / 256; symmetric: no zero
+    weight[o, i] = scale[o, g] * (code[o, i] - zero[o, g] * unit)        g = the group of input i; unit = 2**bits / 256;
+    symmetric: no zero
 
     data   int8: the codes, int8 [out, in]
            int4: code + 8, two in each byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
-    scale  bfloat16 [out, groups]               zero   int8 [out, groups], in steps (int8) or sixteenths of a step (int4), or None
+    scale  bfloat16 [out, groups]               zero   int8 [out, groups], in steps (int8) or sixteenths of a step
+    (int4), or None
 
 Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number for each group.
 """
@@ -20,24 +23,36 @@ import torch
 from infuse.errors import ConfigError
 from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
 
-# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): int8 rows of 4096 1.15, groups of 128 0.80,
-# of 64 0.76, of 32 0.81; int4 rows 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89. So groups beat rows even without outliers, and by
-# more with them. 64 and 128 are level, and 64 divides widths that 128 does not (320, 576, 960, 1600, 2880, 4544): the default of both.
+# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): int8 rows of 4096 1.15,
+# groups of 128 0.80, of 64 0.76, of 32 0.81; int4 rows 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89. So groups beat
+# rows even without outliers, and by more with them. 64 and 128 are level, and 64 divides widths that 128 does not (320,
+# 576, 960, 1600, 2880, 4544): the default of both.
 DEFAULT_GROUP = {"int8": 64, "int4": 64}
 
-# Candidates for each group's step; the best of them by squared error is stored. The tests hold the result within 5 % of brute force.
-INT4_CLIPS = tuple(1.05**i for i in range(16))  # the largest value is stored as 7 or -8 although it is this many times larger
-INT4_DIVISORS = tuple(code * clip for clip in INT4_CLIPS for code in (7, -8))  # symmetric: the step is the largest value by one of these
-# Asymmetric: the part of half the span that is cut off at the (high, low) end. With ends that differ by more than two places the error
-# of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, with 44 candidates instead of 34.
+# Candidates for each group's step; the best of them by squared error is stored. The tests hold the result within 5 % of
+# brute force.
+INT4_CLIPS = tuple(
+    1.05**i for i in range(16)
+)  # the largest value is stored as 7 or -8 although it is this many times larger
+INT4_DIVISORS = tuple(
+    code * clip for clip in INT4_CLIPS for code in (7, -8)
+)  # symmetric: the step is the largest value by one of these
+# Asymmetric: the part of half the span that is cut off at the (high, low) end. With ends that differ by more than two
+# places the error of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, with 44 candidates instead
+# of 34.
 INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
 INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT4_CUTS[max(0, i - 2) : i + 3])
 INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is cut
-INT8_SPANS = (253, 255, 254, *range(252, 239, -1))  # asymmetric: the codes between smallest and largest; 253 is always possible
+INT8_SPANS = (
+    253,
+    255,
+    254,
+    *range(252, 239, -1),
+)  # asymmetric: the codes between smallest and largest; 253 is always possible
 
 
-# Relative RMS error of a round trip by (bits, symmetric) and group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test
-# measures it again.
+# Relative RMS error of a round trip by (bits, symmetric) and group length (ERROR_LENGTHS), measured on 2**20 values of
+# N(0,1); a test measures it again.
 ERRORS = {
     (8, True): (0.00396, 0.00484, 0.00558, 0.00625, 0.00682, 0.00784, 0.00862, 0.00944),
     (8, False): (0.00341, 0.00425, 0.00501, 0.00568, 0.00629, 0.00732, 0.00817, 0.00906),
@@ -51,12 +66,17 @@ class IntegerFormat(QuantFormat):
     """int8 or int4: a uniform grid for each group, its step chosen by search for the least squared error.
 
     int8 cuts nothing: every value comes back within half a step; symmetric codes stay within [-127, 127].
-    int4 uses all 16 levels and may cut the largest values; a symmetric step may be negative, so that -8 meets the largest value.
+    int4 uses all 16 levels and may cut the largest values; a symmetric step may be negative, so that -8 meets the
+    largest value.
     Asymmetric grids always reach zero. Quantizing a dequantized float32 weight again gives the same weight.
     """
 
     def __post_init__(self) -> None:
-        assert self.name in DEFAULT_GROUP and self.bits == int(self.name[3:]) and (self.group_size is None or self.groups is None)
+        assert (
+            self.name in DEFAULT_GROUP
+            and self.bits == int(self.name[3:])
+            and (self.group_size is None or self.groups is None)
+        )
         for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
             if number is not None and number < 1:
                 raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
@@ -68,9 +88,12 @@ class IntegerFormat(QuantFormat):
             size = f":groups={self.groups}"
         elif self.group_size is None:
             size = ":row"
-        else:  # "int8" is what users write and means one thing; int4 always names its group, on which its quality depends
+        # "int8" is what users write and means one thing; int4 always names its group, on which its quality depends
+        else:
             size = "" if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"] else f":{self.group_size}"
-        return self.name + size + ("" if self.symmetric else ":asymmetric") + (":a8" if self.activation_bits == 8 else "")
+        return (
+            self.name + size + ("" if self.symmetric else ":asymmetric") + (":a8" if self.activation_bits == 8 else "")
+        )
 
     @property
     def zero_unit(self) -> float:
@@ -91,12 +114,16 @@ class IntegerFormat(QuantFormat):
 
     @property
     def proof_tolerance(self) -> float:
-        """As QuantFormat.proof_tolerance; at 8 bits twice that: a step follows the largest value of its group, and in a trained table of
-        embeddings the error is 3.4 times that of normal weights, 2 % of the weights' size. Activations of 8 bits have such an error too."""
+        """As QuantFormat.proof_tolerance; at 8 bits twice that: a step follows the largest value of its group, and in a
+        trained table of embeddings the error is 3.4 times that of normal weights, 2 % of the weights' size. Activations
+        of 8 bits have such an error too.
+        """
         of_weights = super().proof_tolerance * (2 if self.bits == 8 else 1)
         if self.activation_bits == 16:
             return of_weights
-        return math.hypot(of_weights, replace(self, name="int8", bits=8, symmetric=True, activation_bits=16).proof_tolerance)
+        return math.hypot(
+            of_weights, replace(self, name="int8", bits=8, symmetric=True, activation_bits=16).proof_tolerance
+        )
 
     def fits(self, in_features: int) -> str | None:
         """As QuantFormat.fits; int4 also needs an even number of inputs in each group."""
@@ -169,14 +196,17 @@ def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torc
         if grid.zero_G1 is not None:
             steps_GN += grid.zero_G1
         torch.round(steps_GN, out=codes_GN).clamp_(*_range(grid.bits))
-        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for tiny or huge weights.
+        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for
+        # tiny or huge weights.
         error_G1 = torch.linalg.vector_norm(steps_GN.sub_(codes_GN), dim=-1, keepdim=True) * grid.scale_G1.abs()
         if best is None:
             best, best_error_G1 = grid, error_G1
             continue
         better = error_G1 < best_error_G1
         best_error_G1 = torch.where(better, error_G1, best_error_G1)
-        zero_G1 = None if best.zero_G1 is None or grid.zero_G1 is None else torch.where(better, grid.zero_G1, best.zero_G1)
+        zero_G1 = (
+            None if best.zero_G1 is None or grid.zero_G1 is None else torch.where(better, grid.zero_G1, best.zero_G1)
+        )
         best = Grid(grid.bits, torch.where(better, grid.scale_G1, best.scale_G1), zero_G1)
     assert best is not None
     return best.scale_G1, best.zero_G1
@@ -193,9 +223,10 @@ def _stored_below(scale_G1: torch.Tensor) -> torch.Tensor:
     return (scale_G1.view(torch.int32) & -65536).view(torch.float32).clamp_min(SMALLEST_SCALE)
 
 
-# What makes a second quantization exact, in all four: the codes of the extremes that a candidate leads to are always codes from which the
-# same candidate list finds the same step again. Symmetric int8: k times 1/256 is less than half a step for k <= 127, so the largest value
-# gets the code k itself. int4: the extremes always get the outermost codes. Asymmetric int8: spans outside the list are dropped.
+# What makes a second quantization exact, in all four: the codes of the extremes that a candidate leads to are always
+# codes from which the same candidate list finds the same step again. Symmetric int8: k times 1/256 is less than half a
+# step for k <= 127, so the largest value gets the code k itself. int4: the extremes always get the outermost codes.
+# Asymmetric int8: spans outside the list are dropped.
 
 
 def _symmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:

@@ -1,9 +1,12 @@
-"""Our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index that reads back.
+"""Our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index that reads
+back.
 
-    infuse.json                 what was replaced, in which formats and dtype, the file of each rank, how each tensor was cut, in which
-                                reading ranks shared layers without a spec, the checksums of each tensor, and one of the index itself
-    rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own alone
-    rank-01-of-02.safetensors
+infuse.json                 what was replaced, in which formats and dtype, the file of each rank, how each tensor was
+cut, in which
+                            reading ranks shared layers without a spec, the checksums of each tensor, and one of the
+                            index itself
+rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own
+alone rank-01-of-02.safetensors
 """
 
 from __future__ import annotations
@@ -48,12 +51,19 @@ class Bundle:
 
 
 def write_shards(
-    folder: Path, bundles: Sequence[Bundle], cuts: Mapping[str, Cut], index: Mapping[str, Any], *, group: Group,
+    folder: Path,
+    bundles: Sequence[Bundle],
+    cuts: Mapping[str, Cut],
+    index: Mapping[str, Any],
+    *,
+    group: Group,
     progress: Progress | None = None,
 ) -> None:
-    """Write this rank's tensors, which are cut by `cuts`, to `folder`, which is made; rank 0 writes the `index` when all are whole.
+    """Write this rank's tensors, which are cut by `cuts`, to `folder`, which is made; rank 0 writes the `index` when
+    all are whole.
 
-    A file appears under its name when it is whole. What fails on one rank is a CheckpointError on all, and then there is no index.
+    A file appears under its name when it is whole. What fails on one rank is a CheckpointError on all, and then there
+    is no index.
     """
     files = [rank_file(rank, group.size) for rank in range(group.size)]
     with _together(group, folder, "the place for the shards"):
@@ -65,7 +75,10 @@ def write_shards(
     with _together(group, folder, "writing the index"):
         if group.rank == 0:  # which sees the others' files, and sees that they are whole
             told = [SafetensorsFile(folder / file).metadata for file in files]
-            gathered = {"cuts": index_of_cuts([one[CUTS] for one in told]), "checksums": [json.loads(one[CHECKSUMS]) for one in told]}
+            gathered = {
+                "cuts": index_of_cuts([one[CUTS] for one in told]),
+                "checksums": [json.loads(one[CHECKSUMS]) for one in told],
+            }
             whole = {"format": FORMAT, "tp_size": group.size, "files": files, **index, **gathered}
             text = json.dumps({**whole, SEAL: seal(whole)}, indent=1)
             _whole(folder / SAVED, lambda file: file.write(text.encode()))
@@ -78,7 +91,9 @@ def seal(index: Mapping[str, Any]) -> str:
 
 def checksums_from_text(files: Sequence[Mapping[str, str]]) -> tuple[Checksums, ...]:
     """The checksums of each file from the index; ValueError or AttributeError where it has others."""
-    return tuple({name: tuple(int(value, 16) for value in text.split()) for name, text in file.items()} for file in files)
+    return tuple(
+        {name: tuple(int(value, 16) for value in text.split()) for name, text in file.items()} for file in files
+    )
 
 
 @contextmanager
@@ -100,15 +115,24 @@ def _together(group: Group, folder: Path, what: str) -> Iterator[None]:
 
 
 def write_safetensors(
-    path: Path, bundles: Sequence[Bundle], progress: Progress | None = None, metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    bundles: Sequence[Bundle],
+    progress: Progress | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A safetensors file with a checksum of each tensor in its header, bundle by bundle: no second copy of the model in memory."""
+    """A safetensors file with a checksum of each tensor in its header, bundle by bundle: no second copy of the model in
+    memory.
+    """
     places: dict[str, Any] = {}
     checksums: dict[str, str] = {}
     end = 0
     for bundle in bundles:
         for name, tensor in zip(bundle.names, bundle.get(), strict=True):
-            places[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+            places[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.nbytes],
+            }
             checksums[name] = " ".join(f"{value:08x}" for value in block_checksums(_stored_bytes(tensor)))
             end += tensor.nbytes
     header = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}, **places}

@@ -59,14 +59,23 @@ class SavedIndex(BaseModel):
 
     @model_validator(mode="after")
     def _one_file_for_each_rank(self) -> SavedIndex:
-        numbers = {len(set(self.files)), len(self.files), len(self.checksums), *(len(cut.ranks) for cut in self.cuts.values())}
+        numbers = {
+            len(set(self.files)),
+            len(self.files),
+            len(self.checksums),
+            *(len(cut.ranks) for cut in self.cuts.values()),
+        }
         if numbers != {self.tp_size}:
-            raise ValueError(f"saved by {self.tp_size} ranks, and it names {len(self.files)} files, or parts of another number of ranks")
+            raise ValueError(
+                f"saved by {self.tp_size} ranks, and it names {len(self.files)} files, or parts of another number of ranks"
+            )
         return self
 
 
 def read_index(folder: Path) -> SavedIndex | None:
-    """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be read."""
+    """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be
+    read.
+    """
     path = folder / SAVED
     if not os.path.isfile(path):
         return None
@@ -74,13 +83,22 @@ def read_index(folder: Path) -> SavedIndex | None:
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an index of this version ({FORMAT}); shard the model again")
     if told.pop(SEAL, None) != seal(told):
-        raise CheckpointError(f"{path}: was changed after it was written: its checksum differs; copy it again, or shard the model again")
+        raise CheckpointError(
+            f"{path}: was changed after it was written: its checksum differs; copy it again, or shard the model again"
+        )
     try:
         index = SavedIndex.model_validate(told)
     except ValidationError as error:
-        lines = (f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors(include_url=False))
+        lines = (
+            f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors(include_url=False)
+        )
         raise CheckpointError(f"{path}: corrupt: {'; '.join(lines)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of texts and tables that are read before they are validated
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # of texts and tables that are read before they are validated
         raise CheckpointError(f"{path}: corrupt: {type(error).__name__}: {error}") from error
     for name in index.files:
         inside(folder, name, path)

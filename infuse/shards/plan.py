@@ -1,4 +1,6 @@
-"""What the index of our shards says of a model's layers, as a plan: the steps that were carried out then, in the formats of then."""
+"""What the index of our shards says of a model's layers, as a plan: the steps that were carried out then, in the
+formats of then.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from infuse.weights.saved_shards import Shared, alone
 
 
 def as_saved(plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device) -> Plan:
-    """`plan` at the depth at which each layer was saved, and with those readings of layers that ranks share by which they were.
+    """`plan` at the depth at which each layer was saved, and with those readings of layers that ranks share by which
+    they were.
 
     CheckpointError: a layer was saved in a reading that it does not have here.
     """
@@ -35,7 +38,9 @@ def as_saved(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Inferen
     def is_deeper(step: Step) -> bool:
         """Whether it was saved in parts: its proof was refused then, or a policy took its place."""
         if step.depth == BLOCK:
-            return step.path not in paths and (step.path in told or any(path.startswith(f"{step.path}.") for path in paths))
+            return step.path not in paths and (
+                step.path in told or any(path.startswith(f"{step.path}.") for path in paths)
+            )
         return step.depth == SPLIT and index.tp_size > 1 and step.path not in told
 
     steps, left = plan.steps, list(plan.left)
@@ -46,9 +51,15 @@ def as_saved(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Inferen
         left += [Left(step.path, why[step.depth]) for step in deeper]
     beside = {step.path: _beside(step, paths) for step in steps if step.depth == SPLIT}
     if any(beside.values()):
-        alone = fallback([step for step in steps if beside.get(step.path)], model, config, device=device, mesh=plan.mesh)
+        alone = fallback(
+            [step for step in steps if beside.get(step.path)], model, config, device=device, mesh=plan.mesh
+        )
         extra = {one.path: one for one in alone}
-        steps = tuple(one for step in steps for one in (step, *(extra[path] for path in beside.get(step.path, ()) if path in extra)))
+        steps = tuple(
+            one
+            for step in steps
+            for one in (step, *(extra[path] for path in beside.get(step.path, ()) if path in extra))
+        )
     return replace(plan, steps=tuple(_as_read(steps, told)), left=tuple(left))
 
 
@@ -73,22 +84,28 @@ def _as_read(steps: Iterable[Step], told: Mapping[str, Sequence[str]]) -> list[S
         if step.depth != SPLIT or names is None:
             chosen.append(step)
             continue
-        found = [one for one in (step, *step.others) if isinstance(one.whole, SplitShape) and set(names) & set(one.whole.readings)]
+        found = [
+            one
+            for one in (step, *step.others)
+            if isinstance(one.whole, SplitShape) and set(names) & set(one.whole.readings)
+        ]
         if found:
             chosen.append(replace(found[0], others=tuple(found[1:]), proven=len(found) == 1))
         else:
             unknown.append(step.path)
     if unknown:
-        raise CheckpointError(f"{len(unknown)} layers that ranks share were saved in a reading that is not this version's, or not this "
-                              f"model's: {', '.join(unknown)}; shard the model again")
+        raise CheckpointError(
+            f"{len(unknown)} layers that ranks share were saved in a reading that is not this version's, or not this "
+            f"model's: {', '.join(unknown)}; shard the model again"
+        )
     return chosen
 
 
 def saved_plan(plan: Plan, ranks: Sequence[Plan], index: SavedIndex, device: Device) -> Plan:
     """`plan` with the steps that were saved, in their formats, and with those that leave their weights as they are.
 
-    `ranks` are all ranks' plans; rank 0's has all that a layer is filled with. CheckpointError: a step that differs, a format whose
-    groups a rank's part would cut. A matrix has one format on all ranks.
+    `ranks` are all ranks' plans; rank 0's has all that a layer is filled with. CheckpointError: a step that differs, a
+    format whose groups a rank's part would cut. A matrix has one format on all ranks.
     """
     saved = dict(index.steps)
     whole = {step.path: step for step in ranks[0].steps}
@@ -122,10 +139,14 @@ def saved_plan(plan: Plan, ranks: Sequence[Plan], index: SavedIndex, device: Dev
             else:
                 faults += wrong
     if saved:
-        raise CheckpointError(f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
-                              f"{', '.join(saved)}; shard the model again")
+        raise CheckpointError(
+            f"{len(saved)} layers were saved in a form that is not this version's, or not this model's: "
+            f"{', '.join(saved)}; shard the model again"
+        )
     if faults:
-        raise CheckpointError(f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults))
+        raise CheckpointError(
+            f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}:\n  " + "\n  ".join(faults)
+        )
     return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
 
 
@@ -134,7 +155,11 @@ def _taken(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
     if step.depth != SPLIT:
         entry = saved.get(step.path)
         targets = {fill.target for fill in step.fills}
-        if entry is None or not entry.formats.keys() <= targets or entry.kind != digest(with_formats(step, entry.formats)):
+        if (
+            entry is None
+            or not entry.formats.keys() <= targets
+            or entry.kind != digest(with_formats(step, entry.formats))
+        ):
             return None
         return saved.pop(step.path).formats
     formats: dict[str, str] = {}
@@ -150,18 +175,24 @@ def _taken(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
 
 def _as_planned(saved: str, planned: str | None) -> str:
     """The saved format, and activations as they were asked for this time."""
-    return str(replace(quant_format(saved), activation_bits=quant_format(planned).activation_bits)) if planned else saved
+    return (
+        str(replace(quant_format(saved), activation_bits=quant_format(planned).activation_bits)) if planned else saved
+    )
 
 
 def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
-    """The step with a body for each op that its formats need: where a group did not fit then, or does not now, it was planned without."""
+    """The step with a body for each op that its formats need: where a group did not fit then, or does not now, it was
+    planned without.
+    """
     chosen = dict(step.bodies)
     for name in linear_ops(step.fills) if step.depth != EMBEDDING else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
     return replace(step, bodies=ops.layer_bodies(chosen.items()))
 
 
-def _format_of_part(step: Step, fills: Sequence[Fill], text: str, shared: Mapping[str, Shared], faults: list[str]) -> str:
+def _format_of_part(
+    step: Step, fills: Sequence[Fill], text: str, shared: Mapping[str, Shared], faults: list[str]
+) -> str:
     """The format that a saved matrix has in all ranks' `fills`; why there is none is added to `faults`."""
     name, format, cut = f"{step.path}.{fills[0].target}", quant_format(text), fills[0].cut
     saved = shared.get(name)
@@ -170,19 +201,28 @@ def _format_of_part(step: Step, fills: Sequence[Fill], text: str, shared: Mappin
     size = saved.size if saved else sum(cut.sizes) if cut else 0
     saved = saved or alone(1, size)
     format, layout = format.of_part(size), saved.layout()
-    parts = [[run for start, stop in (fill.cut.ranges if fill.cut else [(0, size)]) for run in layout.part(start, stop)] for fill in fills]
+    parts = [
+        [run for start, stop in (fill.cut.ranges if fill.cut else [(0, size)]) for run in layout.part(start, stop)]
+        for fill in fills
+    ]
     runs = [run for part in parts for run in part]
     group = format.group_size
-    if group is None and any(len(part) > 1 for part in parts):  # a scale for each row of each piece: groups that no end of a run cuts
+    if group is None and any(
+        len(part) > 1 for part in parts
+    ):  # a scale for each row of each piece: groups that no end of a run cuts
         group = math.gcd(*(run.stop - run.start for run in runs))
         if group % format.pack:
             lengths = ", ".join(f"{run.stop - run.start} of {saved.length(run.rank)}" for run in runs)
-            faults.append(f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {lengths}; groups of {group}, which "
-                          f"fit them all, would cut bytes of {format.pack} inputs")
+            faults.append(
+                f"{name}: {format}: inputs of several ranks, each with a scale for its rows: {lengths}; groups of {group}, which "
+                f"fit them all, would cut bytes of {format.pack} inputs"
+            )
             return text
         return str(replace(format, group_size=group))
     limits = sorted({limit for run in runs for limit in (run.start, run.stop)})
     if cut_at := [limit for limit in limits if limit % (group or format.pack)]:
         what = f"groups of {group} inputs" if group else f"bytes of {format.pack} inputs"
-        faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {group or format.pack}")
+        faults.append(
+            f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {group or format.pack}"
+        )
     return str(format)

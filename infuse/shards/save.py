@@ -1,8 +1,9 @@
-"""Saved: our own shards, written from a replaced model and read back into one on meta without quantizer and without proof.
+"""Saved: our own shards, written from a replaced model and read back into one on meta without quantizer and without
+proof.
 
 The index says which steps were carried out, and in which formats; the same steps are taken again, filled with what they
-held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused. Each rank of a
-group writes what it has; another number of ranks reads each part from the runs of whoever has it.
+held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused. Each rank of
+a group writes what it has; another number of ranks reads each part from the runs of whoever has it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from infuse.weights.saved_shards import SavedShards
 from infuse.weights.sources import SAVED, Files
 
 
-def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None) -> None:
-    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of `group` its own.
+def save(
+    model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None
+) -> None:
+    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of
+    `group` its own.
 
-    CheckpointError on all ranks where one fails; then there is no index. What ranks share without a spec is told linear by linear, as
-    one rank has it, and how the layer is read.
+    CheckpointError on all ranks where one fails; then there is no index. What ranks share without a spec is told linear
+    by linear, as one rank has it, and how the layer is read.
     """
     steps = [entry for step in plan.steps for entry in _entries(step)]
     readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
@@ -49,8 +53,14 @@ def save(model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, gro
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
         quant["format"] = config.weight_format
     dtype = str(plan.dtype).removeprefix("torch.")
-    index = {"model": plan.model, "dtype": dtype, "format_of_weights": config.weight_format, "quant": quant, "steps": steps,
-             "readings": readings}
+    index = {
+        "model": plan.model,
+        "dtype": dtype,
+        "format_of_weights": config.weight_format,
+        "quant": quant,
+        "steps": steps,
+        "readings": readings,
+    }
     write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
 
 
@@ -66,7 +76,9 @@ def cuts(plan: Plan) -> dict[str, Cut]:
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
-    """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if anywhere."""
+    """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if
+    anywhere.
+    """
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
     turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
@@ -79,7 +91,9 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield Bundle((name,), partial(_alone, tensor, name in turned))  # a plain linear is stored as its model had it
+            yield Bundle(
+                (name,), partial(_alone, tensor, name in turned)
+            )  # a plain linear is stored as its model had it
 
 
 def _held(module: QuantizedLinear, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -96,7 +110,9 @@ def check_folder(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte or half a character
-        raise CheckpointError(f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(
+            f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not os.access(folder, os.W_OK):
         raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
 
@@ -104,7 +120,8 @@ def check_folder(folder: str) -> None:
 def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
     """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
 
-    A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all files are needed.
+    A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all
+    files are needed.
     """
     own, shared = cuts(plan), index.cuts
     alike = index.tp_size == plan.mesh.tp and own.keys() == shared.keys()
@@ -119,7 +136,8 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
-    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for another format.
+    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for
+    another format.
 
     Of formats that store the same, the one that is asked for.
     """
@@ -174,7 +192,9 @@ def _entries(step: Step) -> list[dict[str, Any]]:
 
 
 def digest(step: Step) -> str:
-    """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work on them."""
+    """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work
+    on them.
+    """
     fills = tuple(replace(fill, cut=None) for fill in step.fills)
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
 

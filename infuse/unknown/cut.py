@@ -39,7 +39,8 @@ MOST_READINGS = 24  # each costs a proof
 def split_parts(
     module: nn.Module, roles: Roles, config: Any, mesh: Mesh, *, grain: int, multiple: Callable[[Fill, SplitShape], int]
 ) -> list[tuple[Part, list[Part]]]:
-    """For each reading of the layer: the whole, and the part of each rank. SpecMismatch: there is none, or too little to share.
+    """For each reading of the layer: the whole, and the part of each rank. SpecMismatch: there is none, or too little
+    to share.
 
     `multiple(fill, whole)` is what an inner width must be split in multiples of.
     """
@@ -50,7 +51,9 @@ def split_parts(
     found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
     for chosen in _products(choices):
         cutter = _Cutter(layer, tuple(zip(roles.chains, chosen, strict=True)), grain, multiple)
-        with contextlib.suppress(SpecMismatch) if found else contextlib.nullcontext():  # the first reading says why it cannot be
+        with (
+            contextlib.suppress(SpecMismatch) if found else contextlib.nullcontext()
+        ):  # the first reading says why it cannot be
             parts = cutter.part(ONE), tuple(cutter.part(rank) for rank in mesh.ranks())
             found.setdefault(parts, []).append(hashlib.sha256(repr(chosen).encode()).hexdigest()[:16])
     first = itertools.islice(found.items(), MOST_READINGS)
@@ -105,9 +108,15 @@ class _Cutter:
             if reading.heads is not None and share.own is not None:
                 for table, axis in self.tables(chain, reading.heads):
                     mine = share.own[1] - share.own[0]
-                    tables.append(replace(table, shape=tuple(mine if i == axis else n for i, n in enumerate(table.shape))))
+                    tables.append(
+                        replace(table, shape=tuple(mine if i == axis else n for i, n in enumerate(table.shape)))
+                    )
                     fills.append(Fill(table.path, (table.path,), cut=Cut(axis, (share.own,), (reading.heads.query,))))
-        of_heads = {(share.own, reading.heads.query) for share, (_, reading) in zip(shares, self.chains, strict=True) if reading.heads}
+        of_heads = {
+            (share.own, reading.heads.query)
+            for share, (_, reading) in zip(shares, self.chains, strict=True)
+            if reading.heads
+        }
         heads, all_heads = next(iter(of_heads)) if len(of_heads) == 1 else (None, 0)
         shape = SplitShape(tuple(parts), tuple(tables), tuple(counts))
         if heads is not None:
@@ -127,7 +136,9 @@ class _Cutter:
         if reading.packing == FOUR_PARTS:
             each = split(heads.query // 4, mesh.tp)[mesh.tp_rank]
             if heads.query // 4 < mesh.tp:
-                raise SpecMismatch(f"{self.layer.name} over {mesh.tp} ranks", [f"{heads.query} heads in four parts are too few"])
+                raise SpecMismatch(
+                    f"{self.layer.name} over {mesh.tp} ranks", [f"{heads.query} heads in four parts are too few"]
+                )
             own = tuple(part * (heads.query // 4) + head for part in range(4) for head in range(*each))
             return _Share(reading, width, None, own, own)
         found = split_heads(heads.query, heads.key, mesh.tp)
@@ -140,11 +151,15 @@ class _Cutter:
     def inner_multiple(self, chain: Chain, width: int) -> int:
         """What an inner width is split in multiples of, for the formats of the rows that read it."""
         fills = [(path, Fill(f"{path}.weight", (f"{path}.weight",), matrix=True)) for path in chain.rows]
-        whole = SplitShape(tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in chain.rows))
+        whole = SplitShape(
+            tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in chain.rows)
+        )
         return max(self.multiple(fill, whole) for _, fill in fills)
 
     def tables(self, chain: Chain, heads: Heads) -> Iterator[tuple[TablePart, int]]:
-        """The parameters and buffers of a chain that have a place for each head, and along which axis: the last of two, else the first."""
+        """The parameters and buffers of a chain that have a place for each head, and along which axis: the last of two,
+        else the first.
+        """
         top = around(self.layer, chain)
         for name, module in self.layer.module.get_submodule(top).named_modules():
             path = ".".join(part for part in (top, name) if part)
@@ -155,7 +170,10 @@ class _Cutter:
                     continue  # over features, of which there may be as many as heads
                 axis = 1 if tensor is not None and tensor.dim() == 2 and tensor.shape[1] == heads.query else 0
                 if tensor is not None and tensor.dim() and tensor.shape[axis] == heads.query:
-                    yield TablePart(f"{path}.{leaf}" if path else leaf, tuple(tensor.shape), leaf in module._buffers), axis
+                    yield (
+                        TablePart(f"{path}.{leaf}" if path else leaf, tuple(tensor.shape), leaf in module._buffers),
+                        axis,
+                    )
 
     def counts(self, chain: Chain, reading: Reading, share: _Share) -> Iterator[Count]:
         """The attributes of a chain's modules that count what a rank has only a part of."""
@@ -167,7 +185,9 @@ class _Cutter:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's share of a chain: its range `own` of heads or of the width, its query and key/value heads one by one; all ranks' counts."""
+    """A rank's share of a chain: its range `own` of heads or of the width, its query and key/value heads one by one;
+    all ranks' counts.
+    """
 
     reading: Reading
     width: int
@@ -193,7 +213,9 @@ class _Share:
             start, stop = self.own
             if rows == self.width:
                 return (self.own,)
-            return (self.own, (self.width + start, self.width + stop)) if self.reading.halves else ((2 * start, 2 * stop),)
+            return (
+                (self.own, (self.width + start, self.width + stop)) if self.reading.halves else ((2 * start, 2 * stop),)
+            )
         h, k, d = heads.query, heads.key, heads.width
         if rows == heads.rows:
             starts = block_starts(self.reading.packing, heads)
@@ -214,7 +236,11 @@ class _Share:
         heads = self.reading.heads
         if heads is None:
             assert self.own is not None
-            return self.own[1] - self.own[0] if value == self.width and self.reading.widths and has_word(name, WIDTH_WORDS) else None
+            return (
+                self.own[1] - self.own[0]
+                if value == self.width and self.reading.widths and has_word(name, WIDTH_WORDS)
+                else None
+            )
         query, key = len(self.query), len(self.key)
         if counts_heads(name):
             if value == heads.key and has_word(name, KV_WORDS) and "group" not in name:
@@ -223,7 +249,11 @@ class _Share:
                 return query
         if ("group" in name or "rep" in name) and value == heads.query // heads.key:
             return query // key
-        if self.reading.widths and has_word(name, WIDTH_WORDS) and value in (heads.query * heads.width, heads.key * heads.width):
+        if (
+            self.reading.widths
+            and has_word(name, WIDTH_WORDS)
+            and value in (heads.query * heads.width, heads.key * heads.width)
+        ):
             return (query if value == heads.query * heads.width else key) * heads.width
         return None
 

@@ -1,7 +1,7 @@
 """How the linears of a layer without a spec may be meant: by heads, in one of the packings, or by width. Pure.
 
-What cannot be known from a layer (how q, k, v lie in one matrix, whether an attribute counts heads) becomes several readings, of
-which the proof chooses.
+What cannot be known from a layer (how q, k, v lie in one matrix, whether an attribute counts heads) becomes several
+readings, of which the proof chooses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from infuse.architectures.packing import BLOCKS, FOUR_PARTS, PER_GROUP, PER_HEAD
 from infuse.architectures.plain import LinearShape
 from infuse.unknown.roles import Chain
 
-_HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEAD_KEYS = (
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 WIDTH_WORDS = ("dim", "size", "width", "embed", "hidden", "inner", "channels", "d_model", "d_ff")
 KV_WORDS = ("kv", "key_value")
@@ -27,7 +34,8 @@ KV_WORDS = ("kv", "key_value")
 class Reading:
     """One way to understand a chain: by `heads`, packed so where q, k, v are one matrix, or (None) by its inner width.
 
-    `halves`: two matrices in one lie one after the other, else row by row. `widths`: attributes that equal the width follow it,
+    `halves`: two matrices in one lie one after the other, else row by row. `widths`: attributes that equal the width
+    follow it,
     `config`: so do the counts of the config that modules hold.
     """
 
@@ -71,10 +79,14 @@ def readings(layer: Layer, chain: Chain) -> Iterator[Reading]:
 
 def _heads(layer: Layer, chain: Chain, width: int) -> Heads | None:
     """The head counts of a chain, None where neither its modules nor the config tell them."""
-    counts = [value for _, name, value in attributes(layer, chain) if counts_heads(name) and not has_word(name, KV_WORDS)]
+    counts = [
+        value for _, name, value in attributes(layer, chain) if counts_heads(name) and not has_word(name, KV_WORDS)
+    ]
     told = [count for key in _HEAD_KEYS if isinstance(count := getattr(layer.config, key, None), int) and count > 0]
     of_model = getattr(layer.config, "hidden_size", None) or width
-    counts += [count for count in told if width == count * (getattr(layer.config, "head_dim", None) or of_model // count)]
+    counts += [
+        count for count in told if width == count * (getattr(layer.config, "head_dim", None) or of_model // count)
+    ]
     query = next((count for count in counts if count > 0 and width % count == 0), None)
     if query is None:
         return None
@@ -115,7 +127,9 @@ def owner_of(paths: Iterable[str]) -> str:
 
 
 def attributes(layer: Layer, chain: Chain, config: bool = False) -> Iterator[tuple[str, str, int]]:
-    """The whole numbers that the modules of a chain hold: module, name, value; of plain linears none. `config`: theirs too."""
+    """The whole numbers that the modules of a chain hold: module, name, value; of plain linears none. `config`: theirs
+    too.
+    """
     yield from _config_counts(layer, chain) if config else ()
     top = around(layer, chain)
     inner = layer.module.get_submodule(top)

@@ -1,7 +1,8 @@
 """Which linears of a layer are split by outputs (column), which by inputs (row), and who feeds whom.
 
-Told by a policy of the caller, by the model's own plan for tensor parallelism, or found from the layer's structure: a linear that
-reads the hidden state is column, one that reads what column linears made is row, and its sum over ranks meets the residual.
+Told by a policy of the caller, by the model's own plan for tensor parallelism, or found from the layer's structure: a
+linear that reads the hidden state is column, one that reads what column linears made is row, and its sum over ranks
+meets the residual.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from infuse.architectures.split import COLUMN, ROW, WHOLE
 from infuse.errors import SpecMismatch
 from infuse.unknown.trace import Trace, traced
 
-# The last words of what transformers' models name the linears that close an attention or an MLP; for layers that cannot be traced.
+# The last words of what transformers' models name the linears that close an attention or an MLP; for layers that cannot
+# be traced.
 _ROW_NAMES = frozenset((
     "o", "o_proj", "out_proj", "wo", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "out_lin", "lin2", "output.dense",
     "attention.dense", "self_attention.dense", "linear2", "to_out.0", "attn.out", "attn.proj", "attn_out", "ff_out", "mlp.out",
@@ -55,7 +57,9 @@ def matches(path: str, name: str) -> bool:
 
 
 def policy_names(policy: Policy | None, layer: nn.Module) -> tuple[str, ...] | None:
-    """The row linears that `policy` names for the layer's class, given itself or by name; None where it has none for it."""
+    """The row linears that `policy` names for the layer's class, given itself or by name; None where it has none for
+    it.
+    """
     for key, names in (policy or {}).items():
         if isinstance(layer, key) if isinstance(key, type) else any(cls.__name__ == key for cls in type(layer).__mro__):
             return names
@@ -63,7 +67,9 @@ def policy_names(policy: Policy | None, layer: nn.Module) -> tuple[str, ...] | N
 
 
 def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
-    """One line for each class of `policy` that is in no module, and for each name that is in none of the class's layers."""
+    """One line for each class of `policy` that is in no module, and for each name that is in none of the class's
+    layers.
+    """
     problems = []
     for key, names in (policy or {}).items():
         layers = [module for module in model.modules() if policy_names({key: names}, module) is not None]
@@ -71,10 +77,14 @@ def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
         cls = key.__name__ if isinstance(key, type) else key
         if not layers:
             known = dict.fromkeys(type(layer).__name__ for layer in layer_paths(model).values())
-            problems.append(f"injection_policy: there is no {cls} in the model; its layers are {', '.join(known) or 'none'}")
+            problems.append(
+                f"injection_policy: there is no {cls} in the model; its layers are {', '.join(known) or 'none'}"
+            )
         elif unknown := [name for name in names if not any(matches(path, name) for path in paths)]:
-            problems.append(f"injection_policy: {cls} has no linear {' or '.join(map(repr, unknown))}; "
-                            f"its linears: {', '.join(paths) or 'none'}")
+            problems.append(
+                f"injection_policy: {cls} has no linear {' or '.join(map(repr, unknown))}; "
+                f"its linears: {', '.join(paths) or 'none'}"
+            )
     return problems
 
 
@@ -96,18 +106,26 @@ def _layers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan for tensor parallelism: pattern of a path in the model (`*` any number) → style. Empty where it has none."""
+    """The model's own plan for tensor parallelism: pattern of a path in the model (`*` any number) → style. Empty where
+    it has none.
+    """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         config = getattr(module, "config", None)
         base = getattr(config, "base_model_tp_plan", None)
-        if isinstance(base, dict) and hasattr(module, "base_model_prefix") and not hasattr(module, module.base_model_prefix):  # type: ignore
+        if (
+            isinstance(base, dict)
+            and hasattr(module, "base_model_prefix")
+            and not hasattr(module, module.base_model_prefix)
+        ):  # type: ignore
             found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in base.items()}
     return found
 
 
 def planned_roles(plan: Mapping[str, str], path: str, names: Iterable[str]) -> dict[str, str]:
-    """The roles that the model's own plan gives to linears of the layer at `path`; other styles than column and row are left."""
+    """The roles that the model's own plan gives to linears of the layer at `path`; other styles than column and row are
+    left.
+    """
     roles = {}
     for name in names:
         at = re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{path}.{name}")
@@ -118,7 +136,9 @@ def planned_roles(plan: Mapping[str, str], path: str, names: Iterable[str]) -> d
 
 
 def find_roles(layer: nn.Module, trace: Trace | None, rows: Sequence[str] | None, planned: Mapping[str, str]) -> Roles:
-    """The roles of the layer's linears: of a policy's `rows`, else as `planned`, else from structure. SpecMismatch: none can be found."""
+    """The roles of the layer's linears: of a policy's `rows`, else as `planned`, else from structure. SpecMismatch:
+    none can be found.
+    """
     shapes = {path: shape for path, shape in linears(layer) if path}
     if rows is not None:
         fixed = {path: ROW if any(matches(path, name) for name in rows) else COLUMN for path in shapes}
@@ -156,7 +176,9 @@ def _settled(shapes: Mapping[str, LinearShape], trace: Trace, fixed: dict[str, s
             break
         if given and flow.misread - whole:
             first = next(name for name in trace.linears if name in flow.misread)
-            raise SpecMismatch("roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"])
+            raise SpecMismatch(
+                "roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"]
+            )
         whole |= open_now
     roles = flow.chains(), tuple(path for path in shapes if path not in flow.split)
     return _checked(Roles(*roles, why))
@@ -206,7 +228,8 @@ class _Flow:
                 rows, columns = rows | other[0], columns | other[1]
             joined.append((rows, columns))
         return tuple(
-            Chain(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows)) for rows, columns in joined
+            Chain(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows))
+            for rows, columns in joined
         )
 
 

@@ -1,7 +1,7 @@
 """Trace: what flows between the linears of a layer, from one run of the model on meta, where nothing is computed.
 
-Each operation inside a layer is noted with the storages that it reads and writes: views share theirs, so that a value is
-followed through splits, transpositions, attention and caches alike.
+Each operation inside a layer is noted with the storages that it reads and writes: views share theirs, so that a value
+is followed through splits, transpositions, attention and caches alike.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ class Trace:
 
 
 def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-    """Arguments of the model's forward: token ids, or embeddings, or pixels, or sound, and for a decoder behind an encoder its own.
+    """Arguments of the model's forward: token ids, or embeddings, or pixels, or sound, and for a decoder behind an
+    encoder its own.
 
-    `make("ids" | "mask" | "values", shape)` makes each tensor. An argument that forward does not name is not given; the first one
-    takes the tokens where none has a name that transformers uses.
+    `make("ids" | "mask" | "values", shape)` makes each tensor. An argument that forward does not name is not given; the
+    first one takes the tokens where none has a name that transformers uses.
     """
     config: Any = getattr(model, "config", None)
     parameters = inspect.signature(type(model).forward).parameters
     names = list(parameters)[1:]
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if getattr(model, "main_input_name", "") == "pixel_values" or ("pixel_values" in names and "input_ids" not in names):
+    if getattr(model, "main_input_name", "") == "pixel_values" or (
+        "pixel_values" in names and "input_ids" not in names
+    ):
         return {"pixel_values": make("values", _images(config))}
     if "input_features" in names and hasattr(config, "num_mel_bins"):
         given = {"input_features": make("values", (BATCH, config.num_mel_bins, 2 * config.max_source_positions))}
@@ -64,12 +67,16 @@ def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor
     table = any(isinstance(module, nn.Embedding) for module in model.modules())
     main = next((name for name in ("input_ids", "inputs_embeds", "hidden_states") if name in names), names[0])
     width: Any = getattr(config, "hidden_size", None) or _first_inputs(model)
-    values = make("ids", (BATCH, tokens)) if table and main != "hidden_states" else make("values", (BATCH, tokens, width))
+    values = (
+        make("ids", (BATCH, tokens)) if table and main != "hidden_states" else make("values", (BATCH, tokens, width))
+    )
     if main == "input_ids" and not table:
         main = "inputs_embeds" if "inputs_embeds" in names else main
     given = {main: values}
     vision = getattr(config, "vision_config", None)
-    both = hasattr(config, "logit_scale_init_value") and hasattr(vision, "image_size") and hasattr(vision, "num_channels")
+    both = (
+        hasattr(config, "logit_scale_init_value") and hasattr(vision, "image_size") and hasattr(vision, "num_channels")
+    )
     if both and "pixel_values" in names:  # it compares texts with images, and needs both
         given["pixel_values"] = make("values", _images(vision))
     if "attention_mask" in names or anything:
@@ -91,7 +98,9 @@ def _first_inputs(model: nn.Module) -> int:
 
 
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
-    """The first call of each layer, by its path; those that the model does not reach on meta are not in it. The model is unchanged."""
+    """The first call of each layer, by its path; those that the model does not reach on meta are not in it. The model
+    is unchanged.
+    """
     tracer = _Tracer(layers)
     tensors = {name: torch.empty_like(value, device="meta") for name, value in _all_tensors(model)}
     before = {module: module.training for module in model.modules()}
@@ -111,7 +120,10 @@ def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace
 
 
 def _all_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for path, module in model.named_modules():  # a module in several places once: else functional_call gives it back what is on meta
+    for (
+        path,
+        module,
+    ) in model.named_modules():  # a module in several places once: else functional_call gives it back what is on meta
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 yield f"{path}.{leaf}" if path else leaf, value
@@ -141,7 +153,9 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1  # any value: only where it flows matters
+            return (
+                1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            )  # any value: only where it flows matters
         out = func(*args, **(kwargs or {}))
         if self._now is not None and not self._inside_linear:
             shape_only = any(word in func.__name__ for word in _SHAPE_ONLY)
@@ -166,7 +180,9 @@ class _Tracer(TorchDispatchMode):
     def _leave(self, path: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if self._now is not None and self._path == path:
-                self._now.returns = self._storages(output)[:1]  # beside the hidden state: weights and biases of the attention's heads
+                self._now.returns = self._storages(output)[
+                    :1
+                ]  # beside the hidden state: weights and biases of the attention's heads
                 self.done[path], self._now = self._now, None
 
         return hook

@@ -1,7 +1,8 @@
 """Checksums of weights, by which ranks see whether they were given the same model.
 
-A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared: `SAMPLED_ROWS` rows,
-spread over the first axis, or all of a small one. Of our own shards, whose files differ from rank to rank, the index is compared.
+A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared:
+`SAMPLED_ROWS` rows, spread over the first axis, or all of a small one. Of our own shards, whose files differ from rank
+to rank, the index is compared.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) ->
     rows = group.numbers(list(sums.values()), "the weights")
     for number, name in enumerate(sums):
         if others := [str(rank) for rank in range(group.size) if rows[rank][number] != rows[0][number]]:
-            raise group.lost(f"the weights: {name} on rank {', '.join(others)} differs from rank 0's; give all ranks the same model")
+            raise group.lost(
+                f"the weights: {name} on rank {', '.join(others)} differs from rank 0's; give all ranks the same model"
+            )
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
-    """A checksum of all values of each parameter and buffer; tensors of other classes (quantized elsewhere) count by their shape."""
+    """A checksum of all values of each parameter and buffer; tensors of other classes (quantized elsewhere) count by
+    their shape.
+    """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {name: _sum(tensor) for name, tensor in tensors.items()}
     devices = {tensor.device for tensor in found.values()}
@@ -69,7 +74,12 @@ def _sampled(reader: ModelReader, name: str) -> int:
 
 def _sum(tensor: Tensor) -> Tensor:
     """A number, int64, that depends on every bit of a plain tensor and, but for whole blocks' insides, on their order."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.is_meta
+        or tensor.layout != torch.strided
+        or not tensor.numel()
+    ):
         return torch.tensor(zlib.crc32(f"{type(tensor).__name__} {tuple(tensor.shape)}".encode()))
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8 or data.numel() % 8:
@@ -93,4 +103,6 @@ def _config_sum(config: Any) -> int:
 def _effective(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Without what is private (paths, among others): it may differ from host to host."""
     kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _OWN}
-    return {name: sorted(_effective(value).items()) if isinstance(value, Mapping) else value for name, value in kept.items()}
+    return {
+        name: sorted(_effective(value).items()) if isinstance(value, Mapping) else value for name, value in kept.items()
+    }

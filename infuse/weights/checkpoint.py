@@ -53,7 +53,9 @@ class Pieces:
     def equals(self, other: Pieces) -> bool:
         """Whether these are the same values in the same dtype, file by file."""
         pairs = zip(self.files, other.files, strict=False)
-        return len(self.files) == len(other.files) and all(one is two or _same_values(self.name, one, two) for one, two in pairs)
+        return len(self.files) == len(other.files) and all(
+            one is two or _same_values(self.name, one, two) for one, two in pairs
+        )
 
     def are_copies(self, whole: Shape) -> bool:
         """Whether the tensor of shape `whole` has the same values in every file that holds all of it."""
@@ -83,13 +85,21 @@ class Checkpoint:
         self.form, self.version = files.form, files.version
         opened = {path: open_file(path) for path in dict.fromkeys(files)}
         groups = [tuple(opened[path] for path in group) for group in files.groups]
-        self.told = any(len(group) > 1 for group in groups)  # that these are pieces of ranks; else it is seen from their names
-        if not files.where and len(groups) > 1 and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups):
+        self.told = any(
+            len(group) > 1 for group in groups
+        )  # that these are pieces of ranks; else it is seen from their names
+        if (
+            not files.where
+            and len(groups) > 1
+            and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups)
+        ):
             groups = [tuple(file for group in groups for file in group)]  # the same names in each file: pieces of ranks
         self.files: tuple[TensorFile, ...] = tuple(opened.values())
         self.pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
         if absent := [f"{name} in {path}" for name, path in files.where.items() if name not in opened[path].stored]:
-            raise CheckpointError(f"{files.form}: {len(absent)} tensors are not in the files that the index names: {', '.join(absent)}")
+            raise CheckpointError(
+                f"{files.form}: {len(absent)} tensors are not in the files that the index names: {', '.join(absent)}"
+            )
         differing = []
         for group in groups:
             for name in dict.fromkeys(name for file in group for name in file.stored):
@@ -98,8 +108,10 @@ class Checkpoint:
                 if name not in files.where and not kept.equals(found):
                     differing.append(f"{name} in {kept.files[0].path} and {found.files[0].path}")
         if differing:
-            raise CheckpointError(f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
-                                  "give the files of one checkpoint")
+            raise CheckpointError(
+                f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
+                "give the files of one checkpoint"
+            )
         if not self.pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
 
@@ -125,11 +137,17 @@ def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
     if one.stored[name] != other.stored[name]:
         return False
     shape = one.stored[name].shape
-    parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, shape[0] if shape else 0, _COMPARED_ROWS)] or [()]
+    parts: list[Part] = [
+        (slice(i, i + _COMPARED_ROWS),) for i in range(0, shape[0] if shape else 0, _COMPARED_ROWS)
+    ] or [()]
     values = ([file.read(name, part).reshape(-1).view(torch.uint8) for file in (one, other)] for part in parts)
     return all(torch.equal(*both) for both in values)
 
 
 def in_words(pieces: Sequence[Shape]) -> str:
     """The shapes of pieces for an error text."""
-    return str(pieces[0]) if len(pieces) == 1 else f"{len(pieces)} pieces of {', '.join(str(shape) for shape in dict.fromkeys(pieces))}"
+    return (
+        str(pieces[0])
+        if len(pieces) == 1
+        else f"{len(pieces)} pieces of {', '.join(str(shape) for shape in dict.fromkeys(pieces))}"
+    )

@@ -1,4 +1,5 @@
-"""Fill → tensor: read a part → merge → cast → quantize → lay, part by part. The only path that a weight takes to its place.
+"""Fill → tensor: read a part → merge → cast → quantize → lay, part by part. The only path that a weight takes to its
+place.
 
 Beside the sources that are in memory already and the result, only a part is there at a time.
 """
@@ -21,7 +22,10 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, tensor_at
 
-PART_VALUES = 1 << 20  # of a source at a time: they stay in a core's cache, and an allocator gives the same memory for the next
+PART_VALUES = (
+    1 << 20
+)  # of a source at a time: they stay in a core's cache, and an allocator gives the same memory for the next
+
 
 def moves(fill: Fill) -> bool:
     """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
@@ -30,7 +34,9 @@ def moves(fill: Fill) -> bool:
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
-    """Whether `source` has what the target is made from: a table that it computes, or a weight that it shares with others."""
+    """Whether `source` has what the target is made from: a table that it computes, or a weight that it shares with
+    others.
+    """
     return not tensor_at(source, fill.sources[0]).is_meta
 
 
@@ -72,9 +78,11 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
 
 
 def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[slice, list[Tensor]]]:
-    """The target's rows in order, and what they are joined from: in parts of multiples of `rows`, or (None) all at once.
+    """The target's rows in order, and what they are joined from: in parts of multiples of `rows`, or (None) all at
+    once.
 
-    Of a file no more is read than is needed. Sources that are transposed come at once too: their columns are read value by value.
+    Of a file no more is read than is needed. Sources that are transposed come at once too: their columns are read value
+    by value.
     """
     runs, shape, axis = _runs(fill, reader), _shape(fill, reader), _axis(fill)
     step = max(shape[0], 1)
@@ -86,7 +94,9 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
         for run in between(runs, limits.start, limits.stop) if axis == 0 else runs:
             of_run = slice(run.start, run.stop)
             outputs, inputs = (of_run, slice(None)) if axis == 0 else (limits, of_run)
-            piece = reader.read(fill.sources[run.source], (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)])
+            piece = reader.read(
+                fill.sources[run.source], (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)]
+            )
             pieces.append(piece.t() if fill.transposed else piece)
         yield limits, pieces
 
@@ -134,7 +144,9 @@ def _shape(fill: Fill, reader: Reader) -> list[int]:
     return shape
 
 
-def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]) -> None:
+def fill_module(
+    module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]
+) -> None:
     """Give each fill's tensor its place in `module`, which was built on meta or empty. `bodies`: op → body."""
     quantize = ops.quantize.body(bodies.get("quantize", ops.REFERENCE))
     for fill in fills:
@@ -145,7 +157,9 @@ def fill_module(module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype:
             continue
         value = filled(fill, reader, None if leaf in place._buffers else dtype)
         if leaf in place._parameters:
-            place._parameters[leaf] = value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
+            place._parameters[leaf] = (
+                value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
+            )
         else:
             assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
             place._buffers[leaf] = value
@@ -195,7 +209,9 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
             at = ".".join(part for part in (path, owner) if part)
             parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
             stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
-            wanted |= {f"{at}.{name}": Wanted(tuple(tensor.shape), tensor.dtype, fill.cut) for name, tensor in stored.items()}
+            wanted |= {
+                f"{at}.{name}": Wanted(tuple(tensor.shape), tensor.dtype, fill.cut) for name, tensor in stored.items()
+            }
         elif leaf in place._parameters:
             wanted[f"{path}.{fill.target}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
     return wanted

@@ -1,6 +1,7 @@
 """How the names in a checkpoint meet the names in a model, and what is wrong between them: all of it in one error.
 
-Prefixes and renamed parts are resolved as transformers does it; its own table of renamed parts is asked where there is one.
+Prefixes and renamed parts are resolved as transformers does it; its own table of renamed parts is asked where there is
+one.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def placed(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers of a replaced model by their places in it; its state dict has the original's names."""
+    """All parameters and persistent buffers of a replaced model by their places in it; its state dict has the
+    original's names.
+    """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        persistent = {leaf: held for leaf, held in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
+        persistent = {
+            leaf: held for leaf, held in module._buffers.items() if leaf not in module._non_persistent_buffers_set
+        }
         tensors = {**module._parameters, **persistent}
         found |= {f"{path}.{leaf}" if path else leaf: held for leaf, held in tensors.items() if held is not None}
     return found
@@ -60,10 +65,13 @@ class ModelReader:
         return self.checkpoint.pieces[self.names[name]].read(self.shapes[name], self.layouts[name], part)
 
 
-def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[str], bool] = lambda name: False) -> ModelReader:
+def model_reader(
+    model: nn.Module, checkpoint: Checkpoint, without: Callable[[str], bool] = lambda name: False
+) -> ModelReader:
     """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
 
-    Names for which `without` holds are not looked for, nor looked at. A persistent buffer that transformers lets be missing may be missing.
+    Names for which `without` holds are not looked for, nor looked at. A persistent buffer that transformers lets be
+    missing may be missing.
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
@@ -98,13 +106,17 @@ def model_reader(model: nn.Module, checkpoint: Checkpoint, without: Callable[[st
             both = found[0] in reader.layouts and other in reader.layouts
             if both and not (isinstance(checkpoint, SavedShards) or _equal(reader, found[0], other)):
                 untie = "untie it in the model's config"
-                misshaped.append(f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}")
+                misshaped.append(
+                    f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}"
+                )
     foreign, harmless = _judged(model, left)
     if not checkpoint.told:
         misshaped += [f"{name}: several files have it, with other values" for name in drifted]
     _raise_all(checkpoint.form, missing, foreign, misshaped)
     if harmless:
-        reader.notes += (f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",)
+        reader.notes += (
+            f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",
+        )
     if drifted:
         what = f"{len(drifted)} tensors that ranks saved whole differ between them"
         reader.notes += (f"{what}; the first rank's are taken: {', '.join(drifted)}",)
@@ -141,14 +153,19 @@ def packings(model: nn.Module) -> dict[str, Packed]:
     return found
 
 
-def _matched(model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+def _matched(
+    model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]
+) -> tuple[dict[str, str], list[str]]:
     """Name in the model → name in the checkpoint, and the names that fit nowhere."""
     names = {name: name for name in given if name in expected}
     renamed, prefix, left = _renaming(model), getattr(model, "base_model_prefix", ""), []
     for name in given:
         if name in names:
             continue
-        place = next((variant for variant in _variants(renamed(name), prefix) if variant in expected and variant not in names), None)
+        place = next(
+            (variant for variant in _variants(renamed(name), prefix) if variant in expected and variant not in names),
+            None,
+        )
         if place is None:
             left.append(name)
         else:
@@ -157,7 +174,9 @@ def _matched(model: nn.Module, given: Iterable[str], expected: Mapping[str, Tens
 
 
 def _variants(name: str, prefix: str) -> Iterator[str]:
-    """The name, and with what wraps a model added or taken away: `module.` of parallel training, the base model's own attribute."""
+    """The name, and with what wraps a model added or taken away: `module.` of parallel training, the base model's own
+    attribute.
+    """
     for bare in (name, name.removeprefix("module.")):
         yield bare
         if prefix:
@@ -185,8 +204,8 @@ def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
 def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
     """Of the names that fit nowhere: those that speak of another model, and those of parts beside this one.
 
-    A name inside a list of layers says that the layers are others: more of them, or with other parts. Names elsewhere are
-    heads that this class does not have. Buffers that are computed anew are neither.
+    A name inside a list of layers says that the layers are others: more of them, or with other parts. Names elsewhere
+    are heads that this class does not have. Buffers that are computed anew are neither.
     """
     prefix = getattr(model, "base_model_prefix", "")
     lists = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and path)

@@ -1,7 +1,8 @@
 """How the pieces that ranks saved of one tensor make it up: runs of pieces along one axis, in order.
 
-A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel); which one the shapes tell. A
-matrix that packs q, k and v, or gate and up, was cut inside each of them, and keys that are fewer than ranks were replicated.
+A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel); which one the shapes tell.
+A matrix that packs q, k and v, or gate and up, was cut inside each of them, and keys that are fewer than ranks were
+replicated.
 """
 
 from __future__ import annotations
@@ -88,7 +89,11 @@ def _packed_runs(lengths: Sequence[int], packed: Packed) -> list[Run]:
     if ranks % groups:
         return []
     each = ranks // groups
-    return [run for first in range(0, ranks, each) for run in _one_group(first, lengths[first : first + each], packed.widths)]
+    return [
+        run
+        for first in range(0, ranks, each)
+        for run in _one_group(first, lengths[first : first + each], packed.widths)
+    ]
 
 
 def _one_group(first: int, lengths: Sequence[int], widths: tuple[int, ...]) -> list[Run]:
@@ -103,6 +108,8 @@ def _one_group(first: int, lengths: Sequence[int], widths: tuple[int, ...]) -> l
         if exact and all(length == sum(sizes) for length in lengths):
             starts = [sum(sizes[:b]) for b in range(parts)]
             return [
-                Run(first + r, starts[b], starts[b] + sizes[b]) for b in range(parts) for r in range(0, ranks, copies if b else 1)
+                Run(first + r, starts[b], starts[b] + sizes[b])
+                for b in range(parts)
+                for r in range(0, ranks, copies if b else 1)
             ]
     return []

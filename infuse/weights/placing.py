@@ -1,7 +1,8 @@
 """Placing: a checkpoint's way into a model, live or on meta, in which nothing is changed for good before all is there.
 
-What lies in layers that will be replaced stays on meta: it is read when the new layer is filled, or for as long as the old
-one has to run. All else is read once and placed. Whatever fails, the model gets back every tensor and module that it had.
+What lies in layers that will be replaced stays on meta: it is read when the new layer is filled, or for as long as the
+old one has to run. All else is read once and placed. Whatever fails, the model gets back every tensor and module that
+it had.
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ class Placing:
     CheckpointError, before the `with`, where a computed buffer that is on meta cannot be made again.
     """
 
-    def __init__(self, model: nn.Module, reader: ModelReader, layers: Iterable[str], dtype: torch.dtype, device: torch.device, *,
-                 saved: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        reader: ModelReader,
+        layers: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        saved: bool = False,
+    ):
         self.model, self.reader, self.dtype, self.device = model, reader, dtype, device
         self.layers, self.saved = tuple(dict.fromkeys(layers)), saved
         self._computed = computed_tensors(model)
@@ -75,7 +84,9 @@ class Placing:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
             for mapping, key, value in reversed(self._before):
                 if value is _MISSING:
@@ -93,13 +104,19 @@ class Placing:
     def place_left(self) -> None:
         """Read and place what is still on meta: of layers that stay as they are."""
         modules = {id(module) for module in self.model.modules()}
-        self._place([key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)], None)
-        on_meta = [name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta]
+        self._place(
+            [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)], None
+        )
+        on_meta = [
+            name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta
+        ]
         assert not on_meta, on_meta
 
     @contextlib.contextmanager
     def loaded(self, path: str, dtype: torch.dtype | None) -> Iterator[None]:
-        """The module at `path` with its values, in `dtype` (None: as the checkpoint has them), for as long as the `with` runs."""
+        """The module at `path` with its values, in `dtype` (None: as the checkpoint has them), for as long as the
+        `with` runs.
+        """
         module = self.model.get_submodule(path)
         with contextlib.ExitStack() as undo:
             made: dict[int, nn.Parameter] = {}
@@ -108,7 +125,9 @@ class Placing:
                     if held is None or not held.is_meta:
                         continue
                     if id(held) not in made:
-                        made[id(held)] = nn.Parameter(self._value(self._names[id(held)], dtype), requires_grad=held.requires_grad)
+                        made[id(held)] = nn.Parameter(
+                            self._value(self._names[id(held)], dtype), requires_grad=held.requires_grad
+                        )
                     undo.callback(owner._parameters.__setitem__, leaf, held)
                     owner._parameters[leaf] = made[id(held)]
             yield
@@ -120,7 +139,9 @@ class Placing:
             for path in self.layers:
                 layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
 
-                def before(module: nn.Module, args: Any, path: str = path, stack: contextlib.ExitStack = open_now) -> None:
+                def before(
+                    module: nn.Module, args: Any, path: str = path, stack: contextlib.ExitStack = open_now
+                ) -> None:
                     stack.enter_context(self.loaded(path, self.dtype))
 
                 def after(module: nn.Module, args: Any, output: Any, stack: contextlib.ExitStack = open_now) -> None:
@@ -136,7 +157,9 @@ class Placing:
         return LayerReader(self, path)
 
     def stored(self, name: str, cut: Cut | None, group: int | None = None) -> Tensor | None:
-        """A tensor of our shards by its name there, or a rank's part of it, with a scale for each `group`; None where they have none."""
+        """A tensor of our shards by its name there, or a rank's part of it, with a scale for each `group`; None where
+        they have none.
+        """
         assert isinstance(self.reader.checkpoint, SavedShards)
         found = self.reader.checkpoint.part(name, cut, group)
         return None if found is None else found.to(self.device)
@@ -205,9 +228,11 @@ class LayerReader:
 
 
 def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str, Tensor]]:
-    """Where the model has tensors that it computes itself (rotary frequencies), and their values: anew where they are on meta.
+    """Where the model has tensors that it computes itself (rotary frequencies), and their values: anew where they are
+    on meta.
 
-    They are those that a new model of the same class and config has: its parameters are made on meta, so that it costs nothing.
+    They are those that a new model of the same class and config has: its parameters are made on meta, so that it costs
+    nothing.
     """
     found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     lost: list[str] = []
@@ -233,8 +258,10 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
                 value = again
             found.append((owner, leaf, value))
     if lost:
-        raise CheckpointError(f"the model computes these itself, they are on meta, and it cannot be made anew from its config: "
-                              f"{', '.join(lost)}; make the model with its buffers on the CPU")
+        raise CheckpointError(
+            f"the model computes these itself, they are on meta, and it cannot be made anew from its config: "
+            f"{', '.join(lost)}; make the model with its buffers on the CPU"
+        )
     return found
 
 
@@ -262,7 +289,9 @@ def _twin(model: nn.Module) -> nn.Module:
             make: Any = type(model)
             return make(copy.deepcopy(model.config))
     except Exception as error:  # whatever a class of the user's asks for
-        raise CheckpointError(f"{type(model).__name__} cannot be made anew from its config, to compute its buffers: {error}") from error
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be made anew from its config, to compute its buffers: {error}"
+        ) from error
     finally:
         torch.set_default_dtype(before)
         handle.remove()

@@ -1,4 +1,6 @@
-"""Where values come from: one interface, `read(name, part)`. A live module is a source here; files come by the same door."""
+"""Where values come from: one interface, `read(name, part)`. A live module is a source here; files come by the same
+door.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One safetensors file: an eight-byte length, a JSON header with the place of each tensor, then their bytes.
 
-The safetensors library validates the header. Tensors are read with plain reads into their own memory: only the bytes that were asked
-for, and no mapped pages that count as ours.
+The safetensors library validates the header. Tensors are read with plain reads into their own memory: only the bytes
+that were asked for, and no mapped pages that count as ours.
 """
 
 from __future__ import annotations
@@ -26,12 +26,27 @@ from infuse import memory
 from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "C64": torch.complex64,
-})
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "U16": torch.uint16,
+        "U32": torch.uint32,
+        "U64": torch.uint64,
+        "C64": torch.complex64,
+    }
+)
 BLOCK_BYTES = 1 << 22  # read and checked by one thread at a time; large enough to be worth starting a thread for
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
 _UNCHECKED: Checksums = MappingProxyType({})
@@ -49,7 +64,9 @@ def block_checksums(memory: memoryview) -> tuple[int, ...]:
 
 
 def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T]:
-    """work(first, last) for each block of the bytes from `start` to `stop`, by all threads: one alone has half of a memory's bandwidth."""
+    """work(first, last) for each block of the bytes from `start` to `stop`, by all threads: one alone has half of a
+    memory's bandwidth.
+    """
     limits = [(at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES)]
     threads = min(torch.get_num_threads(), len(limits))
     if threads < 2:
@@ -61,7 +78,8 @@ def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T
 class SafetensorsFile:
     """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever is not such a file.
 
-    With `checksums` the file must hold exactly these tensors, and each block is checked the first time that something of it is read.
+    With `checksums` the file must hold exactly these tensors, and each block is checked the first time that something
+    of it is read.
     """
 
     def __init__(self, path: Path, checksums: Checksums | None = None):
@@ -106,7 +124,10 @@ class SafetensorsFile:
         A tensor that is asked for whole is there to stay, and lies on large memory.
         """
         stored = self.stored[name]
-        bounds = [(part[axis] if axis < len(part) else slice(None)).indices(size)[:2] for axis, size in enumerate(stored.shape)]
+        bounds = [
+            (part[axis] if axis < len(part) else slice(None)).indices(size)[:2]
+            for axis, size in enumerate(stored.shape)
+        ]
         tensor = (torch.empty if part else memory.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
         if tensor.numel() == 0:
             return tensor
@@ -157,8 +178,10 @@ class SafetensorsFile:
         for block, value in enumerate(found, first):
             if value != self._checksums[name][block]:
                 at = block * BLOCK_BYTES
-                raise CheckpointError(f"{self.path}: {name} is not what was saved: the checksum of its bytes from {at} on differs; "
-                                      "copy the file again, or shard the model again")
+                raise CheckpointError(
+                    f"{self.path}: {name} is not what was saved: the checksum of its bytes from {at} on differs; "
+                    "copy the file again, or shard the model again"
+                )
             self._checked.add((name, block))
 
     def _read(self, memory: memoryview, name: str, at: int) -> int:

@@ -1,7 +1,8 @@
-"""Our own shards as a checkpoint: how ranks cut each tensor, and the runs of their files that make up the part of any other rank.
+"""Our own shards as a checkpoint: how ranks cut each tensor, and the runs of their files that make up the part of any
+other rank.
 
-Positions count what a tensor is cut in, rows or inputs of the whole, in every file that holds something of it: codes that share
-bytes and scales that stand for groups of inputs are found by the share of a piece's columns that a run is.
+Positions count what a tensor is cut in, rows or inputs of the whole, in every file that holds something of it: codes
+that share bytes and scales that stand for groups of inputs are found by the share of a piece's columns that a run is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _OF_WEIGHTS = ("data", "scale", "zero")  # what a quantized weight is stored as
 
 @dataclass(frozen=True)
 class Shared:
-    """How ranks cut a tensor of `size` positions along `axis`: the ranges that each has, in the order in which it has them."""
+    """How ranks cut a tensor of `size` positions along `axis`: the ranges that each has, in the order in which it has
+    them.
+    """
 
     axis: int
     size: int
@@ -40,7 +43,9 @@ class Shared:
         return sum(stop - start for start, stop in self.ranks[rank])
 
     def layout(self, first: int = 0) -> Layout:
-        """What makes up the whole; of several ranks that have the same, `first`, then the lowest. CheckpointError: none has it."""
+        """What makes up the whole; of several ranks that have the same, `first`, then the lowest. CheckpointError: none
+        has it.
+        """
         runs, at = [], 0
         while at < self.size:
             rank = next((rank for rank in (first, *range(len(self.ranks))) if self._spot(rank, at)), None)
@@ -73,7 +78,9 @@ def cuts_in_text(cuts: Mapping[str, Cut]) -> str:
 
 
 def index_of_cuts(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """All ranks' `cuts_in_text` for the index: tensors that are cut alike in one entry; ranges as "start:stop", a text for each rank."""
+    """All ranks' `cuts_in_text` for the index: tensors that are cut alike in one entry; ranges as "start:stop", a text
+    for each rank.
+    """
     by_name: dict[tuple[str, ...], list[str]] = {}
     for text in texts:
         for line in text.splitlines():
@@ -84,14 +91,20 @@ def index_of_cuts(texts: Sequence[str]) -> list[dict[str, Any]]:
         if len(ranks) != len(texts):
             raise CheckpointError(f"{name}: {len(ranks)} of {len(texts)} ranks have a part of it")
         alike.setdefault((axis, size, *ranks), []).append(name)
-    return [{"axis": int(a), "size": int(s), "ranks": ranks, "tensors": names} for (a, s, *ranks), names in alike.items()]
+    return [
+        {"axis": int(a), "size": int(s), "ranks": ranks, "tensors": names} for (a, s, *ranks), names in alike.items()
+    ]
 
 
 def shared_tensors(cuts: Iterable[Mapping[str, Any]]) -> dict[str, Shared]:
-    """Name → how it is cut, from what `index_of_cuts` wrote; ValueError, KeyError, TypeError or AttributeError where it did not."""
+    """Name → how it is cut, from what `index_of_cuts` wrote; ValueError, KeyError, TypeError or AttributeError where it
+    did not.
+    """
     found: dict[str, Shared] = {}
     for entry in cuts:
-        ranks = tuple(tuple((int(a), int(b)) for a, b in (one.split(":") for one in text.split())) for text in entry["ranks"])
+        ranks = tuple(
+            tuple((int(a), int(b)) for a, b in (one.split(":") for one in text.split())) for text in entry["ranks"]
+        )
         shared = Shared(int(entry["axis"]), int(entry["size"]), ranks)
         if shared.axis < 0 or not all(0 <= start < stop <= shared.size for ranges in ranks for start, stop in ranges):
             raise ValueError(f"no parts of {shared.size} on axis {shared.axis}: {'; '.join(entry['ranks'])}")
@@ -173,14 +186,18 @@ class Joined:
         if self._is_of_row(run):
             return slice(0, 1)
         if run.start * stored % length or run.stop * stored % length:
-            raise CheckpointError(f"{self.files[run.rank].path}: {self.name}: positions {run.start} to {run.stop} of {length} "
-                                  f"cut one of the {stored} columns that are stored")
+            raise CheckpointError(
+                f"{self.files[run.rank].path}: {self.name}: positions {run.start} to {run.stop} of {length} "
+                f"cut one of the {stored} columns that are stored"
+            )
         return slice(run.start * stored // length, run.stop * stored // length)
 
 
 @dataclass(frozen=True)
 class Values:
-    """A quantized matrix as the values in `dtype` that it stands for, as a file that holds them: [outputs, inputs], or `transposed`."""
+    """A quantized matrix as the values in `dtype` that it stands for, as a file that holds them: [outputs, inputs], or
+    `transposed`.
+    """
 
     name: str
     parts: Mapping[str, TensorFile]  # data, scale, zero
@@ -203,7 +220,9 @@ class Values:
         both = (*part, slice(None), slice(None))[:2]
         outputs, inputs = both[::-1] if self.transposed else both
         held = {leaf: self._rows(leaf, outputs) for leaf in self.parts}
-        weight = QuantizedWeight(held["data"], held["scale"], held.get("zero"), (len(held["data"]), self.shape[1]), self.format)
+        weight = QuantizedWeight(
+            held["data"], held["scale"], held.get("zero"), (len(held["data"]), self.shape[1]), self.format
+        )
         values = self.format.dequantize(weight, self.dtype)[:, inputs]
         return values.t() if self.transposed else values
 
@@ -211,7 +230,9 @@ class Values:
         file, name = self.parts[leaf], f"{self.name.removesuffix('weight')}{leaf}"
         if not isinstance(file, Joined) or file.shared.axis == 0 or leaf == "data":
             return file.read(name, (rows,))
-        group = self.format.group_size or math.gcd(*(run.stop - run.start for run in file.layout.runs))  # pieces with a scale for each row
+        group = self.format.group_size or math.gcd(
+            *(run.stop - run.start for run in file.layout.runs)
+        )  # pieces with a scale for each row
         return file.positions([(0, self.shape[1])], (rows,), group)
 
 
@@ -236,17 +257,23 @@ class SavedShards(Checkpoint):
                 raise CheckpointError(f"{name} is missing in {without}")
             for number, one in found.items():
                 if cut.axis >= len(one.stored[name].shape):
-                    raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index cuts it on axis {cut.axis}")
+                    raise CheckpointError(
+                        f"{one.path}: {name} is {one.stored[name].shape}, and the index cuts it on axis {cut.axis}"
+                    )
                 if name in shared and one.stored[name].shape[cut.axis] != cut.length(number):
-                    raise CheckpointError(f"{one.path}: {name} is {one.stored[name].shape}, and the index gives this rank "
-                                          f"{cut.length(number)} of {cut.size} on axis {cut.axis}")
+                    raise CheckpointError(
+                        f"{one.path}: {name} is {one.stored[name].shape}, and the index gives this rank "
+                        f"{cut.length(number)} of {cut.size} on axis {cut.axis}"
+                    )
 
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self._opened.values())
 
     def part(self, name: str, cut: Cut | None, group: int | None = None) -> Tensor | None:
-        """A tensor of that name as it is stored, or a rank's part of it, with a scale for each `group`; None where there is none."""
+        """A tensor of that name as it is stored, or a rank's part of it, with a scale for each `group`; None where
+        there is none.
+        """
         pieces = self.pieces.get(name)
         if pieces is None:
             return None
@@ -263,7 +290,9 @@ class SavedShards(Checkpoint):
         assert cut is None or (cut.axis, sum(cut.sizes)) == (shared.axis, shared.size), (name, cut, shared)
         return joined.positions(cut.ranges if cut else [(0, shared.size)], group=group if shared.axis else None)
 
-    def add_values(self, name: str, shape: tuple[int, int], format: str, transposed: bool, dtype: torch.dtype) -> list[str]:
+    def add_values(
+        self, name: str, shape: tuple[int, int], format: str, transposed: bool, dtype: torch.dtype
+    ) -> list[str]:
         """Have the quantized matrix `name` as values too; the names of what it is stored as."""
         stored = {leaf: f"{name.removesuffix('weight')}{leaf}" for leaf in _OF_WEIGHTS}
         found = {leaf: self.pieces[other].files[0] for leaf, other in stored.items() if other in self.pieces}
@@ -271,7 +300,9 @@ class SavedShards(Checkpoint):
         return list(stored.values())
 
     def fault(self, name: str, cut: Cut | None, wanted: tuple[int, ...], dtype: torch.dtype | None) -> str | None:
-        """Why what is stored of `name` does not make up a tensor of shape `wanted` in `dtype` (None: any floating); None where it does."""
+        """Why what is stored of `name` does not make up a tensor of shape `wanted` in `dtype` (None: any floating);
+        None where it does.
+        """
         if name not in self.pieces:
             return f"missing  {name}"
         file = self.pieces[name].files[0]

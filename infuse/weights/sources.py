@@ -1,7 +1,7 @@
 """Which files a checkpoint is: a folder in one of the usual forms, a list, a glob, or DeepSpeed's JSON description.
 
-Nothing is read here but indexes and descriptions. CheckpointError names what was looked for and all that is missing. What an index
-names lies inside of its folder; paths of a description are the user's own and may lie anywhere.
+Nothing is read here but indexes and descriptions. CheckpointError names what was looked for and all that is missing.
+What an index names lies inside of its folder; paths of a description are the user's own and may lie anywhere.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Files:
-    """`groups`: each is one file, or the files of several ranks, in their order, that hold the pieces of the same tensors.
+    """`groups`: each is one file, or the files of several ranks, in their order, that hold the pieces of the same
+    tensors.
 
-    `version` is that of a Megatron checkpoint, by which its packed q, k, v lie. `where`: tensor → its file, where an index says so.
+    `version` is that of a Megatron checkpoint, by which its packed q, k, v lie. `where`: tensor → its file, where an
+    index says so.
     """
 
     form: str
@@ -95,7 +97,9 @@ def read_json(path: Path) -> Any:
 
 
 def inside(folder: Path, name: str, index: Path) -> Path:
-    """The file that an index names. CheckpointError for a name that leads out of the folder; links of the user's own may."""
+    """The file that an index names. CheckpointError for a name that leads out of the folder; links of the user's own
+    may.
+    """
     named = PurePath(name)
     if not named.parts or named.is_absolute() or ".." in named.parts:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
@@ -113,7 +117,9 @@ def _folder(path: Path) -> Files:
     for name in INDEXES:
         if (path / name).is_file():
             where = _weight_map(path / name)
-            return Files(f"the shards of {path / name}", tuple((file,) for file in sorted(set(where.values()))), where=where)
+            return Files(
+                f"the shards of {path / name}", tuple((file,) for file in sorted(set(where.values()))), where=where
+            )
     for name in SINGLE:
         if (path / name).is_file():
             return Files("a folder", ((path / name,),))
@@ -148,12 +154,16 @@ def _weight_map(path: Path) -> dict[str, Path]:
 def _listed(paths: Sequence[Path], form: str) -> Files:
     wrong = [str(path) for path in paths if path.suffix not in _SUFFIXES]
     if wrong or not paths:
-        raise CheckpointError(f"{form}: found {', '.join(wrong) or 'nothing'}; possible: files of {', '.join(_SUFFIXES)}")
+        raise CheckpointError(
+            f"{form}: found {', '.join(wrong) or 'nothing'}; possible: files of {', '.join(_SUFFIXES)}"
+        )
     return Files(form, tuple((path,) for path in paths))
 
 
 def _described(given: Any, base: Path, name: str) -> Files:
-    """DeepSpeed's JSON. A list holds whole tensors or, of type Megatron or with parallelization "tp", one file for each rank."""
+    """DeepSpeed's JSON. A list holds whole tensors or, of type Megatron or with parallelization "tp", one file for each
+    rank.
+    """
     if not isinstance(given, Mapping) or not given.get("checkpoints"):
         raise CheckpointError(f'{name}: has no "checkpoints": a list of files, or a dict of lists')
     try:
@@ -174,6 +184,8 @@ def _described(given: Any, base: Path, name: str) -> Files:
         paths = [base / file for file in ([listed] if isinstance(listed, Path) else listed)]
         size = (description.tp_size or description.mp_size or len(paths) or 1) if key == "tp" else 1
         if len(paths) % size:
-            raise CheckpointError(f"{name}: {len(paths)} files under {key!r} for tp_size {size}; possible: a multiple of it")
+            raise CheckpointError(
+                f"{name}: {len(paths)} files under {key!r} for tp_size {size}; possible: a multiple of it"
+            )
         groups += [tuple(paths[i : i + size]) for i in range(0, len(paths), size)]
     return Files(name, tuple(dict.fromkeys(groups)), description.version if kind == "megatron" else None)

@@ -1,6 +1,8 @@
-"""The state dict of a replaced module, in the names, shapes and packing of the original: `source_tensors` on saving, `filled` on loading.
+"""The state dict of a replaced module, in the names, shapes and packing of the original: `source_tensors` on saving,
+`filled` on loading.
 
-Hooks of the new module do it, so that `state_dict`, `save_pretrained` and `load_state_dict` of any model around it need not know.
+Hooks of the new module do it, so that `state_dict`, `save_pretrained` and `load_state_dict` of any model around it need
+not know.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ _BUFFERS = ("data", "scale", "zero")  # of a quantized weight
 
 @dataclass
 class Original:
-    """What a replaced module at `path` held, by the names that it had there: `shapes`, and the fills that were made of it.
+    """What a replaced module at `path` held, by the names that it had there: `shapes`, and the fills that were made of
+    it.
 
-    `dequantized` is set while quantized weights may be saved in `dtype`: the tensors made so far, by the address of their codes, so that
-    tied weights stay tied.
+    `dequantized` is set while quantized weights may be saved in `dtype`: the tensors made so far, by the address of
+    their codes, so that tied weights stay tied.
     """
 
     path: str
@@ -87,7 +90,9 @@ class Original:
         for name, wanted in self.shapes.items():
             if name in given and tuple(given[name].shape) != wanted:
                 found = given.pop(name)
-                errors.append(f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, the model's is {wanted}.")
+                errors.append(
+                    f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, the model's is {wanted}."
+                )
             elif name not in given and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
         for fill in self.fills:
@@ -96,12 +101,18 @@ class Original:
             else:
                 self._keep(fill, module, state, prefix)
 
-    def _fill(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]) -> None:
+    def _fill(
+        self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
+    ) -> None:
         """Give `state` the target of `fill`, made of what is given and, for the rest, of what is there."""
         owner = fill.target.rpartition(".")[0]
         place: Any = module.get_submodule(owner)
         if any(name not in given for name in fill.sources):
-            there = module.get_parameter(fill.target) if fill.format is None else place.held().format.dequantize(place.held(), self.dtype)
+            there = (
+                module.get_parameter(fill.target)
+                if fill.format is None
+                else place.held().format.dequantize(place.held(), self.dtype)
+            )
             given = {**source_tensors(fill, there, self.shapes), **given}
         if fill.format is None:
             state[prefix + fill.target] = filled(fill, _Given(given, None), None)
@@ -127,7 +138,10 @@ class Original:
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
         """Whether `state` has the target that `name` is a source of, under our own name."""
         fill = next(fill for fill in self.fills if name in fill.sources)
-        return prefix + (fill.target if fill.format is None else f"{fill.target.rpartition('.')[0]}.data".lstrip(".")) in state
+        return (
+            prefix + (fill.target if fill.format is None else f"{fill.target.rpartition('.')[0]}.data".lstrip("."))
+            in state
+        )
 
     def _refuse_parts(self, what: str) -> None:
         if any(fill.cut is not None for fill in self.fills):
@@ -153,7 +167,14 @@ class _Given:
 
 
 def keep_names(
-    new: nn.Module, old: nn.Module, path: str, fills: Iterable[Fill], *, dtype: torch.dtype, bodies: Mapping[str, str], put: Put
+    new: nn.Module,
+    old: nn.Module,
+    path: str,
+    fills: Iterable[Fill],
+    *,
+    dtype: torch.dtype,
+    bodies: Mapping[str, str],
+    put: Put,
 ) -> None:
     """Make the state dict of `new`, filled by `fills`, that of `old`, which it replaces at `path`.
 
@@ -171,7 +192,8 @@ def keep_names(
 
 @contextmanager
 def dequantized(model: nn.Module) -> Iterator[None]:
-    """Let `state_dict()`, `save_pretrained()` and the like of `model` give quantized weights back in the plan's dtype, while inside.
+    """Let `state_dict()`, `save_pretrained()` and the like of `model` give quantized weights back in the plan's dtype,
+    while inside.
 
     The values are those that the quantized weights stand for. The whole state dict is in memory at once.
     """

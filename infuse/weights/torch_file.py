@@ -1,4 +1,6 @@
-"""One file that torch.save wrote (.bin, .pt): tensors by name, never code. Mapped where its format allows, so that parts can be read."""
+"""One file that torch.save wrote (.bin, .pt): tensors by name, never code. Mapped where its format allows, so that
+parts can be read.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
 _INNER = ("module", "model", "state_dict")  # where training checkpoints have the model's own tensors
-_MAPPED_BYTES = 1 << 22  # mapped pages that were read stay ours until the file is mapped anew, which takes about a millisecond
+_MAPPED_BYTES = (
+    1 << 22
+)  # mapped pages that were read stay ours until the file is mapped anew, which takes about a millisecond
 
 
 class TorchFile:
-    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever cannot be read as tensors alone."""
+    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever cannot be read as
+    tensors alone.
+    """
 
     def __init__(self, path: Path):
         self.path, self.bytes_read, self._since = path, 0, 0
@@ -39,7 +45,9 @@ class TorchFile:
     def _open(self) -> dict[str, Tensor]:
         self._mapped = True
         try:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments that Megatron saves beside the model: data
+            with torch.serialization.safe_globals(
+                [argparse.Namespace]
+            ):  # the arguments that Megatron saves beside the model: data
                 try:
                     loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
                 except RuntimeError as error:
@@ -51,7 +59,9 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # whatever a broken or a foreign file makes of torch.load
             reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{self.path}: truncated, corrupt, or not tensors alone (weights_only=True): {reason}") from error
+            raise CheckpointError(
+                f"{self.path}: truncated, corrupt, or not tensors alone (weights_only=True): {reason}"
+            ) from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{self.path}: holds a {type(loaded).__name__}; possible: a dict of tensors")
         inner = next((loaded[key] for key in _INNER if isinstance(loaded.get(key), Mapping)), loaded)
@@ -68,8 +78,10 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: names {', '.join(twice)} more than once")
         wrong = [f"{name} ({reason})" for name, tensor in found if (reason := _not_plain(tensor))]
         if wrong:
-            raise CheckpointError(f"{self.path}: holds tensors that are not dense values: {', '.join(wrong)}; save them with "
-                                  "their values, dense and on a device")
+            raise CheckpointError(
+                f"{self.path}: holds tensors that are not dense values: {', '.join(wrong)}; save them with "
+                "their values, dense and on a device"
+            )
         return {name: tensor.detach() for name, tensor in found}
 
 

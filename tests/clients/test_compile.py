@@ -1,4 +1,6 @@
-"""torch.compile of a replaced model: one graph without breaks, the original's numbers, no more graphs than the original needs."""
+"""torch.compile of a replaced model: one graph without breaks, the original's numbers, no more graphs than the original
+needs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from infuse.ops import registered
 # Both passes of a model are a few hundred sums away from each other.
 TIMES = 8
 # The residual shapes (gemma2 with soft caps and windows), then transposed weights, ALiBi, windows of an encoder.
-FORMS = ("llama", "bert", "gpt-neox", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "modernbert")))
+FORMS = (
+    "llama",
+    "bert",
+    "gpt-neox",
+    "gemma2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "modernbert")),
+)
 LAYERS = {"llama": 1, "llama-bias": 1, "bert": 1, "gpt-neox": 1, "gemma2": 2}  # enough to see each kind of layer
 MOST_GRAPHS = 3  # as the original: for the prompt, the first step, and steps at any length
 
@@ -33,7 +41,9 @@ MOST_GRAPHS = 3  # as the original: for the prompt, the first step, and steps at
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep each of its thousands of lines
+    monkeypatch.setattr(
+        logging.getLogger("torch.__trace"), "disabled", True
+    )  # pytest would keep each of its thousands of lines
 
 
 def pair(name: str, **keys: Any) -> tuple[nn.Module, nn.Module]:
@@ -78,7 +88,9 @@ def test_one_graph_serves_batches_of_any_length(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name != "llama-dynamic"])  # whose original breaks the graph
+@pytest.mark.parametrize(
+    "name", [family.name for family in FAMILIES if family.name != "llama-dynamic"]
+)  # whose original breaks the graph
 def test_each_family_in_one_graph(name: str) -> None:
     original, model = pair(name)
     given = arguments(name, padding="left")
@@ -87,12 +99,16 @@ def test_each_family_in_one_graph(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "keys"), [("llama", {}), ("llama", {"quant": "int8:16"}), ("bert", {"dtype": "bf16"})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "keys"), [("llama", {}), ("llama", {"quant": "int8:16"}), ("bert", {"dtype": "bf16"})], ids=str
+)
 def test_inductor(name: str, keys: dict[str, Any]) -> None:
     _, model = pair(name, **keys)
     given = arguments(name, padding="left")
     compiled = torch.compile(model, fullgraph=True)
-    assert_near(first(compiled, given), first(model, given), torch.bfloat16 if "dtype" in keys else torch.float32, name, TIMES)
+    assert_near(
+        first(compiled, given), first(model, given), torch.bfloat16 if "dtype" in keys else torch.float32, name, TIMES
+    )
 
 
 def caches(config: Any) -> dict[str, Callable[[], Any]]:
@@ -111,7 +127,9 @@ def in_steps(model: Callable, cache: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "ours"])
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom"))])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom"))]
+)
 def test_steps_over_a_cache(name: str, kind: str) -> None:
     original, model = pair(name)
     ids = inputs(BY_NAME[name], tokens=12)["input_ids"]
@@ -130,7 +148,9 @@ def test_quantized_weights_stay_quantized_in_the_graph(quant: str) -> None:
     given = arguments("llama-bias", padding="left")
     found = first(torch.compile(model, fullgraph=True, backend=recorded), given)
     assert_near(found, first(model, given), torch.float32)
-    kept = {"infuse.quantized_linear.default"} | ({"infuse.quantized_embedding.default"} if quant == "int8:16" else set())
+    kept = {"infuse.quantized_linear.default"} | (
+        {"infuse.quantized_embedding.default"} if quant == "int8:16" else set()
+    )
     assert kept <= operations(recorded)
 
 

@@ -1,4 +1,5 @@
-"""torch.export of a replaced model, and transformers' own exporters: the program gives the original's numbers on other inputs too.
+"""torch.export of a replaced model, and transformers' own exporters: the program gives the original's numbers on other
+inputs too.
 
 torch.jit.trace, which cannot record the kernels, says so.
 """
@@ -30,7 +31,9 @@ TIMES = 8  # as in test_compile.py
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep each of its thousands of lines
+    monkeypatch.setattr(
+        logging.getLogger("torch.__trace"), "disabled", True
+    )  # pytest would keep each of its thousands of lines
 
 
 def pair(name: str, **keys: Any) -> tuple[nn.Module, nn.Module]:
@@ -88,7 +91,9 @@ def test_a_model_with_graphs_is_exported() -> None:
     original = BY_NAME["bert"].make(num_hidden_layers=1)
     model = graphed(copy.deepcopy(original), forward=True)[0].module
     given = arguments("bert", batch=3, tokens=17)
-    assert_near(first(exported(model, "bert", strict=False).module(), given), first(original, given), torch.float32, times=TIMES)
+    assert_near(
+        first(exported(model, "bert", strict=False).module(), given), first(original, given), torch.float32, times=TIMES
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -98,7 +103,10 @@ def test_a_step_over_a_static_cache(name: str) -> None:
     for one in (original, model):
         one.generation_config.cache_implementation, one.generation_config.use_cache = "static", True
         one.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 32}
-    stepped, ours = TorchExportableModuleWithStaticCache(original), convert_and_export_with_cache(model, strict=False).module()
+    stepped, ours = (
+        TorchExportableModuleWithStaticCache(original),
+        convert_and_export_with_cache(model, strict=False).module(),
+    )
     for place, token in enumerate((5, 60, 7, 80, 9, 11, 42)):
         given = dict(input_ids=torch.tensor([[token]]), cache_position=torch.tensor([place]))
         with torch.no_grad():

@@ -20,11 +20,23 @@ LETTERS = [chr(33 + i) for i in range(91)]  # each a token of its own
 
 
 def tokenizer(reverse: bool = False, size: int = 96) -> t.PreTrainedTokenizerFast:
-    names = ["<pad>", "<s>", "</s>", "<unk>", *(reversed(LETTERS) if reverse else LETTERS), *(f"<{i}>" for i in range(size - 95))]
+    names = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(reversed(LETTERS) if reverse else LETTERS),
+        *(f"<{i}>" for i in range(size - 95)),
+    ]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return t.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -77,10 +89,18 @@ class Words(t.generation.streamers.BaseStreamer):
 
 
 def least_likely(
-    model: Model, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, of_all: int = 1, **kwargs: Any
+    model: Model,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    of_all: int = 1,
+    **kwargs: Any,
 ) -> Tensor:
     """A decoding loop of the caller's, with an argument of its own."""
-    kwargs = {name: value for name, value in kwargs.items() if name in ("attention_mask", "past_key_values", "position_ids")}
+    kwargs = {
+        name: value for name, value in kwargs.items() if name in ("attention_mask", "past_key_values", "position_ids")
+    }
     for _ in range(of_all):
         scores = model(input_ids, attention_mask=kwargs.get("attention_mask")).logits[:, -1]
         input_ids = torch.cat((input_ids, scores.argmin(-1, keepdim=True)), dim=1)
@@ -145,7 +165,9 @@ def test_arguments(pair: tuple[Model, Model], name: str) -> None:
     for model in pair:
         asked = dict(ASKED[name])
         if kind := asked.get("past_key_values"):
-            asked["past_key_values"] = kind(config=model.config, **({"max_cache_len": 32} if kind is t.StaticCache else {}))
+            asked["past_key_values"] = kind(
+                config=model.config, **({"max_cache_len": 32} if kind is t.StaticCache else {})
+            )
         try:
             results.append(generated(model, **asked))
         except Exception as error:

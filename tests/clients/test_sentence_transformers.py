@@ -1,4 +1,6 @@
-"""sentence-transformers over replaced models: embeddings, token embeddings and scores equal those of the original in float32."""
+"""sentence-transformers over replaced models: embeddings, token embeddings and scores equal those of the original in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_what_its_pool_of_processes_sends(original: SentenceTransformer) -> None
 
 def test_a_cross_encoder_scores_and_ranks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=30522, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, num_labels=1)
+    config = BertConfig(
+        vocab_size=30522, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, num_labels=1
+    )
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(tmp_path)
     original = CrossEncoder(str(tmp_path), device="cpu")

@@ -27,7 +27,9 @@ def folder() -> Path:
 def test_an_encoder_is_saved(folder: Path, whole: bool, quant: str | None, tmp_path: Path) -> None:
     encoder = SentenceTransformer(str(folder), device="cpu")
     wanted = encoder.encode(TEXTS)
-    engine = infuse.init_inference(encoder if whole else encoder[0].auto_model, dtype=torch.float32, quant=quant, progress=False)
+    engine = infuse.init_inference(
+        encoder if whole else encoder[0].auto_model, dtype=torch.float32, quant=quant, progress=False
+    )
     if quant:
         with pytest.raises(infuse.UnsupportedCall, match="quantized"):
             encoder.save(str(tmp_path))
@@ -35,5 +37,8 @@ def test_an_encoder_is_saved(folder: Path, whole: bool, quant: str | None, tmp_p
         encoder.save(str(tmp_path))
     again = SentenceTransformer(str(tmp_path), device="cpu")
     np.testing.assert_allclose(again.encode(TEXTS), wanted, atol=1e-2 if quant else 1e-6)
-    assert again[0].auto_model.state_dict().keys() == SentenceTransformer(str(folder), device="cpu")[0].auto_model.state_dict().keys()
+    assert (
+        again[0].auto_model.state_dict().keys()
+        == SentenceTransformer(str(folder), device="cpu")[0].auto_model.state_dict().keys()
+    )
     assert engine.plan.steps

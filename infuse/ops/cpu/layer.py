@@ -12,7 +12,8 @@ from infuse.native import kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.quantized_linear import code_of
 
-# Up to so many rows (tokens of all batches) the products are those that stream the weights once: ops/cpu/linear.py, binding_panels.cpp.
+# Up to so many rows (tokens of all batches) the products are those that stream the weights once: ops/cpu/linear.py,
+# binding_panels.cpp.
 MOST_STEP_ROWS = 8
 RESIDUALS = ("pre", "post", "parallel", "sandwich")  # the order of `enum Residual`
 
@@ -42,7 +43,9 @@ class LinearForm:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What does not change from call to call. `norms` are norm1, norm2, post1, post2 and those of q and k; `linears` qkv, out, up, down."""
+    """What does not change from call to call. `norms` are norm1, norm2, post1, post2 and those of q and k; `linears`
+    qkv, out, up, down.
+    """
 
     residual: str
     heads: int
@@ -85,17 +88,21 @@ def layer_step(
     window: int,
     numbers: tuple[Tensor, Tensor],
 ) -> Tensor | None:
-    """The layer's result [B, T, C]. Keys and values, `storage` [B, K, S, D] each, receive those of the new tokens from `start` on.
+    """The layer's result [B, T, C]. Keys and values, `storage` [B, K, S, D] each, receive those of the new tokens from
+    `start` on.
 
-    `turns`: cos and sin as ops.rotary takes them; mask, bias, causal and window as ops.attention does. None where a kernel does not take
-    what is given: nothing before `start` was changed.
+    `turns`: cos and sin as ops.rotary takes them; mask, bias, causal and window as ops.attention does. None where a
+    kernel does not take what is given: nothing before `start` was changed.
     """
     cos, sin = turns if turns is not None else (None, None)
     return kernels().layer_step.default(x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, *numbers)
 
 
-def encoder_layer(x_BTC: Tensor, tensors: list[Tensor], mask: Tensor | None, numbers: tuple[Tensor, Tensor]) -> Tensor | None:
-    """The layer's result [B, T, C], of tokens that all look at each other, less what `mask` hides, as ops.attention takes it.
+def encoder_layer(
+    x_BTC: Tensor, tensors: list[Tensor], mask: Tensor | None, numbers: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """The layer's result [B, T, C], of tokens that all look at each other, less what `mask` hides, as ops.attention
+    takes it.
 
     None where a kernel does not take what is given: other dtypes than bfloat16, and few rows.
     """

@@ -1,5 +1,6 @@
-"""The matrix products of ops/linear.py with plain weights in C++. Few rows stream the weight once, as it lies (src/plain_linear.h); more
-in bfloat16 go by tiles of it (src/tile.h), but not with AMX: there PyTorch's product is taken.
+"""The matrix products of ops/linear.py with plain weights in C++. Few rows stream the weight once, as it lies
+(src/plain_linear.h); more in bfloat16 go by tiles of it (src/tile.h), but not with AMX: there PyTorch's product is
+taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from infuse.ops.linear_activation import linear_activation
 
 MOST_ROWS = 8
 MOST_TILED = 1 << 21  # values of x, 4 MiB: beyond, F.linear is as fast or up to 6 % faster
-# F.linear is as fast over weights that stay in a core's cache: of this many elements with one row, or with more rows in float32.
+# F.linear is as fast over weights that stay in a core's cache: of this many elements with one row, or with more rows in
+# float32.
 # PyTorch's own product of one row in float16 is faster: 21 GB/s against 16 on one thread.
 SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
 
@@ -49,13 +51,18 @@ def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype = x.dtype
-    return dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype)
+    return (
+        dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype)
+    )
 
 
 @cache
 def takes_tiles() -> bool:
-    """Whether products by tiles are ours. With AMX, PyTorch's (oneDNN) uses it too, and which is faster has not been measured: compare
-    `INFUSE_CPU_ISA=avx512_amx! python bench/ops.py --op linear --set llama`, which takes ours, with the same without the variable."""
+    """Whether products by tiles are ours. With AMX, PyTorch's (oneDNN) uses it too, and which is faster has not been
+    measured: compare
+    `INFUSE_CPU_ISA=avx512_amx! python bench/ops.py --op linear --set llama`, which takes ours, with the same without
+    the variable.
+    """
     return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
 
 

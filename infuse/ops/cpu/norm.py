@@ -43,7 +43,9 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 
 
 @add_layer_norm.implement("cpu", needs)
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Any:
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> Any:
     if _takes(x, residual, weight, bias) and _over_columns(weight):
         return kernels().add_norm.default(x, residual, weight, bias, eps, offset, True)
     return add_layer_norm.body("torch")(x, residual, weight, bias, eps, offset)

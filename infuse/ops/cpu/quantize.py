@@ -1,6 +1,7 @@
 """The search for each group's grid of ops/quantize.py in C++ (src/quantize.h), over the candidates of infuse/quant.
 
-Scales, zeros and codes are the reference's own, but where two candidates' errors are equal up to the order in which they are added up.
+Scales, zeros and codes are the reference's own, but where two candidates' errors are equal up to the order in which
+they are added up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The product with quantized weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved rows
-(src/panels.h), brought there once.
+"""The product with quantized weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved
+rows (src/panels.h), brought there once.
 
-Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h), with an activation
-on the way out. Formats with :a8 let them round x to 8 bits and multiply integers (src/integer_tile.h). Where the instruction set has no
-products of bfloat16, many rows take PyTorch's product over the whole dequantized weight.
+Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h),
+with an activation on the way out. Formats with :a8 let them round x to 8 bits and multiply integers
+(src/integer_tile.h). Where the instruction set has no products of bfloat16, many rows take PyTorch's product over the
+whole dequantized weight.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
 
 
 def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a word.
+    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a
+    word.
 
     None too for fp8 with a NaN among its codes, which quantizing does not make.
     """
@@ -83,7 +85,10 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     outputs, inputs = weight.shape
     data = torch.empty(outputs, inputs * weight.format.bits // 8, dtype=weight.data.dtype)
     kernels().unpack_panels.default(weight.data, CODES.index(weight.format.name), data)
-    scale, zero = (None if t is None else t.transpose(1, 2).flatten(0, 1)[:outputs].contiguous() for t in (weight.scale, weight.zero))
+    scale, zero = (
+        None if t is None else t.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
+        for t in (weight.scale, weight.zero)
+    )
     assert scale is not None
     return replace(weight, data=data, scale=scale, zero=zero)
 
@@ -107,7 +112,14 @@ PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)
 
 @quantized_linear.implement("cpu", needs, PANELS)
 def _quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
 ) -> Any:
     code, dtype = code_of(format), x.dtype
     if dtype not in DTYPES:
@@ -132,7 +144,9 @@ def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
     *weight, name, gated = given
     data, scale, zero, bias, outputs, _, format = weight
     if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
-        y = kernels().quantized_linear.default(x, data, scale, zero, bias, code_of(format), outputs, ACTIVATION_NUMBERS[name], gated)
+        y = kernels().quantized_linear.default(
+            x, data, scale, zero, bias, code_of(format), outputs, ACTIVATION_NUMBERS[name], gated
+        )
         if y is not None:
             return y
     return (gated_activation if gated else activation).body("cpu")(_quantized_linear(x, *weight), name)
@@ -140,7 +154,14 @@ def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
 
 @quantized_embedding.implement("cpu", needs, PANELS)
 def _quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    rows: int,
+    width: int,
+    format: str,
+    dtype: torch.dtype,
 ) -> Any:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")

@@ -1,5 +1,6 @@
-"""Bodies in Triton for NVIDIA GPUs, compute capability 8.0 and later. Triton is imported when a body first runs, never before: the files
-here declare bodies, those in kernels/ hold the kernels. TRITON_INTERPRET=1 runs them on a CPU, for tests.
+"""Bodies in Triton for NVIDIA GPUs, compute capability 8.0 and later. Triton is imported when a body first runs, never
+before: the files here declare bodies, those in kernels/ hold the kernels. TRITON_INTERPRET=1 runs them on a CPU, for
+tests.
 """
 
 from __future__ import annotations

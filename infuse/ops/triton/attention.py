@@ -1,5 +1,6 @@
-"""The attention of ops/attention.py in Triton (kernels/attention.py): few queries over a cache, and many where PyTorch's fused attention
-has no soft cap, or would have the bias or the window written out as a mask for each query and key.
+"""The attention of ops/attention.py in Triton (kernels/attention.py): few queries over a cache, and many where
+PyTorch's fused attention has no soft cap, or would have the bias or the window written out as a mask for each query and
+key.
 """
 
 from __future__ import annotations

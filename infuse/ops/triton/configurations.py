@@ -1,8 +1,9 @@
 """How each kernel is launched for a shape: block sizes, warps, splits. Plain functions of the shape over a small table.
 
-The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132 multiprocessors
-need to keep the memory busy; TUNED holds what a search on a GPU has found to be faster (tuning.py), and goes first.
-FOUND is what a search in this process has found: the one table here that changes. No value of a result depends on it but by rounding.
+The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132
+multiprocessors need to keep the memory busy; TUNED holds what a search on a GPU has found to be faster (tuning.py), and
+goes first. FOUND is what a search in this process has found: the one table here that changes. No value of a result
+depends on it but by rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for
 ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
 SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
 MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
-# Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8 rows of 8192 values
-# of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
+# Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8
+# rows of 8192 values of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
 MOST_NORMED_ROWS = 8
 NORMED_VALUES = 4096  # of a tile of rows, read at once for their norm
 LARGEST_TILE = 64  # rows of x
@@ -29,8 +30,10 @@ MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTor
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch of a product: a program has `rows` of x and `outputs`, and goes over the inputs in steps of `depth` inputs (plain)
-    or segments (quantized), every `splits`-th of them. Of a gated product half of the outputs are gates, the others what they gate."""
+    """One launch of a product: a program has `rows` of x and `outputs`, and goes over the inputs in steps of `depth`
+    inputs (plain) or segments (quantized), every `splits`-th of them. Of a gated product half of the outputs are gates,
+    the others what they gate.
+    """
 
     outputs: int
     depth: int
@@ -83,7 +86,9 @@ def norm_block(rows: int, inputs: int) -> int:
 
 
 def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False) -> Tiles:
-    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once, and as many again where gated."""
+    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once, and as many again where
+    gated.
+    """
     if tuned := known("plain", 1, outputs, inputs):
         return tuned
     warps = 4
@@ -95,7 +100,9 @@ def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False
 
 
 def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tiles:
-    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each; two of them where gated."""
+    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each; two of them
+    where gated.
+    """
     if tuned := known("plain", rows, outputs, inputs):
         return tuned
     tile, wide = max(power_above(rows), 16), 64 if gated else 32
@@ -127,7 +134,9 @@ def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: in
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """One launch of attention: a program has `rows` pairs of query and head and goes over its share of the keys in steps of `keys`."""
+    """One launch of attention: a program has `rows` pairs of query and head and goes over its share of the keys in
+    steps of `keys`.
+    """
 
     rows: int
     keys: int

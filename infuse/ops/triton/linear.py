@@ -1,5 +1,6 @@
-"""The matrix products of ops/linear.py, ops/linear_activation.py and ops/fused_linear.py with plain weights in Triton: one row streams the
-weight (kernels/stream.py), some rows multiply tiles of it (kernels/product.py), and more are PyTorch's.
+"""The matrix products of ops/linear.py, ops/linear_activation.py and ops/fused_linear.py with plain weights in Triton:
+one row streams the weight (kernels/stream.py), some rows multiply tiles of it (kernels/product.py), and more are
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -16,13 +17,25 @@ from infuse.ops.linear import linear
 from infuse.ops.linear_activation import linear_activation
 from infuse.ops.norm import layer_norm, rms_norm
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, MOST_PLAIN_ROWS, norm_block, plain_row, plain_tiles
+from infuse.ops.triton.configurations import (
+    COMBINED_BLOCK,
+    MOST_NORMED_ROWS,
+    MOST_PLAIN_ROWS,
+    norm_block,
+    plain_row,
+    plain_tiles,
+)
 
 
 def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
     """What a kernel for `rows` rows in a tile is compiled for."""
     norm = around.norm
-    return {"NORM": norm, "BLOCK": norm_block(rows, inputs) if norm else 1, "GATED": around.gated, "NAME": around.activation}
+    return {
+        "NORM": norm,
+        "BLOCK": norm_block(rows, inputs) if norm else 1,
+        "GATED": around.gated,
+        "NAME": around.activation,
+    }
 
 
 NOTHING = Around(*NO_NORM, None, False, None)
@@ -54,14 +67,20 @@ def _around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> T
 
 
 def normed_before(x: Tensor, around: Around, always: bool = False) -> tuple[Tensor, Around]:
-    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they are."""
+    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they
+    are.
+    """
     kind, weight, bias, eps, offset = around[:5]
     if kind is None:
         return x, around
     fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in (weight, bias))
     if fits and not always and x.numel() <= MOST_NORMED_ROWS * x.shape[-1]:
         return x, around
-    x = rms_norm.body("triton")(x, weight, eps, offset) if kind == "rms" else layer_norm.body("triton")(x, weight, bias, eps, offset)
+    x = (
+        rms_norm.body("triton")(x, weight, eps, offset)
+        if kind == "rms"
+        else layer_norm.body("triton")(x, weight, bias, eps, offset)
+    )
     return x, around._replace(norm=None)
 
 
@@ -76,7 +95,9 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     """The product of up to MOST_PLAIN_ROWS rows with what is around it; None where PyTorch's is to be used."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
-    most = 1 if x.dtype is torch.float32 else MOST_PLAIN_ROWS  # more rows in float32 have no tensor cores: PyTorch's is as good
+    most = (
+        1 if x.dtype is torch.float32 else MOST_PLAIN_ROWS
+    )  # more rows in float32 have no tensor cores: PyTorch's is as good
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
     if weight.stride(1) != 1 or (gated and outputs % 2):
@@ -85,12 +106,18 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     around = around if residual is None else around._replace(residual=residual.contiguous())
     wanted, stride = around.outputs(outputs), weight.stride(0)
     out = x.new_empty(*x.shape[:-1], wanted)
-    chosen = plain_row(outputs, inputs, x.element_size(), gated) if rows == 1 else plain_tiles(rows, outputs, inputs, gated)
+    chosen = (
+        plain_row(outputs, inputs, x.element_size(), gated) if rows == 1 else plain_tiles(rows, outputs, inputs, gated)
+    )
     least = 1 if rows == 1 else 16  # the side of a tile
     tile = max(around.outputs(chosen.outputs), least)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     grid = (-(-wanted // tile), chosen.splits)
-    options = constants(around, chosen.rows, inputs) | {"OUTPUTS": tile, "SPLITS": chosen.splits, "num_warps": chosen.warps}
+    options = constants(around, chosen.rows, inputs) | {
+        "OUTPUTS": tile,
+        "SPLITS": chosen.splits,
+        "num_warps": chosen.warps,
+    }
     more = around.norm_weight, around.norm_bias, around.residual, to
     if rows == 1:
         kernels("stream").plain_row[grid](
@@ -107,7 +134,9 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
 
 
 def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Around) -> None:
-    """The sum over the first axis of parts [SPLITS, rows, outputs], with what comes after it, into `out`: always in the same order."""
+    """The sum over the first axis of parts [SPLITS, rows, outputs], with what comes after it, into `out`: always in the
+    same order.
+    """
     splits, rows, outputs = parts.shape
     grid = (-(-around.outputs(outputs) // COMBINED_BLOCK), rows)
     kernels("product").combine[grid](

@@ -17,14 +17,25 @@ LARGEST_WIDTH = 1 << 15  # a row lies in the registers of one program
 def _takes(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernel takes these; else PyTorch's functions do."""
     width = x.shape[-1]
-    if width == 0 or width > LARGEST_WIDTH or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape)):
+    if (
+        width == 0
+        or width > LARGEST_WIDTH
+        or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape))
+    ):
         return False
     whole = (width,) if weight is None or weight.dim() == 1 else x.shape[-2:]
     return all(t is None or (t.is_contiguous() and t.shape == whole) for t in (weight, bias))
 
 
 def _normed(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, *, centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """(x + residual, its norm); the first is x where there is no residual."""
     x, width = x.contiguous(), x.shape[-1]
@@ -61,7 +72,9 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 
 
 @add_layer_norm.implement("triton", needs)
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Any:
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+) -> Any:
     if not _takes(x, residual, weight, bias):
         return add_layer_norm.body("torch")(x, residual, weight, bias, eps, offset)
     return _normed(x, residual, weight, bias, eps, offset, centred=True)

@@ -1,8 +1,9 @@
-"""The product with quantized weights, alone and with what stands around it, and the look-up of their rows in Triton. Weights lie in words
-(words.py), brought there once.
+"""The product with quantized weights, alone and with what stands around it, and the look-up of their rows in Triton.
+Weights lie in words (words.py), brought there once.
 
-One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py); many take
-PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile of rows.
+One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py);
+many take PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile
+of rows.
 """
 
 from __future__ import annotations
@@ -18,28 +19,53 @@ from infuse.ops.fused_linear import Around, fused_quantized_linear
 from infuse.ops.linear import quantized_linear
 from infuse.ops.linear_activation import quantized_linear_activation
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_PLAIN_ROWS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
+from infuse.ops.triton.configurations import (
+    DEQUANTIZED_WORDS,
+    MOST_PLAIN_ROWS,
+    MOST_QUANTIZED_ROWS,
+    quantized_row,
+    quantized_tiles,
+)
 from infuse.ops.triton.linear import NOTHING, combine, constants, finished_after, normed_before
 from infuse.ops.triton.words import CODES, WORDS, segment_of
 
 
 @quantized_linear.implement("triton", needs, WORDS)
 def _quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
 ) -> Any:
     return _fused_quantized_linear(x, data, scale, zero, bias, outputs, inputs, format, *NOTHING)
 
 
 @fused_quantized_linear.implement("triton", needs, WORDS)
 def _fused_quantized_linear(
-    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, format: str, *args: Any
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    format: str,
+    *args: Any,
 ) -> Any:
     around, dtype, rows = Around(*args), x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
-        return _fused_quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
+        return _fused_quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(
+            dtype
+        )
     x, around = normed_before(x, around)
-    most = MOST_PLAIN_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS  # float32 tiles of more rows fit no shared memory
+    most = (
+        MOST_PLAIN_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
+    )  # float32 tiles of more rows fit no shared memory
     if not 0 < rows <= most or outputs == 0:
         x, around = normed_before(x, around, always=True)
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
@@ -50,7 +76,11 @@ def _fused_quantized_linear(
     out = x.new_empty(*x.shape[:-1], wanted)
     segment = segment_of(inputs, groups)
     words, of_group = segment // CODES[name], inputs // segment // groups
-    chosen = quantized_row(outputs, inputs, name, words) if rows == 1 else quantized_tiles(rows, outputs, inputs, name, words)
+    chosen = (
+        quantized_row(outputs, inputs, name, words)
+        if rows == 1
+        else quantized_tiles(rows, outputs, inputs, name, words)
+    )
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     tile = max(around.outputs(chosen.outputs), 1 if rows == 1 else 16)
     weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
@@ -96,7 +126,14 @@ def dequantized(
 
 @quantized_embedding.implement("triton", needs, WORDS)
 def _quantized_embedding(
-    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    rows: int,
+    width: int,
+    format: str,
+    dtype: torch.dtype,
 ) -> Any:
     """A row that is not in the table comes back as NaN: to refuse it, the host would have to wait for the device."""
     out = torch.empty(index.numel(), width, dtype=dtype, device=data.device)

@@ -1,5 +1,5 @@
-"""The search for faster launches of the matrix products, on the device itself: for `bench/gpu.py --tune`, whose rows are committed in
-configurations.py, and for `triton_autotune`.
+"""The search for faster launches of the matrix products, on the device itself: for `bench/gpu.py --tune`, whose rows
+are committed in configurations.py, and for `triton_autotune`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from infuse.ops.linear import linear, quantized_linear
-from infuse.ops.triton.configurations import FOUND, Key, Tiles, key_of, plain_row, plain_tiles, quantized_row, quantized_tiles
+from infuse.ops.triton.configurations import (
+    FOUND,
+    Key,
+    Tiles,
+    key_of,
+    plain_row,
+    plain_tiles,
+    quantized_row,
+    quantized_tiles,
+)
 from infuse.ops.triton.words import CODES, segment_of
 from infuse.quant.parse import quant_format
 
@@ -26,7 +35,8 @@ def search(
     weights: Iterable[tuple[str, int, int]], dtype: torch.dtype, device: torch.device, *, rows: tuple[int, ...] = (1, 8),
     timer: Timer | None = None,
 ) -> dict[Key, Tiles]:  # fmt: skip
-    """The fastest launch for each weight (format or "plain", outputs, inputs) and number of rows, each also used from now on.
+    """The fastest launch for each weight (format or "plain", outputs, inputs) and number of rows, each also used from
+    now on.
 
     A candidate that does not compile or does not fit the device is passed over. `timer` gives the seconds of one call.
     """
@@ -78,7 +88,9 @@ def _start(text: str, rows: int, outputs: int, inputs: int) -> tuple[Key, Tiles]
     return key, quantized_tiles(rows, outputs, inputs, format.name, words)
 
 
-def _call(text: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _call(
+    text: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     """The product with the next of several copies of a weight; the values do not matter."""
     x = torch.ones(rows, inputs, dtype=dtype, device=device)
     if text == PLAIN:
@@ -87,10 +99,15 @@ def _call(text: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, d
         return _in_turns(plain, lambda weight: linear.body("triton")(x, weight, None))
     format = quant_format(text)
     size, groups = outputs * inputs * format.bits // 8, format.group_count(inputs)
-    words = [torch.ones(outputs, inputs * format.bits // 32, dtype=torch.int32, device=device) for _ in range(_copies(size, device))]
+    words = [
+        torch.ones(outputs, inputs * format.bits // 32, dtype=torch.int32, device=device)
+        for _ in range(_copies(size, device))
+    ]
     scale = torch.ones(outputs, groups, dtype=torch.bfloat16, device=device)
     zero = None if format.symmetric else torch.ones(outputs, groups, dtype=torch.int8, device=device)
-    return _in_turns(words, lambda data: quantized_linear.body("triton")(x, data, scale, zero, None, outputs, inputs, text))
+    return _in_turns(
+        words, lambda data: quantized_linear.body("triton")(x, data, scale, zero, None, outputs, inputs, text)
+    )
 
 
 def _copies(size: int, device: torch.device) -> int:
@@ -103,7 +120,9 @@ def _in_turns(weights: list[Tensor], run: Callable[[Tensor], object]) -> Callabl
 
 
 def _device_seconds(call: Callable[[], object]) -> float:
-    """One call's time on the current CUDA device: of RUNS in a graph, so that the host's time does not count, the best of three."""
+    """One call's time on the current CUDA device: of RUNS in a graph, so that the host's time does not count, the best
+    of three.
+    """
     call()  # compiles
     graph, times = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):

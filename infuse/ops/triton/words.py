@@ -1,4 +1,5 @@
-"""Quantized weights as words of 32 bits, for the kernels (kernels/words.py has the drawing): brought there once, and back.
+"""Quantized weights as words of 32 bits, for the kernels (kernels/words.py has the drawing): brought there once, and
+back.
 
 Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a word.
 """
@@ -17,7 +18,9 @@ from infuse.quant.floating import pack_fp6, unpack_fp6
 from infuse.quant.format import QuantizedWeight
 
 LARGEST_SEGMENT = 64
-CODES: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 8})  # in a word; of fp6 its low parts
+CODES: Mapping[str, int] = MappingProxyType(
+    {"int8": 4, "fp8": 4, "int4": 8, "fp6": 8}
+)  # in a word; of fp6 its low parts
 SMALLEST_SEGMENT: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 16})
 
 
@@ -52,7 +55,9 @@ def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def _high_words(high_ONWC: Tensor) -> Tensor:
-    """Two bits of 8 codes for each of W words → bytes of W / 2 words; byte 2 l + h has codes 4 l to 4 l + 3 of word w + h W / 2."""
+    """Two bits of 8 codes for each of W words → bytes of W / 2 words; byte 2 l + h has codes 4 l to 4 l + 3 of word w +
+    h W / 2.
+    """
     split = high_ONWC.unflatten(-2, (2, -1)).unflatten(-1, (2, 4))  # half, word, lane, field
     split = split.permute(0, 1, 3, 4, 2, 5)  # word, lane, half, field
     return (split[..., 0] | split[..., 1] << 2 | split[..., 2] << 4 | split[..., 3] << 6).flatten(2)

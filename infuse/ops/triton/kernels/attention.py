@@ -1,7 +1,8 @@
-"""Attention of ops/attention.py with a running maximum and sum, the keys of a program split among others where queries are few.
+"""Attention of ops/attention.py with a running maximum and sum, the keys of a program split among others where queries
+are few.
 
-The rows of a tile are queries and the heads that share a key head: row r is query r // GROUP, head r % GROUP of the key head. So keys and
-values are read once for all of them.
+The rows of a tile are queries and the heads that share a key head: row r is query r // GROUP, head r % GROUP of the key
+head. So keys and values are read once for all of them.
 """
 
 import triton
@@ -16,7 +17,9 @@ def key_range(
     keys, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The first key of this program, a multiple of KEYS behind a window's begin, and the end: what its rows may see, or its share of it."""
+    """The first key of this program, a multiple of KEYS behind a window's begin, and the end: what its rows may see, or
+    its share of it.
+    """
     begin, end = keys * 0, keys
     if CAUSAL:
         end = tl.minimum(keys, keys - tokens + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
@@ -81,8 +84,9 @@ def attend(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASK_IS_BOOL: tl.constexpr, LENGTH_IS_THERE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """q [B, H, T, D] over k, v [B, K, L, D] into out [B, T, H, D]; with SPLITS into float32 parts [SPLITS, B * T * H, D], not yet divided
-    by their sums [SPLITS, B * T * H, 2], the maximum and the sum. LENGTH_IS_THERE: `length` points to the number of keys.
+    """q [B, H, T, D] over k, v [B, K, L, D] into out [B, T, H, D]; with SPLITS into float32 parts [SPLITS, B * T * H,
+    D], not yet divided by their sums [SPLITS, B * T * H, 2], the maximum and the sum. LENGTH_IS_THERE: `length` points
+    to the number of keys.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.program_id(1).to(tl.int64)

@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm of ops/norm.py: one program for each row, the residual addition before it included; and the parts of them that
-a product needs which normalises the rows it reads.
+"""RMSNorm and LayerNorm of ops/norm.py: one program for each row, the residual addition before it included; and the
+parts of them that a product needs which normalises the rows it reads.
 """
 
 import triton
@@ -18,8 +18,9 @@ def scaled(y, weight, bias, at, inside, offset):
 
 @triton.jit
 def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """What rows are normalised with, each [ROWS]: their means (0 of an RMS norm) and 1 / their deviations. `x_row` [ROWS] points to the
-    rows, of which those count that are `real`; BLOCK columns of each at once. Nothing is read where NORM is None.
+    """What rows are normalised with, each [ROWS]: their means (0 of an RMS norm) and 1 / their deviations. `x_row`
+    [ROWS] points to the rows, of which those count that are `real`; BLOCK columns of each at once. Nothing is read
+    where NORM is None.
     """
     mean = tl.zeros((ROWS,), tl.float32)
     inverse = tl.zeros((ROWS,), tl.float32)
@@ -45,7 +46,9 @@ def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, B
 def norm_rows(
     x, residual, weight, bias, out, total, heads, columns, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Row r of x [R, columns], and of residual where there is one, normalised; it takes the weights r % heads of [heads, columns]."""
+    """Row r of x [R, columns], and of residual where there is one, normalised; it takes the weights r % heads of
+    [heads, columns].
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,5 +1,5 @@
-"""Some rows of x times a weight in tiles, plain or quantized, with what stands around the product in a layer; the sum of parts that
-programs have shared; whole weights dequantized.
+"""Some rows of x times a weight in tiles, plain or quantized, with what stands around the product in a layer; the sum
+of parts that programs have shared; whole weights dequantized.
 """
 
 import triton
@@ -25,10 +25,10 @@ def product_tiles(
 ):  # fmt: skip
     """residual + act(norm(x [rows, inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
 
-    With SPLITS float32 parts [SPLITS, rows, outputs] of the product alone. A tile is SEGMENTS segments along the inputs; of a plain weight
-    a segment is SEGMENT neighbouring inputs. `of_group` segments share a scale. The sum is [OUTPUTS, ROWS]: the weight, which has the
-    larger side of a tile, may then be dequantized in registers. Rows that are to be normalised are read once more before, BLOCK columns
-    at once.
+    With SPLITS float32 parts [SPLITS, rows, outputs] of the product alone. A tile is SEGMENTS segments along the
+    inputs; of a plain weight a segment is SEGMENT neighbouring inputs. `of_group` segments share a scale. The sum is
+    [OUTPUTS, ROWS]: the weight, which has the larger side of a tile, may then be dequantized in registers. Rows that
+    are to be normalised are read once more before, BLOCK columns at once.
     """
     wanted = outputs // 2 if GATED else outputs
     # Programs that run together share a tile of the weight in L2: rows vary fastest.
@@ -77,7 +77,9 @@ def add_tile(
     mean, inverse, norm_offset,
     FORMAT: tl.constexpr, NORM: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """total + the product over one tile of the inputs: of the rows of x that are `real`, and of those before `end` of the weight."""
+    """total + the product over one tile of the inputs: of the rows of x that are `real`, and of those before `end` of
+    the weight.
+    """
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
@@ -87,7 +89,9 @@ def add_tile(
     start = data + output[:, None].to(tl.int64) * row_words
     if FORMAT == "plain":
         k = segment * SEGMENT + word
-        x_tile = rows_of_tile(x_row, real, norm_weight, norm_bias, k, k < inputs, mean, inverse, norm_offset, NORM, DTYPE)
+        x_tile = rows_of_tile(
+            x_row, real, norm_weight, norm_bias, k, k < inputs, mean, inverse, norm_offset, NORM, DTYPE
+        )
         tile_of_weight = tl.load(start + k[None, :], mask=(output[:, None] < end) & (k[None, :] < inputs), other=0.0)
         total = dot(tile_of_weight, x_tile, total)
     else:
@@ -105,7 +109,9 @@ def add_tile(
             shift = tl.load(zero + group, mask=inside, other=0).to(tl.float32) * zero_unit(FORMAT)
         for j in tl.static_range(CODES):
             k = segment * SEGMENT + j * WORDS + word
-            x_tile = rows_of_tile(x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE)
+            x_tile = rows_of_tile(
+                x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM, DTYPE
+            )
             total = dot(weights(words, high, step, shift, j, FORMAT, DTYPE), x_tile, total)
     return total
 
@@ -155,7 +161,9 @@ def dequantize_rows(
     index, data, scale, zero, out, inputs, outputs, row_words, groups, of_group,
     FORMAT: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight as numbers, out [rows, inputs]: all of them, or those of `index`; NaN where there is no such row."""
+    """Rows of the weight as numbers, out [rows, inputs]: all of them, or those of `index`; NaN where there is no such
+    row.
+    """
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS

@@ -9,7 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, INTERLEAVED: tl.constexpr):
-    """Heads [HEADS, 1] of the token at x, rotated by its cos and sin, float32; columns from turned_width on are as they were."""
+    """Heads [HEADS, 1] of the token at x, rotated by its cos and sin, float32; columns from turned_width on are as they
+    were.
+    """
     inside = (head < heads) & (column < width)
     own = tl.load(x + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
     if INTERLEAVED:
@@ -41,7 +43,11 @@ def rotate(
         x + batch * batch_stride + token * token_stride, head, heads, column, width, cos + turn, sin + turn, turned_width, head_stride,
         INTERLEAVED,
     )  # fmt: skip
-    tl.store(out + (place * heads + head) * width + column, y.to(out.dtype.element_ty), mask=(head < heads) & (column < width))
+    tl.store(
+        out + (place * heads + head) * width + column,
+        y.to(out.dtype.element_ty),
+        mask=(head < heads) & (column < width),
+    )
 
 
 @triton.jit
@@ -53,7 +59,8 @@ def rotate_append(
 ):  # fmt: skip
     """qkv [B, T, H + 2K, D]: queries into out [B, H, T, D], keys and values to the caches [B, K, S, D] from `start` on.
 
-    Without cos nothing is rotated. START_IS_THERE: `start` points to the number. Nothing is written beyond the capacity.
+    Without cos nothing is rotated. START_IS_THERE: `start` points to the number. Nothing is written beyond the
+    capacity.
     """
     place = tl.program_id(0).to(tl.int64)
     batch, token = place // tokens, place % tokens
@@ -71,9 +78,19 @@ def rotate_append(
         )  # fmt: skip
         y = tl.where(head < heads + kv_heads, rotated, y)
     is_query, is_value = head < heads, head >= heads + kv_heads
-    tl.store(out + ((batch * heads + head) * tokens + token) * width + column, y.to(out.dtype.element_ty), mask=inside & is_query)
+    tl.store(
+        out + ((batch * heads + head) * tokens + token) * width + column,
+        y.to(out.dtype.element_ty),
+        mask=inside & is_query,
+    )
     room = inside & (at >= 0) & (at < capacity)
     key = keys + batch * key_batch_stride + (head - heads) * key_head_stride + at * key_token_stride + column
     tl.store(key, y.to(keys.dtype.element_ty), mask=room & (head >= heads) & (head < heads + kv_heads))
-    value = values + batch * value_batch_stride + (head - heads - kv_heads) * value_head_stride + at * value_token_stride + column
+    value = (
+        values
+        + batch * value_batch_stride
+        + (head - heads - kv_heads) * value_head_stride
+        + at * value_token_stride
+        + column
+    )
     tl.store(value, y.to(values.dtype.element_ty), mask=room & is_value)

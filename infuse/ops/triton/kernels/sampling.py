@@ -1,4 +1,6 @@
-"""The largest score, and a draw, of ops/sampling.py. Thresholds are found by digits of the scores' bits: nothing is sorted."""
+"""The largest score, and a draw, of ops/sampling.py. Thresholds are found by digits of the scores' bits: nothing is
+sorted.
+"""
 
 import triton
 import triton.language as tl
@@ -14,14 +16,18 @@ def ordered(x):
 
 @triton.jit
 def largest_of_part(logits, found, row_stride, vocabulary, share, BLOCK: tl.constexpr):
-    """Of each row and part of the vocabulary: where its largest score is, and the score in order; found [parts, rows, 2], int64."""
+    """Of each row and part of the vocabulary: where its largest score is, and the score in order; found [parts, rows,
+    2], int64.
+    """
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     best = tl.full((BLOCK,), 0, tl.int64)
     first = part * share
     for start in range(first, tl.minimum(first + share, vocabulary), BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = (place < vocabulary) & (place < first + share)
-        score = ordered(tl.load(logits + row * row_stride + place, mask=inside, other=float("-inf")).to(tl.float32)).to(tl.int64)
+        score = ordered(tl.load(logits + row * row_stride + place, mask=inside, other=float("-inf")).to(tl.float32)).to(
+            tl.int64
+        )
         # Order and place in one number: of equal scores the first place is the largest.
         best = tl.maximum(best, tl.where(inside, score * 2147483648 + (2147483647 - place), 0))
     tl.store(found + row * tl.num_programs(0) + part, tl.max(best, 0))
@@ -47,8 +53,8 @@ def weights_at(logits, start, vocabulary, temperature, most, BLOCK: tl.constexpr
 
 @triton.jit
 def threshold(logits, vocabulary, temperature, most, least, target, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest order such that what is not below it, of what is not below `least`, comes to `target`: in number, where COUNTED, else
-    in weight. Two bits in each of 16 passes.
+    """The largest order such that what is not below it, of what is not below `least`, comes to `target`: in number,
+    where COUNTED, else in weight. Two bits in each of 16 passes.
     """
     found = tl.zeros((1,), tl.uint32)
     step = tl.full((1,), 1 << 30, tl.uint32)
@@ -80,7 +86,9 @@ def sample_row(
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        highest = tl.maximum(highest, tl.load(here + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / temperature)
+        highest = tl.maximum(
+            highest, tl.load(here + place, mask=place < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        )
     most = tl.max(highest, 0)
     least = tl.zeros((1,), tl.uint32)
     if TOP_K:

@@ -1,7 +1,9 @@
-"""One row of x times a weight, which is streamed once: each program walks some rows of the weight, all of its threads along a row.
+"""One row of x times a weight, which is streamed once: each program walks some rows of the weight, all of its threads
+along a row.
 
-Products and sums are float32; a sum over a thread's own values comes first, the sum over threads once at the end. Where x is to be
-normalised, each program reads it once more before, from the cache, and normalises what it reads: NORM, a BLOCK of x at once.
+Products and sums are float32; a sum over a thread's own values comes first, the sum over threads once at the end. Where
+x is to be normalised, each program reads it once more before, from the cache, and normalises what it reads: NORM, a
+BLOCK of x at once.
 """
 
 import triton
@@ -18,8 +20,8 @@ def plain_row(
     NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """residual + act(norm(x [inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up]; with SPLITS float32 parts
-    [SPLITS, rows] of the product alone.
+    """residual + act(norm(x [inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up]; with
+    SPLITS float32 parts [SPLITS, rows] of the product alone.
     """
     split = tl.program_id(1)
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
@@ -37,14 +39,32 @@ def plain_row(
         inside = (row < wanted) & (k < inputs)
         total += tl.load(start + k, mask=inside, other=0.0).to(tl.float32) * x_k
         if GATED:
-            upper += tl.load(start + k + wanted.to(tl.int64) * weight_stride, mask=inside, other=0.0).to(tl.float32) * x_k
+            upper += (
+                tl.load(start + k + wanted.to(tl.int64) * weight_stride, mask=inside, other=0.0).to(tl.float32) * x_k
+            )
     y, up = tl.sum(total, 1), tl.sum(upper, 1)
-    finish(y, up, bias, residual, out, tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), outputs, split, GATED, NAME, SPLITS)
+    finish(
+        y,
+        up,
+        bias,
+        residual,
+        out,
+        tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS),
+        outputs,
+        split,
+        GATED,
+        NAME,
+        SPLITS,
+    )
 
 
 @triton.jit
-def finish(y, up, bias, residual, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr):
-    """Bias, activation and residual of some outputs of one row, or, where others hold the rest of the sum, the part as it is."""
+def finish(
+    y, up, bias, residual, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Bias, activation and residual of some outputs of one row, or, where others hold the rest of the sum, the part as
+    it is.
+    """
     wanted = outputs // 2 if GATED else outputs
     inside = at < wanted
     if SPLITS > 1:

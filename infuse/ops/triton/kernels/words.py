@@ -1,11 +1,15 @@
-"""Quantized weights as words of 32 bits: what the codes in a word mean, and the matrix product that is right under the interpreter.
+"""Quantized weights as words of 32 bits: what the codes in a word mean, and the matrix product that is right under the
+interpreter.
 
-A row is cut in segments of inputs within one group (ops/triton/words.py). In a segment of S inputs, with C codes in a word, code j of
-word w is input j * S / C + w: the codes at one place of neighbouring words meet neighbouring values of x.
+A row is cut in segments of inputs within one group (ops/triton/words.py). In a segment of S inputs, with C codes in a
+word, code j of word w is input j * S / C + w: the codes at one place of neighbouring words meet neighbouring values of
+x.
 
     int8   4 codes, code + 128                      fp8   4 codes as they are
-    int4   8 codes, code + 8                        fp6   8 low parts (exponent's low two bits, mantissa); then, for all words of a
-                                                          segment, half as many words of high parts (sign, exponent's high bit)
+    int4   8 codes, code + 8                        fp6   8 low parts (exponent's low two bits, mantissa); then, for all
+    words of a
+                                                          segment, half as many words of high parts (sign, exponent's
+                                                          high bit)
 """
 
 import triton
@@ -51,16 +55,22 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
         return half_of((pair & -2147450880) | ((pair >> 1) & 0x3F803F80), J >= 2)
     else:  # likewise, larger by 12
         low = word << (8 - 4 * (J % 4)) if J % 4 < 2 else word >> (4 * (J % 4) - 8)
-        pair = (low & 0x0F000F00) | ((high << (14 - 2 * (J % 4))) & -2147450880) | ((high << (12 - 2 * (J % 4))) & 0x10001000)
+        pair = (
+            (low & 0x0F000F00)
+            | ((high << (14 - 2 * (J % 4))) & -2147450880)
+            | ((high << (12 - 2 * (J % 4))) & 0x10001000)
+        )
         return half_of(pair, J >= 4)
 
 
 @triton.jit
 def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Code J of each word, offset and all, as a tiny float32, in as few instructions as there are: for x times `tiny_scale`.
+    """Code J of each word, offset and all, as a tiny float32, in as few instructions as there are: for x times
+    `tiny_scale`.
 
-    The lowest 24 bits of a float32 alone are an integer times 2**-149, across the border of the subnormal numbers: one mask takes a code
-    out of a word, without a shift. fp8 has the place of its exponent in float32's, whose bias is larger by 120.
+    The lowest 24 bits of a float32 alone are an integer times 2**-149, across the border of the subnormal numbers: one
+    mask takes a code out of a word, without a shift. fp8 has the place of its exponent in float32's, whose bias is
+    larger by 120.
     """
     if (FORMAT == "int8") | (FORMAT == "int4"):
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
