@@ -1,4 +1,4 @@
-"""How the results of ranks become one: added up after a row split, put side by side after a column split."""
+"""Combine the results of ranks: all-reduce after a row-parallel product, all-gather after a column-parallel one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Combine = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sum:
-    """Each rank's part of a sum, added up. `what` is the module, for errors."""
+    """All-reduce. `what` names the module in errors."""
 
     group: Group
     what: str
@@ -25,7 +25,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Each rank's `widths` of the last axis, side by side."""
+    """All-gather along the last axis; `widths` are the ranks' sizes."""
 
     group: Group
     widths: tuple[int, ...]

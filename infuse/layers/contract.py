@@ -1,7 +1,7 @@
-"""The contract of a call: the arguments, caches and masks that a replaced layer serves.
+"""The contract of a call: which arguments, caches and masks a replaced layer supports.
 
-Nothing that a caller passes is dropped. What a layer has no meaning for raises UnsupportedCall before anything is
-computed, or goes on to transformers' own attention function, which does understand it.
+No argument is ever dropped. An argument that a layer does not understand raises UnsupportedCall before anything is
+computed, or is passed on to transformers' own attention function, which does understand it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from infuse.errors import UnsupportedCall
 
-# What a block computes with, by the names that families use for it.
+# The arguments that a block computes with, under the names that families use.
 SERVED = frozenset({
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal", "output_attentions",
 })  # fmt: skip
-# What a model tells its layers without changing what they compute; names with the prefix "output_" likewise.
+# Arguments that do not change what a layer computes. Names that start with "output_" do not either.
 NEUTRAL = frozenset({
     "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "tokenizer", "assistant_tokenizer",  # transformers' decoding loops hand them on
-    "logits_to_keep",  # of the head; models of images and text hand it on to all below (GOT-OCR 2)
+    "tokenizer", "assistant_tokenizer",  # passed along by transformers' decoding loops
+    "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
 })  # fmt: skip
 
 
 def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer: str) -> dict[str, Any]:
-    """All arguments of a call by name; TypeError as Python raises it for too many of them, or for one given twice."""
+    """Map all arguments of a call to their names. Raise TypeError as Python does for too many or repeated ones."""
     if len(args) > len(arguments):
         raise TypeError(f"{layer} takes {len(arguments) + 1} positional arguments, {len(args) + 1} were given")
     if twice := kwargs.keys() & arguments[: len(args)]:
@@ -35,7 +35,7 @@ def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer
 
 
 def unserved(kwargs: Mapping[str, Any], served: frozenset[str]) -> dict[str, Any]:
-    """The arguments beyond `served` that say something."""
+    """Return the arguments that are not None, not in `served` and not neutral."""
     return {
         name: value
         for name, value in kwargs.items()
@@ -44,22 +44,20 @@ def unserved(kwargs: Mapping[str, Any], served: frozenset[str]) -> dict[str, Any
 
 
 def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str]) -> None:
-    """Raise UnsupportedCall that names the arguments in `given`."""
+    """Raise UnsupportedCall naming the arguments in `given`."""
     names = ", ".join(sorted(given))
     raise UnsupportedCall(
-        f"{layer} was called with {names}, which its replacement does not serve; it serves {', '.join(sorted(served - NEUTRAL))}. "
+        f"{layer} was called with {names}, which its replacement does not support; it supports {', '.join(sorted(served - NEUTRAL))}. "
         "Leave the argument out, or keep the original layers with replace_with_kernel_inject=False"
     )
 
 
 def check_mask(mask: Any, layer: str) -> None:
-    """Raise UnsupportedCall for a mask that is not [batch, heads or 1, queries or 1, keys] of booleans or of values to
-    add.
-    """
+    """Raise UnsupportedCall unless `mask` is a boolean or additive mask [batch, heads or 1, queries or 1, keys]."""
     if isinstance(mask, Tensor) and mask.dim() == 4 and (mask.dtype.is_floating_point or mask.dtype.itemsize == 1):
         return
     found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedCall(
-        f"{layer} was given {found} as attention_mask; its replacement serves [batch, heads or 1, queries or 1, keys] of "
-        "booleans (True: may look) or of values to add to the scores"
+        f"{layer} was given {found} as attention_mask; its replacement supports [batch, heads or 1, queries or 1, keys], "
+        "either boolean (True: may attend) or added to the scores"
     )

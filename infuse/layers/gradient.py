@@ -1,7 +1,6 @@
-"""Gradients and training: replaced layers compute no gradients and apply no dropout, and say so where someone asks for
-either.
+"""Replaced layers compute no gradients and apply no dropout; asking for either is an error or a warning.
 
-A call that would be recorded runs without recording, and its result raises when a backward pass reaches it.
+A call that autograd would record runs unrecorded, and a backward pass that reaches its result raises UnsupportedCall.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _INSTEAD = "train an unreplaced copy of the model, adapters included, and call i
 
 
 class InferenceModule(nn.Module):
-    """A module that is put in: `train()` warns, by the one that the engine chose to speak for all."""
+    """Base class of replaced modules. `train()` warns on the one module that has `warns_of_training` set."""
 
     warns_of_training = False
 
@@ -31,12 +30,12 @@ class InferenceModule(nn.Module):
 
 
 def is_recorded(module: nn.Module, x: Tensor) -> bool:
-    """Whether the original would record this call for a backward pass. Ask only where `torch.is_grad_enabled()`."""
+    """Whether autograd would record this call in the original. Ask only if `torch.is_grad_enabled()`."""
     return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
 
 
 def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """forward(module, x, ...) without recording; a backward pass that reaches the result raises UnsupportedCall."""
+    """Call forward(module, x, ...) unrecorded; a backward pass that reaches the result raises UnsupportedCall."""
     with torch.no_grad():
         result = forward(module, x, *args, **kwargs)
     name = type(module).__name__
@@ -46,17 +45,13 @@ def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args:
 
 
 def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
-    """`result`, whose backward pass raises UnsupportedCall for the replaced module `name`; `x` is what it was computed
-    from.
-    """
-    if torch.compiler.is_compiling():  # a traced graph can neither look at views nor make leaves
+    """Make the backward pass of `result`, which was computed from `x`, raise UnsupportedCall for the module `name`."""
+    if torch.compiler.is_compiling():  # a traced graph can neither inspect views nor create leaves
         return _Refusal.apply(result.clone(), x, None, name)
-    own = (
-        result.clone() if result._is_view() or result is x else result
-    )  # views that a Function returns cannot be changed in place
-    return _Refusal.apply(
-        own, x, torch.empty(0, requires_grad=True), name
-    )  # the third argument makes the result require a gradient
+    if result._is_view() or result is x:  # a view returned by a Function could not be changed in place
+        result = result.clone()
+    requires_grad = torch.empty(0, requires_grad=True)  # so that the result requires a gradient, whether or not x does
+    return _Refusal.apply(result, x, requires_grad, name)
 
 
 class _Refusal(torch.autograd.Function):
@@ -76,7 +71,7 @@ def _refuse(grad: Tensor, name: str) -> Tensor:
     raise UnsupportedCall(f"backward(): {name} was replaced by infuse, which computes no gradients; {_INSTEAD}")
 
 
-# An op, so that torch.compile traces the backward pass without running it: it raises where it runs.
+# An op, so that torch.compile traces the backward pass without running it. It raises when it runs.
 _LIBRARY = torch.library.Library("infuse", "FRAGMENT")
 _LIBRARY.define("refuse_backward(Tensor grad, str name) -> Tensor")
 _LIBRARY.impl("refuse_backward", _refuse, "CompositeExplicitAutograd")

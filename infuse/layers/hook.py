@@ -1,7 +1,7 @@
-"""The attention hook: our attention op behind transformers' attention interface, for layers that have no spec.
+"""The attention hook: our attention op behind transformers' attention interface, for layers without a spec.
 
-Such a model calls, in each of its own attention modules, whatever function its config names. Registering ours under a
-name of its own changes nothing for models that do not ask for it.
+The attention modules of such a model call the function that its config names. Ours is registered under a new name, so
+other models are unaffected.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from infuse import ops
 from infuse.layers.attention import in_order
 from infuse.layers.contract import NEUTRAL, unserved
 
-# Arguments that change nothing in transformers' sdpa function. A call with any other goes to that function.
+# Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
-ran: Counter[str] = Counter()  # how often each body ran: a model that never comes this way has gained nothing
+ran: Counter[str] = Counter()  # calls by body: the proof checks that the model really calls the hook
 
 
 def hook_name(body: str) -> str:
-    """The name, in transformers' registries, of attention through `body` of our op; registered by this call."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # here, not above: they take seconds
+    """Register attention by `body` of our op with transformers and return its name."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # imported when used: it takes seconds
     from transformers.modeling_utils import AttentionInterface
 
     name = f"infuse_{body}"
@@ -38,7 +38,7 @@ def hook_name(body: str) -> str:
 
 @dataclass(frozen=True)
 class HookedAttention:
-    """What a model keeps of its hook, so that a process that reads its pickle has the hook too."""
+    """Stored on the model, so that unpickling it in another process registers the hook there."""
 
     body: str
 
@@ -47,7 +47,7 @@ class HookedAttention:
 
 
 def install_hook(model: Any, body: str, put: Callable[[MutableMapping[Any, Any], Any, Any], None]) -> None:
-    """Let `model` choose the hook; `put(mapping, key, value)` sets what it keeps of it."""
+    """Make `model` use the hook. `put(mapping, key, value)` stores the HookedAttention, so that it can be undone."""
     model.set_attn_implementation(hook_name(body))
     put(vars(model), "_infuse_attention", HookedAttention(body))
 
@@ -70,7 +70,7 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: query [B, H, T, D], key and value [B, K, L, D]; returns ([B, T, H, D], None)."""
+    """Attend, with transformers' signature: query [B, H, T, D], key and value [B, K, L, D] → ([B, T, H, D], None)."""
     recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     uneven = query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]
     if recorded or dropout or uneven or unserved(kwargs, _KNOWN):
@@ -79,7 +79,7 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    if is_compiling():  # a graph has the op, and counts nothing
+    if is_compiling():  # the traced graph holds the op; nothing is counted
         run: Callable = ops.attention.bound(body)
     else:
         ran[body] += 1

@@ -1,4 +1,4 @@
-"""What a model passes to a layer in one call, as the parts of the layer take it.
+"""The arguments of one call of a layer, in the form that its parts take.
 
 Suffixes: B batch, T new tokens, N real tokens, C channels.
 """
@@ -12,27 +12,27 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """The real tokens of a padded batch, by their rows in [B T]: norms and linears then run on these alone."""
+    """Row indices of the real tokens in [B T] of a padded batch. Norms and linears run only on these."""
 
     rows: Tensor
     batch: int
     tokens: int
 
     def taken(self, x_BTC: Tensor) -> Tensor:
-        """[B, T, C] → the real tokens, [1, N, C]."""
+        """Gather the real tokens: [B, T, C] → [1, N, C]."""
         return x_BTC.flatten(0, 1).index_select(0, self.rows)[None]
 
     def spread(self, x_1NC: Tensor) -> Tensor:
-        """The inverse, with zeros in place of the padding."""
+        """Scatter back, with zeros at the padding: [1, N, C] → [B, T, C]."""
         full = x_1NC.new_zeros(self.batch * self.tokens, x_1NC.shape[-1])
         return full.index_copy_(0, self.rows, x_1NC[0]).view(self.batch, self.tokens, -1)
 
 
 class Inputs(NamedTuple):
-    """What the model passed to the layer for this call, as it is.
+    """What the model passed to the layer, unchanged.
 
-    `more` is None where our own op computes the attention. Where the function that the config names does, it holds
-    every keyword argument that the layer itself does not consume.
+    `more` is None if our own op computes the attention. Otherwise it holds every keyword argument that the layer itself
+    does not consume, for the attention function that the config names.
     """
 
     mask: Tensor | None

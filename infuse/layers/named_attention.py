@@ -1,9 +1,8 @@
-"""The attention function that a model's config names, where it is not one whose result our own op computes.
+"""Call the attention function that a model's config names, if our own op does not compute the same.
 
-Such a function is "flex_attention", flash attention, or one that the user registered; "sdpa" too is called itself where
-it is given a paged cache, by continuous batching. A replaced layer still computes its own products, norms and rotary
-positions, and hands q, k, v, the mask and every remaining keyword argument to that function, as the original attention
-does.
+That is flex_attention, flash attention or a function that the user registered; also sdpa with the paged cache of
+continuous batching. A replaced layer still computes its own products, norms and rotary positions, and passes q, k, v,
+the mask and all remaining keyword arguments to that function, as the original attention does.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from torch import nn
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
-# Names of attention functions that compute what our op computes; names of our own hooks (layers/hook.py) start with
-# "infuse_".
+# Attention functions that compute what our op computes. Our own hooks (layers/hook.py) start with "infuse_".
 _SERVED_NAMES = frozenset((None, "eager", "sdpa"))
-# What a layer keeps to itself; the attention function gets the mask by position.
+# Arguments that the layer consumes. The attention function gets the mask by position.
 _CONSUMED = frozenset(("attention_mask", "past_key_values", "layer_past", "position_embeddings"))
 _PAGED_CACHE = "cache"
 _MISSING = object()
-_read = object.__getattribute__  # a config's own attribute access costs 1 us
+_read = object.__getattribute__  # a config's own attribute access takes 1 us
 
 
 def names_ours(attention: nn.Module) -> bool:
-    """Whether the config of `attention` names an attention whose result our own op computes. Every layer asks at every
-    step.
-    """
+    """Whether our own op computes the attention that the config of `attention` names. Runs in every layer and step."""
     config = attention.__dict__.get("config")
     if config is None:
         return True
@@ -41,10 +37,9 @@ def names_ours(attention: nn.Module) -> bool:
 def arguments_of_named(
     attention: nn.Module, kwargs: Mapping[str, Any], served: frozenset[str], own: tuple[str, ...], layer: str
 ) -> Mapping[str, Any] | None:
-    """The keyword arguments for the attention function that the config names; None if our own op serves the call.
+    """Return the keyword arguments for the attention function that the config names; None to call our own op.
 
-    `own` are the arguments of the layer itself. UnsupportedCall for those that neither the layer nor that function
-    serves.
+    `own` are the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
     ours, more = names_ours(attention), unserved(kwargs, served)
     if ours and not more:
@@ -55,15 +50,16 @@ def arguments_of_named(
     if not by_name:
         name = attention.config._attn_implementation  # type: ignore[union-attr]
         raise UnsupportedCall(
-            f'{layer} was called while the config names the attention "{name}"; its attention does not call one by name, and its '
-            'replacement serves "eager" and "sdpa": call model.set_attn_implementation with one of these'
+            f'{layer} was called while the config names the attention "{name}"; its attention '
+            'never calls one by name, and its replacement supports only "eager" and "sdpa": call '
+            "model.set_attn_implementation with one of these"
         )
     kept = _CONSUMED.union(name for name in own if name not in served)
     return {name: value for name, value in kwargs.items() if name not in kept}
 
 
 def named_attention(attention: nn.Module) -> Callable:
-    """The function that the original attention module would call now."""
+    """Return the function that the original attention module would call now."""
     scope = _scope(attention)
     return scope.ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation,  # type: ignore[union-attr]
@@ -77,12 +73,12 @@ def calls_by_name(attention: nn.Module) -> bool:
 
 
 def attribute(attention: nn.Module, name: str) -> Any:
-    """`name` of the attention module, or of its config."""
+    """Look up `name` in the attention module, then in its config."""
     found = attention.__dict__.get(name, _MISSING)
     return getattr(attention.__dict__.get("config"), name, None) if found is _MISSING else found
 
 
 def _scope(attention: nn.Module) -> Any:
-    """The file of transformers, or of the user, in which this class looks attention functions up."""
+    """Return the module of transformers, or of the user, in which this class looks up attention functions."""
     files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
     return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)

@@ -1,4 +1,4 @@
-"""Modules that pickle: a pickle has their kernels by name, and looks them up where it is read."""
+"""Pickle modules that hold kernels: by the kernels' names, which are looked up when the pickle is read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from infuse import ops
 
 
 class Pickled(nn.Module):
-    """A module that keeps bodies of ops, or their functions, among its attributes.
+    """A module with bodies of ops, or their functions, among its attributes.
 
-    Reading a pickle raises UnsupportedCall where one of its bodies cannot run: weights lie as that body wants them.
+    Unpickling raises UnsupportedCall if a body cannot run here, because the weights have that body's layout.
     """
 
     def __getstate__(self) -> dict[str, Any]:

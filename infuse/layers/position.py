@@ -1,7 +1,7 @@
-"""Where positions come from: each class answers for one way in which models tell a layer about them.
+"""Where positions come from: one class for each way in which models pass them to a layer.
 
-`turns(inputs, tokens)` gives (cos, sin) or None; `bias(inputs, ...)` an additive bias or None. Nothing is derived from
-a config: RoPE variants and ALiBi slopes are the model's own.
+`turns(inputs)` returns (cos, sin) or None, `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
+config: RoPE variants and ALiBi slopes are the model's own.
 
 Suffixes: B batch, T new tokens, L keys, E rotated width.
 """
@@ -17,7 +17,7 @@ from infuse.layers.inputs import Inputs
 
 
 class Positions(nn.Module):
-    """No positions here: they are in the embeddings, or nowhere."""
+    """No positions in the layer: they are in the embeddings, or the model has none."""
 
     interleaved = False
 
@@ -42,7 +42,7 @@ class PassedTurns(Positions):
 
 
 class TableTurns(Positions):
-    """Rows of a table [positions, sin | cos], looked up by position ids; pairs are interleaved (GPT-J)."""
+    """The layer looks up rows of a table [positions, sin | cos] by position ids. Pairs are interleaved (GPT-J)."""
 
     interleaved = True
     table: Tensor
@@ -59,7 +59,7 @@ class TableTurns(Positions):
 
 
 class PassedBias(Positions):
-    """The model passes an ALiBi bias: [B H, 1, L] for each row, or [H, 1, S] of which the last L columns count."""
+    """The model passes an ALiBi bias: [B H, 1, L], or [H, 1, S], of which the last L columns are used."""
 
     def __init__(self, argument: str):
         super().__init__()
@@ -75,7 +75,7 @@ class PassedBias(Positions):
 
 
 def make_positions(position: Position) -> Positions:
-    """The module for a declared position."""
+    """Build the module for a declared position."""
     if isinstance(position, Rotary):
         return PassedTurns(position.interleaved)
     if isinstance(position, RotaryTable):
@@ -84,7 +84,7 @@ def make_positions(position: Position) -> Positions:
 
 
 def missing(argument: str) -> UnsupportedCall:
-    """The error of a call that says nothing of positions to a layer that needs them."""
+    """The error for a call without the positions that the layer needs."""
     return UnsupportedCall(
-        f"the layer was called without {argument}, which it computes positions from; pass what the model passes"
+        f"the layer was called without {argument}, from which it computes positions; pass what the model passes"
     )

@@ -1,9 +1,7 @@
-"""Compile the C++ kernels: once for each instruction set, linked into one library that asks PyTorch for its stable ABI
-alone.
+"""Compile the C++ kernels once for each instruction set and link them into one library on PyTorch's stable ABI.
 
-Imports only the standard library, because setup.py runs this file by its path, where neither infuse nor PyTorch can be
-imported.
-Flags in `CXXFLAGS` come after those here, when compiling and when linking.
+Imports only the standard library, because setup.py runs this file by its path, before infuse or PyTorch can be
+imported. Flags in `CXXFLAGS` are appended when compiling and when linking.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     LEVELS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16, "avx512_amx": AMX}
 AMX_PROGRAM = 'void multiply() { __asm__("tdpbf16ps %tmm0, %tmm1, %tmm2"); }'
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10
-HEADER = "include/torch/csrc/stable/library.h"  # in every PyTorch that the kernels can be built against
+HEADER = "include/torch/csrc/stable/library.h"  # exists in every PyTorch that the kernels can be built against
 
 
 class BuildError(Exception):
@@ -38,33 +36,28 @@ class BuildError(Exception):
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler: CXX, g++ or clang++; None where there is none."""
+    """Return the command of the C++ compiler: CXX, g++ or clang++; None if there is none."""
     command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++") or ""]
     return command if command[0] and shutil.which(command[0]) else None
 
 
 def why_not(torch: Path | None) -> str | None:
-    """Why the kernels cannot be built against the PyTorch in the folder `torch`, None where they can."""
+    """Return why the kernels cannot be built against the PyTorch in the folder `torch`; None if they can."""
     if os.environ.get("INFUSE_BUILD") == "0":
         return "INFUSE_BUILD=0"
     if os.name != "posix":
         return f"they are built on Linux and macOS, this is {platform.system()}"
     if compiler() is None:
-        named = os.environ.get("CXX")
-        return (
-            f"CXX={named} is not a program"
-            if named
-            else "no C++ compiler: neither g++ nor clang++ is on PATH, and CXX names none"
-        )
+        if named := os.environ.get("CXX"):
+            return f"CXX={named} is not a program"
+        return "no C++ compiler: neither g++ nor clang++ is on PATH, and CXX is not set"
     if torch is None or not (torch / HEADER).exists():
-        return "no PyTorch of version 2.10 or later in this environment"
+        return "no PyTorch 2.10 or later in this environment"
     return None
 
 
 def fingerprint() -> str:
-    """A name for what `compile_kernels` makes: of its sources, flags and machine. The stable ABI makes one binary serve
-    every PyTorch.
-    """
+    """Hash of all that the built library depends on: sources, flags, machine. Not PyTorch, thanks to its stable ABI."""
     digest = hashlib.sha256(f"{platform.system()} {platform.machine()} {os.environ.get('CXXFLAGS', '')}".encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
@@ -74,7 +67,7 @@ def fingerprint() -> str:
 def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     """Build the library `target` against the PyTorch in the folder `torch`; object files go to `objects`.
 
-    Returns the instruction sets that the compiler does not know. Raises BuildError.
+    Return the instruction sets that the compiler does not support. Raise BuildError if it fails.
     """
     command = compiler()
     assert command is not None
@@ -97,23 +90,13 @@ def compile_kernels(target: Path, objects: Path, torch: Path) -> list[str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(cores) as pool:
         list(pool.map(compile_one, jobs))
-    _run(
-        [
-            *command,
-            *given,
-            "-shared",
-            "-o",
-            str(target),
-            *(str(job[2]) for job in jobs),
-            f"-L{torch / 'lib'}",
-            "-ltorch_cpu",
-        ]
-    )
+    made = [str(into) for _, _, into in jobs]
+    _run([*command, *given, "-shared", "-o", str(target), *made, f"-L{torch / 'lib'}", "-ltorch_cpu"])
     return [level for level in LEVELS if level not in levels]
 
 
 def _knows_amx(command: list[str], folder: Path) -> bool:
-    """Whether the compiler takes the flags of AMX and its assembler the instructions."""
+    """Whether the compiler and its assembler support AMX."""
     source = folder / "amx_program.cpp"
     source.write_text(AMX_PROGRAM)
     tried = [*command, *LEVELS["avx512_amx"], "-c", str(source), "-o", str(folder / "amx_program.o")]

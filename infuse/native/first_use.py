@@ -1,8 +1,7 @@
-"""The compiled kernels of an installation that came without them: built when they are first needed, kept for the next
-process.
+"""Build the kernels at first use if the installation has none, and keep them for later processes.
 
-They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (a read-only home) in the temporary folder. Of
-processes that start together one builds and the others wait. INFUSE_BUILD=0 builds nothing.
+They are kept in INFUSE_CACHE_DIR, else in the user's cache folder, else (if home is read-only) in the temporary folder.
+If several processes start together, one builds and the others wait. INFUSE_BUILD=0 disables building.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from infuse import logs
 from infuse.native import build
 
 LIBRARY, FAILURE = "_kernels.so", "failure.txt"
-LONGEST_BUILD_S = 1800.0  # another process may be building for so long; measured 90 s on two shared cores
+LONGEST_BUILD_S = 1800.0  # how long to wait for another process; measured 90 s on two shared cores
 
 
 def kept() -> Path | None:
-    """The library that an earlier process built from these sources, None where there is none."""
+    """Return the library that an earlier process built from these sources; None if there is none."""
     folders = [root / f"kernels-{build.fingerprint()}" for root in _roots() if _is_trusted(root)]
     return next((folder / LIBRARY for folder in folders if (folder / LIBRARY).is_file()), None)
 
 
 def outlook() -> str:
-    """What the next use of the kernels does where none are kept: the reason why there are none, or that it builds them."""
+    """Describe what the next use of the kernels will do if none are kept: build them, or fail, and why."""
     if why := build.why_not(_torch()):
         return f"the C++ kernels are not built: {why}"
     for root in _roots():
@@ -46,7 +45,7 @@ def outlook() -> str:
 
 
 def obtain(*, again: bool = False) -> Path | str:
-    """The library, built where it is missing; a text says why there is none. `again`: build anew, also after a failure."""
+    """Return the library, building it if needed, or the reason why there is none. `again`: rebuild in any case."""
     if not again and (found := kept()):
         return found
     if why := build.why_not(_torch()):
@@ -55,17 +54,17 @@ def obtain(*, again: bool = False) -> Path | str:
     for root in _roots():
         try:
             return _built(root, again)
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system has no locks
             problems.append(f"{root}: {error}")
     return f"the C++ kernels are not built: no folder to keep them in ({'; '.join(problems)}); INFUSE_CACHE_DIR names another"
 
 
 def _built(root: Path, again: bool) -> Path | str:
-    """Build the library below `root`, or wait for the process that does. OSError: it cannot be kept there."""
+    """Build the library below `root`, or wait for the process that does. Raise OSError if it cannot be kept there."""
     folder = root / f"kernels-{build.fingerprint()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted(root):
-        raise PermissionError("others may write there")
+        raise PermissionError("other users may write there")
     folder.mkdir(exist_ok=True)
     started = time.time()
     with _locked(folder / "lock"):
@@ -74,7 +73,7 @@ def _built(root: Path, again: bool) -> Path | str:
             return library
         if not again and (why := _remembered(folder)):
             return why
-        for stale in folder.glob("build-*"):  # of a process that was killed
+        for stale in folder.glob("build-*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as objects:
             _say("building the C++ kernels for CPUs, once for this installation: about half a minute ...")
@@ -90,7 +89,7 @@ def _built(root: Path, again: bool) -> Path | str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the folder; say so once where another process holds it."""
+    """Hold the lock of the folder; report once if another process holds it."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=1.0)
@@ -107,19 +106,19 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _failed(folder: Path, output: str) -> str:
-    """Warn of a failed build, and remember it: later processes do not try again with the same compiler and PyTorch."""
+    """Warn about a failed build and record it: later processes do not retry with the same compiler and PyTorch."""
     (folder / FAILURE).write_text(f"{_tools()}\n{output}\n", encoding="utf-8")
     last_lines = "\n".join(output.splitlines()[-12:])
     text = (
-        f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe whole output is in "
-        f"{folder / FAILURE}; it is tried again with another compiler or PyTorch, or by `infuse build`."
+        f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe full "
+        f"output is in {folder / FAILURE}. Another compiler or PyTorch, or `infuse build`, tries again."
     )
     logs.warn(text, stacklevel=2)
     return _reason(folder)
 
 
 def _remembered(folder: Path) -> str | None:
-    """The reason where a build with this compiler and this PyTorch has failed before."""
+    """Return the reason if a build with this compiler and PyTorch has failed before."""
     try:
         tools = (folder / FAILURE).read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
@@ -132,7 +131,7 @@ def _reason(folder: Path) -> str:
 
 
 def _tools() -> str:
-    """The compiler and the PyTorch that a build depends on, in one line."""
+    """The compiler and PyTorch that a build depends on, in one line."""
     command = build.compiler() or []
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
     return f"{' '.join(command)}: {version}; torch {torch.__version__}"
@@ -143,7 +142,7 @@ def _torch() -> Path:
 
 
 def _roots() -> list[Path]:
-    """The folders that may keep the kernels, the preferred one first."""
+    """Folders for the kernels, in order of preference."""
     if given := os.environ.get("INFUSE_CACHE_DIR"):
         return [Path(given)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -156,9 +155,7 @@ def _temporary() -> Path:
 
 
 def _is_trusted(root: Path) -> bool:
-    """Whether a library found there may be loaded: anybody can make a folder in the temporary one, and name it as we
-    would.
-    """
+    """Whether a library found there may be loaded. Anybody could create our folder in the temporary folder."""
     if root != _temporary():
         return True
     try:
@@ -169,7 +166,7 @@ def _is_trusted(root: Path) -> bool:
 
 
 def _say(text: str) -> None:
-    """A line of progress on standard error; of several ranks, rank 0's."""
+    """Report progress on standard error, on rank 0 only."""
     logs.log.info(text)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"infuse: {text}\n")

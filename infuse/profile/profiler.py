@@ -1,6 +1,6 @@
-"""Times: of each forward (ForwardTimes), and of what runs inside a `with` block by module kind and by op (Profile).
+"""ForwardTimes times each forward; Profile breaks down the time inside a `with` block by module class and op.
 
-Knows nothing of models but their modules' classes. Profiling costs time itself: read shares, not absolute times.
+Profiling itself takes time: compare shares, not absolute times.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ForwardTimes:
             self._done.append((self._open.pop(), self._now()))
 
     def read(self) -> list[float]:
-        """The times so far, in milliseconds, which are then forgotten."""
+        """Return the times since the last call, in milliseconds."""
         done, self._done = self._done, []
         if self._events:
             torch.cuda.synchronize()
@@ -66,9 +66,9 @@ class ForwardTimes:
 
 
 class Profile:
-    """What ran inside the `with` block: time by module kind and by op, tokens per second, share of the read bandwidth.
+    """Time inside the `with` block by module class and op, tokens per second, and share of the read bandwidth.
 
-    A module's time is its own, less that of the modules inside it. `weight_bytes` are read once for each forward.
+    A module's time excludes that of its children. Each forward reads `weight_bytes` once.
     """
 
     def __init__(self, module: nn.Module, weight_bytes: int):
@@ -123,7 +123,7 @@ class Profile:
         return time.perf_counter()
 
     def as_dict(self) -> dict[str, Any]:
-        """Seconds, tokens per second, bytes, shares; `modules` and `ops` are lists of rows, the costliest first."""
+        """Seconds, tokens per second, bytes and shares. `modules` and `ops` are lists of rows, slowest first."""
         decode = [(rows, seconds) for rows, tokens, seconds in self._steps if tokens == 1]
         prefill = [(rows * tokens, seconds) for rows, tokens, seconds in self._steps if tokens > 1]
         read_bytes = self._weight_bytes * len(decode)
@@ -153,7 +153,7 @@ class Profile:
         return sorted(rows, key=lambda row: -row["seconds"])
 
     def table(self, rows: int = 12) -> Table:
-        """The report as a rich table, with the `rows` costliest modules and ops."""
+        """The report as a rich table, with the `rows` slowest modules and ops."""
         found = self.as_dict()
         table = Table(title=f"{found['forwards']} forwards in {found['seconds']:.3f} s")
         for column in ("", "calls", "ms", "share"):
