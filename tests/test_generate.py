@@ -312,3 +312,89 @@ def test_second_turn_on_the_returned_cache(name: str, face: Callable) -> None:
     assert tokens == [5] + [1] * (NEW - 1)
     assert torch.equal(second, seeded(original, whole, attention_mask=mask))
     assert torch.equal(second, seeded(original, whole, attention_mask=mask, past_key_values=exact.past_key_values))
+
+
+# ---- what our own loop follows, and what it must not miss ----
+
+
+def generated(model: Any, name: str = "llama", batch: int = 2, **asked: Any) -> Tensor:
+    return seeded(model, **inputs(BY_NAME[name], batch, PROMPT), **{"max_new_tokens": 12, "do_sample": False, **asked})
+
+
+class After(Collected):
+    """A streamer that does something once, after so many tokens."""
+
+    def __init__(self, tokens: int, act: Callable[[], Any]):
+        super().__init__()
+        self.left, self.act = tokens + 1, act  # the prompt is put first
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if not self.left:
+            self.act()
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "phi3", "gpt-neox"])
+def test_answers_beyond_the_positions_of_the_config(name: str) -> None:
+    original, engine = BY_NAME[name].make(), infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    assert torch.equal(generated(engine, name, max_new_tokens=140), generated(original, name, max_new_tokens=140))
+
+
+@pytest.mark.parametrize("window", [PROMPT + 12, PROMPT + 6, 6])
+@pytest.mark.parametrize("name", ["mistral", "starcoder2"])
+def test_a_sliding_window_that_is_reached_during_the_answer(name: str, window: int) -> None:
+    make = BY_NAME[name].make
+    original, engine = make(sliding_window=window), infuse.init_inference(make(sliding_window=window), dtype="fp32")
+    assert torch.equal(generated(engine, name), generated(original, name))
+    embedded = original.get_input_embeddings()(inputs(BY_NAME[name], 2, PROMPT)["input_ids"]).detach()
+    asked: dict[str, Any] = dict(inputs_embeds=embedded, do_sample=False)
+    assert torch.equal(seeded(engine, **asked), seeded(original, **asked))
+
+
+def test_a_preparation_that_starts_over() -> None:
+    """Phi3 drops its cache where the short frequencies end."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    short = PROMPT + 5
+    changes = dict(
+        original_max_position_embeddings=short, rope_parameters={**rope, "original_max_position_embeddings": short}
+    )
+    engine = infuse.init_inference(BY_NAME["phi3"].make(**changes), dtype="fp32")
+    assert torch.equal(generated(engine, "phi3"), generated(BY_NAME["phi3"].make(**changes), "phi3"))
+
+
+def test_a_preparation_of_the_models_own_is_asked_at_every_step() -> None:
+    original, engine = pair("llama")
+    model, calls = injected("llama").module, []
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: calls.append(1) or prepare(*args, **kwargs)
+    assert torch.equal(generated(model), generated(original)) and len(calls) == 12
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("at", [0, 1, 6])
+@pytest.mark.parametrize("which", ["", "model", "model.layers.1", "lm_head"])
+def test_hooks_are_called_at_every_step_from_when_they_are_put_on(which: str, at: int, kind: str) -> None:
+    engine = injected("llama")
+    heard: list[object] = []
+    module = engine.module.get_submodule(which)
+
+    def listen() -> None:
+        getattr(module, kind)(lambda *_: heard.append(1))
+
+    found = generated(engine, batch=1, streamer=After(at, listen))
+    assert torch.equal(found, generated(pair("llama")[0], batch=1)) and len(heard) == 12 - at
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_module_that_is_replaced_during_the_answer_is_used(at: int) -> None:
+    def replaced(model: Any) -> Tensor:
+        head = nn.Linear(48, 96, bias=False)
+        head.weight.data.copy_(torch.linspace(-1, 1, 48 * 96).sin().view(96, 48))
+        return generated(model, batch=1, streamer=After(at, lambda: setattr(model, "lm_head", head)))
+
+    found, exact, unchanged = (
+        replaced(injected("llama").module),
+        replaced(made("llama")),
+        generated(made("llama"), batch=1),
+    )
+    assert torch.equal(found, exact) and not torch.equal(found, unchanged)

@@ -38,7 +38,6 @@ TRANSFORMERS = {
     "graphs/choose.py",
     "generate/install.py",
     "generate/loop.py",
-    "generate/straight.py",
     "proof/proof.py",
     "weights/names.py",
 }

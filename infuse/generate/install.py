@@ -156,8 +156,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
         kwargs["past_key_values"] = cache
         if asked.is_plain_search():
-            watched = _is_watched if lent is None and installed.group.size == 1 else None
-            ours = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group, watched=watched)
+            ours = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group)
             kwargs["custom_generate"] = ours
     result = None
     try:

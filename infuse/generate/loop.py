@@ -9,16 +9,13 @@ logits of graphs (lent.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation import EosTokenCriteria, GenerationMixin
 
-from infuse.generate.straight import Straight
 from infuse.graphs.bucket import NEVER, State
 from infuse.graphs.choose import Choice, Choose, Processed, choice_of, ends_of
 from infuse.graphs.device_loop import Interrupted, Run, finish, ordinary
@@ -40,13 +37,11 @@ def decode(
     streamer: Any = None,
     lent: LentCache | None = None,
     group: Group = LOCAL,
-    watched: Callable[[nn.Module], bool] | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
 
-    `lent` is the cache that the prompt goes to, on devices with graphs; without it steps on CPUs may go straight
-    (straight.py): `watched` tells whether a caller's hooks are on a module.
+    `lent` is the cache that the prompt goes to, on devices with graphs.
     """
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
@@ -54,9 +49,7 @@ def decode(
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # no row has ended, as far as is known without a look at `unfinished`
-    steps = _Steps(
-        model, input_ids, model_kwargs, None if watched is None else partial(Straight, model, watched), limit_tokens
-    )
+    steps = _Steps(model, input_ids, model_kwargs, limit_tokens)
     while True:
         scores = steps.scores(copy=bool(processed))
         if processed:
@@ -107,30 +100,18 @@ def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None,
 class _Steps:
     """The model's inputs, step by step."""
 
-    def __init__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        kwargs: dict[str, Any],
-        make_straight: Callable[[], Straight] | None,
-        limit_tokens: int | None,
-    ):
-        self.model, self.kwargs, self._make_straight, self._limit_tokens = model, kwargs, make_straight, limit_tokens
+    def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None):
+        self.model, self.kwargs, self._limit_tokens = model, kwargs, limit_tokens
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether a step's inputs follow from the last one's without asking the model
         self.mask: Tensor | None = None
-        self._straight: Straight | None = None
 
     def scores(self, copy: bool) -> Tensor:
         """Float32 scores of the next token, [B, vocabulary]; `copy`: they may be changed."""
-        if self._straight is not None:
-            logits = self._straight.logits(self.inputs)
-        else:
-            outputs = self.model(**self.inputs, return_dict=True)
-            logits = outputs.logits
-            if not self.follows:
-                self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        return logits[:, -1].to(dtype=torch.float32, copy=copy)
+        outputs = self.model(**self.inputs, return_dict=True)
+        if not self.follows:
+            self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        return outputs.logits[:, -1].to(dtype=torch.float32, copy=copy)
 
     def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
         """Make the inputs of the next step."""
@@ -144,13 +125,6 @@ class _Steps:
             return
         self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.kwargs)
         self.follows = self._can_follow(tokens)
-        if (
-            self.follows
-            and self._make_straight is not None
-            and tokens.device.type == "cpu"
-            and self.inputs.get("attention_mask") is None
-        ):
-            self._straight = self._make_straight()
 
     def _can_follow(self, tokens: Tensor) -> bool:
         """Whether what the model prepared for a decode step is understood well enough to continue it."""
