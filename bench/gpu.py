@@ -1,7 +1,7 @@
 """Everything there is to measure on one NVIDIA GPU, in one command and under eight minutes; random weights made on the
 device.
 
-    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--tune] [--parts tests encoders decoders] [--minutes
+    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--parts tests encoders decoders] [--minutes
     8]
 
 Writes the report as Markdown to FILE and all figures as JSON beside it. What does not fit into the time is left out,
@@ -55,10 +55,8 @@ def main() -> None:
         torch.cuda.init()
     plan = planned(args, device)
     measured = bounds(device, plan.tiny)
-    results: dict[str, Any] = {"rows": [], "matrices": {}, "kernels": {}, "tests": None, "tuned": None}
+    results: dict[str, Any] = {"rows": [], "matrices": {}, "kernels": {}, "tests": None}
     tables: list[Table] = []
-    if args.tune:
-        results["tuned"] = tuned(budget, plan.formats, device)
     if "tests" in args.parts:
         results["tests"] = tested(budget, plan.tiny)
     if "encoders" in args.parts:
@@ -87,7 +85,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="bfloat16 and int8 alone, one repeat, nothing compiled, no GPT-2-XL"
     )
-    parser.add_argument("--tune", action="store_true", help="search the kernels' configurations first")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=7.5)
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny: does the script work?")
@@ -166,34 +163,6 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
     return {"summary": lines[-1] if lines else done.stderr[-400:], "failed": failed, "exit": done.returncode}
 
 
-def tuned(budget: Budget, formats: tuple[str, ...], device: torch.device) -> str:
-    """Rows for TUNED in ops/triton/configurations.py, as far as half of the time goes; they are used for the rest of
-    this run.
-    """
-    if device.type != "cuda":
-        return "nothing was tuned: it needs a GPU"
-    from infuse.ops.triton.tuning import PLAIN, search
-
-    found: dict[Any, Any] = {}
-    half = budget.left() / 2
-    weights = [(format, *size) for sizes in (matrix_sizes(models.LLAMA_8B), matrix_sizes(models.LLAMA_1B)) for format in (PLAIN, *formats)
-               for size in sizes]  # fmt: skip
-    for weight in weights:
-        if budget.left() < half:
-            budget.skipped.append(f"the search from {weight} on")
-            break
-        found |= search([weight], torch.bfloat16, device)
-    return "".join(f"\n    {key}: {tiles}," for key, tiles in found.items())
-
-
-def matrix_sizes(shape: dict[str, Any]) -> list[tuple[int, int]]:
-    """(outputs, inputs) of a layer's matrices, merged as ours are, and of the head."""
-    hidden, heads, inner = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
-    width = shape.get("head_dim", hidden // heads)
-    qkv = (heads + 2 * shape["num_key_value_heads"]) * width
-    return [(qkv, hidden), (hidden, heads * width), (2 * inner, hidden), (hidden, inner), (shape["vocab_size"], hidden)]
-
-
 def look_at(
     plan: Plan, measured: Bounds, results: dict[str, Any], tables: list[Table], format: str, model: Any
 ) -> None:
@@ -261,8 +230,6 @@ def remarks_of(results: dict[str, Any], budget: Budget, seconds: float) -> list[
     lines = []
     if results["tests"] is not None:
         lines.append("GPU tests: " + "; ".join([results["tests"]["summary"], *results["tests"].get("failed", [])]))
-    if results["tuned"] is not None:
-        lines.append(f"tuning: {results['tuned']}")
     if budget.skipped:
         lines.append("left out for want of time: " + "; ".join(budget.skipped))
     return [*lines, f"{seconds:.0f} s in all"]

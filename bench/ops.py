@@ -64,9 +64,9 @@ def moved_bytes(op: Op, case: Case) -> int:
 
 def operations(op: Op, args: tuple) -> int:
     """Multiplications and additions of the matrix products; nothing else is counted."""
-    if op.name in ("linear", "linear_activation"):
+    if op.name == "linear":
         return 2 * args[0].numel() * args[1].shape[0]
-    if op.name in ("quantized_linear", "quantized_linear_activation"):
+    if op.name == "quantized_linear":
         return 2 * args[0].numel() * args[5]
     if op.name == "attention":
         (batch, heads, tokens, width), length = args[0].shape, args[1].shape[2]

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from infuse import interrupts, ops
+from infuse import interrupts
 from infuse.apply.apply import Progress, apply
 from infuse.apply.load import load, load_values
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
@@ -21,9 +21,8 @@ from infuse.errors import ConfigError, InfuseError, NotAvailable
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
-from infuse.layers.linear import QuantizedLinear, linears
+from infuse.layers.linear import QuantizedLinear
 from infuse.logs import log, warn
-from infuse.ops.triton import tuning
 from infuse.parallel.join import all_or_none, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.bytes import parameter_bytes
@@ -121,8 +120,6 @@ class InferenceEngine(nn.Module):
                 )
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
-        if settings.triton_autotune and ops.linear.choose(device, self.plan.dtype).body == "triton":
-            tuning.search(linears(model), self.plan.dtype, device.torch_device)
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._tell(decided)

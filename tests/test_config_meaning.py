@@ -147,6 +147,7 @@ def test_a_section_that_is_off_asks_for_one_rank():
 
 WITHOUT_EFFECT_CASES = {
     "zero": {"zero": {}},
+    "triton_autotune": {"triton_autotune": True},
     "triangular_masking": {"tm": True},
     "moe.moe_experts": {"moe": {"num_experts": 2}},
     "moe.type": {"moe": {"type": "residual"}},
@@ -171,7 +172,7 @@ def test_each_key_without_effect_is_noted_when_it_is_set():
         WITHOUT_EFFECT["dtype"] = "read-only"
 
 
-@pytest.mark.parametrize("key", ["enable_cuda_graph", "use_triton", "triton_autotune"])
+@pytest.mark.parametrize("key", ["enable_cuda_graph", "use_triton"])
 def test_keys_without_effect_on_a_cpu(key):
     config = make({key: True})
     assert len(config.notes(CPU)) == 1 and config.notes(CPU)[0].startswith(f"{key}: no effect here: ")

@@ -106,7 +106,7 @@ def test_there_are_no_circles() -> None:
 
 def test_no_files_share_a_prefix() -> None:
     """plan_text.py beside plan.py would be a folder that is not there."""
-    for path in (path for path in FILES if "ops" not in path.parts):  # there, an op is named by what it computes
+    for path in FILES:
         first = path.stem.partition("_")[0]
         assert path.stem == first or not (path.parent / f"{first}.py").exists(), (
             f"{path} belongs into a folder {first}/"

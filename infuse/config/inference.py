@@ -278,6 +278,7 @@ def _within(key: str, asked: set[str]) -> bool:
 # Key, or section, that is accepted for the sake of scripts that set it → why it changes nothing.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
+        "triton_autotune": "launches are chosen by a matrix's shape, there is nothing to search for",
         "zero": "weights are held for inference only; nothing is partitioned as for training",
         "triangular_masking": "the mask is the model's own",
         "moe.moe_experts": "experts are counted in the model",
@@ -299,7 +300,6 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
 _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("enable_cuda_graph", lambda config, kind: config.enable_cuda_graph and kind == "cpu", "a CPU has no CUDA graphs"),
     ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
-    ("triton_autotune", lambda config, kind: config.triton_autotune and kind == "cpu", "Triton's kernels need a GPU"),
     ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
     (
         "injection_policy",

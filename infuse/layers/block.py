@@ -33,7 +33,7 @@ from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
-from infuse.layers.linear import all_are_heard, direct, untouched
+from infuse.layers.linear import all_are_heard, direct, fuses, untouched
 from infuse.layers.mlp import MLP, mlp_ops
 from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm, norm_ops
@@ -79,8 +79,7 @@ class Block(InferenceModule):
         attention = Attention(shape.attn, index, formats, bodies, group, of_attention)
         self.add_module(shape.attn.name, attention)
         self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
-        fuses = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
-        self._run = _fused if fuses and shape.residual in _FUSED else _RESIDUALS[shape.residual]
+        self._run = _fused if fuses(bodies) and shape.residual in _FUSED else _RESIDUALS[shape.residual]
         self._one_call = make_one_call(shape, formats, index, bodies, attention.positions.interleaved)
         self._encoder_call = make_encoder_call(shape, formats, bodies)
         self._heads = shape.attn.all_heads
@@ -245,13 +244,13 @@ def _fused(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Re
     kind, mlp = block.shape.residual, parts["mlp"]
     ours = type(attention).forward is Attention.forward and type(mlp) is MLP and untouched(attention) and untouched(mlp)
     shared = parts["norm1"] if kind == PARALLEL and parts["norm2"] is None else None
-    fuses = (
+    few = (
         ours
         and not all_are_heard()
         and x.numel() <= ops.FEW_ROWS * x.shape[-1]
         and (shared is None or untouched(shared))
     )
-    return (_FUSED if fuses else _RESIDUALS)[kind](block, attention, x, inputs)
+    return (_FUSED if few else _RESIDUALS)[kind](block, attention, x, inputs)
 
 
 def _fused_pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:

@@ -37,7 +37,8 @@ class QuantizedEmbedding(InferenceModule, Pickled):
         combine: Combine | None = None,
     ):
         super().__init__()
-        self.shape, self.format, self.dtype, self._combine = shape, format, dtype, combine
+        self.shape, self.format, self.dtype, self._combine = shape, quant_format(format), dtype, combine
+        self._sizes = shape.rows, shape.width, format  # as the op's schema has them
         self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
@@ -66,9 +67,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
     def held(self) -> QuantizedWeight:
         """As QuantizedLinear.held."""
-        weight = QuantizedWeight(
-            self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), quant_format(self.format)
-        )
+        weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), self.format)
         return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
     @property
@@ -79,8 +78,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
         return looked_up(index, self.shape, self._rows, self._combine)
 
     def _rows(self, index: Tensor) -> Tensor:
-        rows, width = self.shape.rows, self.shape.width
-        return self._body(index, self.data, self.scale, self.zero, rows, width, self.format, self.dtype)
+        return self._body(index, self.data, self.scale, self.zero, *self._sizes, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
@@ -98,7 +96,7 @@ def fix_vocabulary(module: nn.Module) -> None:
             continue
         formats = [end.format for end in ends if isinstance(end, (QuantizedEmbedding, QuantizedLinear))]
         if formats:
-            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], formats[0])
+            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], str(formats[0]))
 
 
 def _refuse_resizing(

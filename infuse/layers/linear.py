@@ -1,5 +1,5 @@
-"""The linear layer that is put in, over a plain weight or a quantized one; and in one op with what stands around it,
-where that fuses.
+"""The linear layer that is put in, over a plain weight or a quantized one, and its product in one op with what stands
+around it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.ops.op import Body
-from infuse.quant.format import QuantizedWeight
+from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
 
@@ -43,42 +43,38 @@ def product(
     module: nn.Module, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """residual + act(module(norm(x))), in one op as far as that fuses and nothing listens to norm and module;
-    `activation` only there.
+    """residual + act(module(norm(x))): one op for all that nothing listens to. Give an `activation` only to a module
+    that `takes_around`.
     """
-    if norm is not None and not (fuses(module) and isinstance(norm, Norm) and untouched(norm)):
+    if norm is not None and not (takes_around(module) and isinstance(norm, Norm) and untouched(norm)):
         x, norm = direct(norm, x), None
-    if not fuses(module):
-        assert activation is None
+    alone = norm is None and residual is None and activation is None
+    if alone or not takes_around(module):
         y = direct(module, x)
         return y if residual is None else residual + y
     before = ops.NO_NORM if norm is None else norm.arguments
     if module._combine is None:
-        return module.fused(x, *before, activation, gated, residual)
-    y = module._combine(module.fused(x, *before, activation, gated, None))
+        return module.with_around(x, *before, activation, gated, residual)
+    y = module._combine(module.with_around(x, *before, activation, gated, None))
     return y if residual is None else residual + y
 
 
-def fuses(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
-    """Whether `product` of it is one op."""
-    return isinstance(module, (Linear, QuantizedLinear)) and module.fused_body is not None and untouched(module)
+def takes_around(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
+    """Whether `product` may give norm, activation and residual to the module's op: it is ours, and nothing listens."""
+    return isinstance(module, (Linear, QuantizedLinear)) and untouched(module)
 
 
-def fused_op(format: str | None) -> str:
-    """The name of the op behind `product`, for a weight of `format` (None: plain)."""
-    return f"fused_{linear_op(format)}"
+def fuses(bodies: Mapping[str, str]) -> bool:
+    """Whether products by these bodies run norms and sums in their own kernels, so that layers should leave them to
+    `product`.
+    """
+    return any(op.bodies[bodies.get(op.name, ops.REFERENCE)].fuses for op in (ops.linear, ops.quantized_linear))
 
 
 def all_are_heard() -> bool:
     """Whether hooks for all modules are there."""
     modules = torch.nn.modules.module
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
-
-
-def linears(module: nn.Module) -> list[tuple[str, int, int]]:
-    """The format ("plain" for none), outputs and inputs of each of our linears in `module`."""
-    ours = [one for one in module.modules() if isinstance(one, (Linear, QuantizedLinear))]
-    return [("plain" if isinstance(one, Linear) else one.format, one.out_features, one.in_features) for one in ours]
 
 
 def linear_op(format: str | None) -> str:
@@ -98,10 +94,10 @@ def make_linear(
     return QuantizedLinear(inputs, outputs, bias, format, bodies, combine)
 
 
-def part_rows(body: Body, format: str, inputs: int) -> int | None:
+def part_rows(body: Body, format: QuantFormat, inputs: int) -> int | None:
     """What the parts of a weight that `body` takes have to be multiples of; None: it takes a weight whole."""
     layout = body.layout
-    return None if layout is None or layout.declines(quant_format(format), inputs) else layout.part_rows
+    return None if layout is None or layout.declines(format, inputs) else layout.part_rows
 
 
 def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> tuple[QuantizedWeight, bool]:
@@ -115,8 +111,23 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
     return prepared or first, prepared is not None
 
 
-class Linear(InferenceModule, Pickled, nn.Linear):
-    """x @ weight.T + bias through the chosen body. An nn.Linear, so that whoever looks for one finds it."""
+class Product(InferenceModule, Pickled):
+    """A linear over the chosen body of its op; `combine` makes of a rank's part what the whole layer gives."""
+
+    _body: Callable[..., Tensor]
+    _combine: Combine | None
+
+    def arguments(self) -> tuple:
+        """What the op takes of the weight, and the bias: its arguments after x."""
+        raise NotImplementedError
+
+    def with_around(self, x: Tensor, *around: Any) -> Tensor:
+        """The product with what stands around it (ops.linear), not yet combined over ranks."""
+        return self._body(x, *self.arguments(), *around)
+
+
+class Linear(Product, nn.Linear):
+    """x @ weight.T + bias. An nn.Linear, so that whoever looks for one finds it."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
@@ -124,28 +135,21 @@ class Linear(InferenceModule, Pickled, nn.Linear):
         super().__init__(inputs, outputs, bias, device="meta")
         self.requires_grad_(False)
         self._body = ops.linear.bound(bodies.get("linear", ops.REFERENCE))
-        self.fused_body = _body_that_fuses(ops.fused_linear, bodies)
         self._combine = combine
 
     def arguments(self) -> tuple:
-        """What an op with a plain weight takes after x."""
-        held = self._parameters
+        held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
         return held["weight"], held["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
             return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
-        held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
+        held = self._parameters
         y = self._body(x, held["weight"], held["bias"])
         return y if self._combine is None else self._combine(y)
 
-    def fused(self, x: Tensor, *around: Any) -> Tensor:
-        """By the op that fuses; `around` are its arguments after the bias."""
-        assert self.fused_body is not None
-        return self.fused_body(x, self.weight, self.bias, *around)
 
-
-class QuantizedLinear(InferenceModule, Pickled):
+class QuantizedLinear(Product):
     """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
 
     data: Tensor
@@ -164,7 +168,8 @@ class QuantizedLinear(InferenceModule, Pickled):
     ):
         super().__init__()
         self._combine = combine
-        self.in_features, self.out_features, self.format = inputs, outputs, format
+        self.in_features, self.out_features, self.format = inputs, outputs, quant_format(format)
+        self._sizes = outputs, inputs, format  # as the op's schema has them
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self.register_parameter(
@@ -173,7 +178,6 @@ class QuantizedLinear(InferenceModule, Pickled):
         self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
         self._body = ops.quantized_linear.bound(self._chosen.name)
         self.prepared = True
-        self.fused_body = _body_that_fuses(ops.fused_quantized_linear, bodies)
 
     @property
     def part_rows(self) -> int | None:
@@ -189,8 +193,6 @@ class QuantizedLinear(InferenceModule, Pickled):
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
         self.prepared = prepared
         self._body = ops.quantized_linear.bound(self._chosen.name if prepared else ops.REFERENCE)
-        if not prepared:
-            self.fused_body = None
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
     def share(self, other: QuantizedLinear) -> None:
@@ -201,12 +203,12 @@ class QuantizedLinear(InferenceModule, Pickled):
             self.format,
         )
         self.data, self.scale, self.zero = other.data, other.scale, other.zero
-        self.prepared, self._body, self.fused_body = other.prepared, other._body, other.fused_body
+        self.prepared, self._body = other.prepared, other._body
 
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
         shape = (self.out_features, self.in_features)
-        weight = QuantizedWeight(self.data, self.scale, self.zero, shape, quant_format(self.format))
+        weight = QuantizedWeight(self.data, self.scale, self.zero, shape, self.format)
         return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
     @property
@@ -223,17 +225,8 @@ class QuantizedLinear(InferenceModule, Pickled):
             )
 
     def arguments(self) -> tuple:
-        """What an op with a quantized weight takes after x."""
         held = self._buffers
-        return (
-            held["data"],
-            held["scale"],
-            held["zero"],
-            self._parameters["bias"],
-            self.out_features,
-            self.in_features,
-            self.format,
-        )
+        return held["data"], held["scale"], held["zero"], self._parameters["bias"], *self._sizes
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):
@@ -241,15 +234,5 @@ class QuantizedLinear(InferenceModule, Pickled):
         y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
-    def fused(self, x: Tensor, *around: Any) -> Tensor:
-        """By the op that fuses; `around` are its arguments after the format."""
-        assert self.fused_body is not None
-        return self.fused_body(x, *self.arguments(), *around)
-
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self.format}"
-
-
-def _body_that_fuses(op: ops.Op, bodies: Mapping[str, str]) -> Callable[..., Tensor] | None:
-    name = bodies.get(op.name, ops.REFERENCE)
-    return None if name == ops.REFERENCE else op.bound(name)

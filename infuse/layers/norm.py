@@ -51,7 +51,7 @@ class Norm(Pickled):
 
     @property
     def arguments(self) -> tuple:
-        """What it is to an op that normalises before its product (ops/fused_linear.py)."""
+        """What it is to an op that normalises before its product (ops/linear.py)."""
         return self.shape.kind, self.weight, self.bias, self._eps, self._offset
 
     def extra_repr(self) -> str:

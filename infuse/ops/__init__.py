@@ -19,9 +19,7 @@ from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.fused_linear import FEW_ROWS, FUSED, NO_NORM, fused_linear, fused_quantized_linear, layer_bodies
-from infuse.ops.linear import linear, quantized_linear
-from infuse.ops.linear_activation import linear_activation, quantized_linear_activation
+from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, BodyName, Case, Choice, Op, by_name, registered
 from infuse.ops.quantize import quantize
@@ -29,9 +27,7 @@ from infuse.ops.rotary import rotary, rotary_append
 from infuse.ops.sampling import argmax, sample
 
 __all__ = [
-    "FEW_ROWS", "FUSED", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op",
-    "activation", "add_layer_norm", "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "fused_linear",
-    "fused_quantized_linear", "gated_activation", "layer_bodies", "layer_norm", "linear", "linear_activation", "quantize",
-    "quantized_embedding", "quantized_linear", "quantized_linear_activation", "registered", "rms_norm", "rotary", "rotary_append",
-    "sample",
+    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op", "activation", "add_layer_norm",
+    "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "gated_activation", "layer_norm", "linear",
+    "quantize", "quantized_embedding", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "sample",
 ]  # fmt: skip

@@ -15,15 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import memory
 from infuse.device import Device
-from infuse.ops.activation import activation, gated_activation
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.linear import quantized_linear
-from infuse.ops.linear_activation import quantized_linear_activation
+from infuse.ops.linear import linear, quantized_linear
 from infuse.ops.op import DEQUANTIZED, Layout
 from infuse.quant.format import QuantizedWeight
 
@@ -69,22 +66,9 @@ def _codes(held: QuantizedWeight) -> QuantizedWeight:
     return replace(held, data=held.format.codes(held.data, held.scale, held.zero))
 
 
-def _linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-) -> Tensor:
-    return F.linear(x, data if data.dtype is x.dtype else data.to(x.dtype), bias)
-
-
-def _linear_activation(x: Tensor, *given: Any) -> Tensor:
-    *weight, name, gated = given
-    return (gated_activation if gated else activation).reference(_linear(x, *weight), name)
+def _linear(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, *given: Any) -> Tensor:
+    """`given`: outputs, inputs and format, then what stands around the product."""
+    return linear.reference(x, data if data.dtype is x.dtype else data.to(x.dtype), bias, *given[3:])
 
 
 def _embedding(
@@ -105,7 +89,5 @@ for _name, _dtype in HELD.items():
     _layout = Layout(partial(_values, _dtype), _codes)
     if _dtype is not torch.float16:
         _layout = replace(_layout, part_rows=1, gather=partial(_gathered, _dtype))
-    for _op, _function in (
-        (quantized_linear, _linear), (quantized_linear_activation, _linear_activation), (quantized_embedding, _embedding),
-    ):  # fmt: skip
+    for _op, _function in ((quantized_linear, _linear), (quantized_embedding, _embedding)):
         _op.implement(_name, partial(_needs, _dtype), _layout)(_function)

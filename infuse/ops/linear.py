@@ -1,29 +1,86 @@
-"""The matrix product with a plain weight, and with a quantized one.
+"""The matrix product with what stands around it in a layer: residual + act(norm(x) @ weight.T + bias).
 
+Two ops, for plain and for quantized weights: each has bodies, layouts and a choice of its own. Every body takes every
+combination of neighbours; the ones that its kernel lacks run as calls of their own (`Around.separately`).
 Suffixes: R rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.op import Case, op
+from infuse.ops.activation import activation, gated_activation
+from infuse.ops.norm import layer_norm, rms_norm
+from infuse.ops.op import REFERENCE, Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
+# Tokens up to which blocks give norms and sums to the products of a body that fuses: a tile of the tensor cores. Beyond,
+# plain products are PyTorch's, which reads the weight as fast, and one kernel for addition and norm is better.
+FEW_ROWS = 16
 
-@op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x @ weight.T + bias."""
-    return F.linear(x_RI, weight_OI, bias_O)
+
+class Around(NamedTuple):
+    """What stands around a product: the arguments of both ops after the weight, each of them optional.
+
+    `norm` is "rms" or "layer", with weight and bias over the inputs; the residual has the outputs of the product. Gated
+    is act(gate) * up, of weights [gate | up].
+    """
+
+    norm: str | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    activation: str | None = None
+    gated: bool = False
+    residual: Tensor | None = None
+
+    def outputs(self, rows_of_weight: int) -> int:
+        return rows_of_weight // 2 if self.gated else rows_of_weight
+
+    def before(self, x: Tensor, body: str) -> Tensor:
+        """norm(x), by the norm's `body`."""
+        if self.norm is None:
+            return x
+        if self.norm == "rms":
+            return rms_norm.body(body)(x, self.norm_weight, self.eps, self.offset)
+        return layer_norm.body(body)(x, self.norm_weight, self.norm_bias, self.eps, self.offset)
+
+    def after(self, y: Tensor, body: str) -> Tensor:
+        """residual + act(y), by the activation's `body`."""
+        if self.activation is not None:
+            y = (gated_activation if self.gated else activation).body(body)(y, self.activation)
+        return y if self.residual is None else self.residual + y
+
+    def separately(self, product: Callable[[Tensor], Tensor], x: Tensor, body: str) -> Tensor:
+        """Everything around product(x) in calls of their own, by the bodies `body`."""
+        return self.after(product(self.before(x, body)), body)
+
+
+NO_NORM = Around()[:5]
+_AROUND = (
+    "str? norm=None, Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=0.0, float offset=0.0,"
+    " str? activation=None, bool gated=False, Tensor? residual=None"
+)
+
+
+@op(f"linear(Tensor x, Tensor weight, Tensor? bias, {_AROUND}) -> Tensor")
+def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any) -> Tensor:
+    """residual + act(norm(x) @ weight.T + bias). `around` are the fields of Around: none, or from the first on."""
+    if not around:
+        return F.linear(x_RI, weight_OI, bias_O)
+    return Around(*around).separately(lambda x: F.linear(x, weight_OI, bias_O), x_RI, REFERENCE)
 
 
 @op(
-    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format) -> Tensor"
+    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format,"
+    f" {_AROUND}) -> Tensor"
 )
 def quantized_linear(
     x_RI: Tensor,
@@ -34,52 +91,78 @@ def quantized_linear(
     outputs: int,
     inputs: int,
     format: str,
+    *around: Any,
 ) -> Tensor:
-    """x @ dequantize(weight).T + bias, where data, scale and zero are the buffers of a QuantizedWeight of `format`."""
+    """The same over dequantize(weight): data, scale and zero are the buffers of a QuantizedWeight of `format`."""
     chosen = quant_format(format)
     weight_OI = chosen.dequantize(QuantizedWeight(data, scale, zero, (outputs, inputs), chosen), x_RI.dtype)
-    return F.linear(x_RI, weight_OI, bias_O)
+    return linear.reference(x_RI, weight_OI, bias_O, *around)
 
 
 @linear.fake
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], Around(*around).outputs(weight.shape[0]))
 
 
 @quantized_linear.fake
-def _quantized_fake(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
+def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], Around(*given[7:]).outputs(given[4]))
 
 
-_SHAPES = (((1,), 64, 96), ((2, 3), 128, 33), ((0,), 64, 8), ((7,), 192, 1))
+# Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.
+_CASES = (
+    ((1,), 64, 96, None, False, False, 0.0, None, False, False, False),
+    ((2, 3), 128, 33, None, False, False, 0.0, None, False, True, False),
+    ((0,), 64, 8, None, False, False, 0.0, None, False, True, False),
+    ((7,), 192, 1, None, False, False, 0.0, None, False, True, False),
+    ((2, 9), 128, 34, None, False, False, 0.0, "gelu", False, True, False),
+    ((3, 20), 192, 2, None, False, False, 0.0, "silu", True, False, False),
+    ((0,), 64, 8, None, False, False, 0.0, "relu2", False, True, False),
+    ((1,), 64, 96, "rms", True, False, 0.0, "silu", True, False, False),
+    ((1,), 128, 33, None, False, False, 0.0, None, False, True, True),
+    ((1,), 192, 66, "layer", True, True, 0.0, "silu", True, True, True),
+    ((1, 1), 64, 40, "layer", False, False, 0.0, None, False, False, False),
+    ((2, 3), 128, 34, "rms", True, False, 1.0, None, False, False, False),
+    ((2, 3), 128, 34, "layer", True, True, 1.0, "relu", False, True, True),
+    ((3,), 64, 10, None, False, False, 0.0, "silu", True, False, True),
+    ((20,), 64, 34, "rms", False, False, 0.0, "silu", True, True, True),
+    ((0,), 64, 8, "rms", True, False, 0.0, None, False, False, True),
+)
+
+
+def _neighbours(
+    dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor, int, int, Tensor | None, Around]]:
+    """A label, x, outputs, inputs, the bias, and what stands around."""
+    for rows, inputs, outputs, norm, weighed, shifted, offset, act, gated, biased, added in _CASES:
+
+        def made(*shape: int, there: bool = True) -> Tensor | None:
+            return torch.randn(shape, dtype=dtype, device=device) if there else None
+
+        weight, shift = made(inputs, there=weighed), made(inputs, there=shifted)
+        residual = made(*rows, outputs // 2 if gated else outputs, there=added)
+        around = Around(norm, weight, shift, 1e-5, offset, act, gated, residual)
+        bias = made(outputs, there=biased)
+        words = (
+            norm, weighed and "weight", norm and f"offset {offset:.0f}", act, gated and "gated", biased and "bias", added and "residual",
+        )  # fmt: skip
+        label = " ".join((f"{rows}x{inputs}->{outputs}", *(word for word in words if word)))
+        x = torch.randn(*rows, inputs, dtype=dtype, device=device)
+        yield label, x * 3 + 1 if norm else x, outputs, inputs, bias, around
 
 
 @linear.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for rows, inputs, outputs in _SHAPES:
-        x = torch.randn(*rows, inputs, dtype=dtype, device=device)
-        weight = torch.randn(outputs, inputs, dtype=dtype, device=device) / inputs**0.5
-        yield Case(f"{rows}x{inputs}->{outputs}", (x, weight, None))
-        yield Case(f"{rows}x{inputs}->{outputs} bias", (x, weight, torch.randn(outputs, dtype=dtype, device=device)))
+    for label, x, outputs, inputs, bias, around in _neighbours(dtype, device):
+        yield Case(label, (x, torch.randn(outputs, inputs, dtype=dtype, device=device) / inputs**0.5, bias, *around))
 
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row"):
-        for rows, inputs, outputs in _SHAPES:
-            weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
-            held = quant_format(text).quantize(weight)
-            x = torch.randn(*rows, inputs, dtype=dtype, device=device)
-            bias = torch.randn(outputs, dtype=dtype, device=device)
-            yield Case(
-                f"{text} {rows}x{inputs}->{outputs}", (x, held.data, held.scale, held.zero, bias, outputs, inputs, text)
-            )
+    for i, text in enumerate(
+        ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
+    ):
+        for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
+            held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
+            args = (x, held.data, held.scale, held.zero, bias, outputs, inputs, text, *around)
+            yield Case(f"{text} {label}", args)

@@ -1,8 +1,8 @@
 """An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
 
 Bodies are chosen when a plan is made and called directly. While torch.compile or torch.export trace, the same call
-becomes one node of the graph, `torch.ops.infuse.<op>(..., body)`, which runs that body. No op calls another registered
-op.
+becomes one node of the graph, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls another
+registered op.
 """
 
 from __future__ import annotations
@@ -54,12 +54,16 @@ class Layout:
 class Body:
     """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not
     worth a word).
+
+    `fuses`: a product's body that runs the norm before it and the addition after it in its own kernel. Bodies that
+    don't take them as well, by calls of their own; layers then do better with a kernel for addition and norm.
     """
 
     name: str
     function: Callable
     needs: Needs
     layout: Layout | None = None
+    fuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Bound:
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
-            return getattr(torch.ops.infuse, self._op).default(*args, self._body)
+            return getattr(torch.ops.infuse, self._op).default(*args, body=self._body)
         try:
             return self._function(*args)
         except (RuntimeError, TypeError) as error:
@@ -138,11 +142,10 @@ class Op:
         """The body for layers, which graphs can be traced through."""
         return Bound(self.name, name)
 
-    def run(self, *args: Any) -> Any:
-        """The registered form: the arguments, then the name of a body. Results are contiguous and never views of an
+    def run(self, *given: Any, body: str) -> Any:
+        """The registered form: the arguments and the name of a body. Results are contiguous and never views of an
         argument.
         """
-        *given, body = args
         results = self.bodies[body].function(*given)
         if isinstance(results, tuple):
             return tuple(_own(result, given) for result in results)
@@ -168,7 +171,7 @@ class Op:
     def fake(self, function: Callable) -> Callable:
         """Declare the shapes and dtypes of the result, for tracing. It must be contiguous, as `run` returns it."""
         self.fake_function = function
-        torch.library.register_fake(f"infuse::{self.name}", lambda *args: function(*args[:-1]), lib=_LIBRARY)
+        torch.library.register_fake(f"infuse::{self.name}", lambda *args, body: function(*args), lib=_LIBRARY)
         return function
 
     def cases(self, maker: CaseMaker) -> CaseMaker:
@@ -177,15 +180,15 @@ class Op:
         return maker
 
     def implement(
-        self, name: str, needs: Needs | None = None, layout: Layout | None = None
+        self, name: str, needs: Needs | None = None, layout: Layout | None = None, *, fuses: bool = False
     ) -> Callable[[Callable], Callable]:
         """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` is that of its prepared
-        weights.
+        weights; `fuses` as in Body.
         """
         assert name in PREFERENCE, f"{name} is not in the order of preference {PREFERENCE}"
 
         def declare(function: Callable) -> Callable:
-            self.bodies[name] = Body(name, function, needs or (lambda device, dtype: None), layout)
+            self.bodies[name] = Body(name, function, needs or (lambda device, dtype: None), layout, fuses)
             return function
 
         return declare
@@ -214,7 +217,7 @@ def op(schema: str) -> Callable[[Callable], Op]:
         made = Op(schema, reference)
         assert made.name not in _OPS, f"{made.name} is declared twice"
         arguments, _, results = schema.rpartition(") -> ")
-        _LIBRARY.define(f"{arguments}, str body) -> {results}")
+        _LIBRARY.define(f"{arguments}, *, str body) -> {results}")
         _LIBRARY.impl(made.name, made.run, "CompositeExplicitAutograd")
         _OPS[made.name] = made
         return made
@@ -259,7 +262,7 @@ def by_name(value: Any) -> Any:
     return value
 
 
-def _own(result: Tensor | None, given: list[Any]) -> Tensor | None:
+def _own(result: Tensor | None, given: tuple) -> Tensor | None:
     """`result` contiguous, in a storage that none of the arguments has."""
     if result is None:
         return None

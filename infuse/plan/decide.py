@@ -312,7 +312,7 @@ class _Decision:
         for name in names:
             if name not in self.choices:
                 self.choices[name] = ops.registered()[name].choose(self.device, self.dtype, self.refused)
-        return ops.layer_bodies((name, self.choices[name].body) for name in names)
+        return tuple((name, self.choices[name].body) for name in dict.fromkeys(names))
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
         declined = tuple(

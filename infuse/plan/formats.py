@@ -18,7 +18,7 @@ from infuse.architectures.split import SplitShape
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.layers.linear import fused_op, linear_op
+from infuse.layers.linear import linear_op
 from infuse.native import keeps_activations
 from infuse.plan.found import grouped
 from infuse.quant.format import QuantFormat
@@ -138,10 +138,7 @@ def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
     """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
     matrices = [fill for fill in fills if is_matrix(fill)]
     quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
-    of_block = any(fill.target == "mlp.up.weight" for fill in matrices)
-    fused = [fused_op(fill.format) for fill in matrices] if of_block else []
-    fused += [f"{linear_op(fill.format)}_activation" for fill in matrices if fill.target == "mlp.up.weight"]
-    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *fused, *quantized)))
+    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *quantized)))
 
 
 def matrix_shape(fill: Fill, shape: AnyShape) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from infuse.errors import ConfigError
 from infuse.quant import floating, integer
@@ -17,8 +18,12 @@ def quant_format(text: str) -> QuantFormat:
     """
     if not isinstance(text, str):
         raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {POSSIBLE}")
-    name, *options = text.strip().lower().split(":")
+    return _parsed(text)
 
+
+@cache
+def _parsed(text: str) -> QuantFormat:
+    name, *options = text.strip().lower().split(":")
     family: type[QuantFormat]
     size: int | None
     if name in integer.DEFAULT_GROUP:

@@ -187,7 +187,7 @@ def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
     chosen = dict(step.bodies)
     for name in linear_ops(step.fills) if step.depth != EMBEDDING else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
-    return replace(step, bodies=ops.layer_bodies(chosen.items()))
+    return replace(step, bodies=tuple(chosen.items()))
 
 
 def _format_of_part(

@@ -1,6 +1,6 @@
-"""The matrix products of ops/linear.py with plain weights in C++. Few rows stream the weight once, as it lies
-(src/plain_linear.h); more in bfloat16 go by tiles of it (src/tile.h), but not with AMX: there PyTorch's product is
-taken.
+"""The products of ops/linear.py over plain weights in C++. Few rows stream the weight once, as it lies
+(src/plain_linear.h); more in bfloat16 go by tiles of it (src/tile.h), with an activation on the way out, but not with
+AMX: there PyTorch's product is taken.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.native import DTYPES, isa, kernels, needs
-from infuse.ops.activation import activation, gated_activation
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
-from infuse.ops.linear import linear
-from infuse.ops.linear_activation import linear_activation
+from infuse.ops.linear import Around, linear
 
 MOST_ROWS = 8
 MOST_TILED = 1 << 21  # values of x, 4 MiB: beyond, F.linear is as fast or up to 6 % faster
@@ -28,7 +26,9 @@ SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
 
 
 @linear.implement("cpu", needs)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any:
+    if around:
+        return _with_around(x, weight, bias, Around(*around))
     inputs, dtype = weight.size(1), x.dtype
     values = x.numel()
     small = SMALL_ONE_ROW if values <= inputs else SMALL_FLOAT32 if dtype is torch.float32 else 0
@@ -40,13 +40,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     return F.linear(x, weight, bias) if y is None else y
 
 
-@linear_activation.implement("cpu", needs)
-def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, gated: bool) -> Any:
-    if x.numel() > MOST_ROWS * weight.size(1) and _takes(x, weight, bias):
-        y = _tiled(x, weight, bias, ACTIVATION_NUMBERS[name], gated)
+def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Any:
+    x, name = around.before(x, "cpu"), around.activation
+    if name is not None and x.numel() > MOST_ROWS * weight.size(1) and _takes(x, weight, bias):
+        y = _tiled(x, weight, bias, ACTIVATION_NUMBERS[name], around.gated)
         if y is not None:
-            return y
-    return (gated_activation if gated else activation).body("cpu")(_linear(x, weight, bias), name)
+            return y if around.residual is None else around.residual + y
+    return around.after(_linear(x, weight, bias), "cpu")
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

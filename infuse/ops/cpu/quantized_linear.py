@@ -20,12 +20,10 @@ from torch import Tensor
 
 from infuse import memory
 from infuse.native import CODES, DTYPES, kernels, needs
-from infuse.ops.activation import activation, gated_activation
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.linear import quantized_linear
-from infuse.ops.linear_activation import quantized_linear_activation
+from infuse.ops.linear import Around, quantized_linear
 from infuse.ops.op import Layout
 from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -120,7 +118,10 @@ def _quantized_linear(
     outputs: int,
     inputs: int,
     format: str,
+    *around: Any,
 ) -> Any:
+    if around:
+        return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Around(*around))
     code, dtype = code_of(format), x.dtype
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
@@ -139,17 +140,17 @@ def _quantized_linear(
     return F.linear(x, weight, bias)
 
 
-@quantized_linear_activation.implement("cpu", needs, PANELS)
-def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
-    *weight, name, gated = given
+def _with_around(x: Tensor, weight: tuple, around: Around) -> Any:
+    """`weight`: what the op takes of it, and the bias."""
     data, scale, zero, bias, outputs, _, format = weight
-    if x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE:
-        y = kernels().quantized_linear.default(
-            x, data, scale, zero, bias, code_of(format), outputs, ACTIVATION_NUMBERS[name], gated
-        )
+    x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")
+    fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE
+    if act is not None and fitting:
+        code = code_of(format)
+        y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, act, around.gated)
         if y is not None:
-            return y
-    return (gated_activation if gated else activation).body("cpu")(_quantized_linear(x, *weight), name)
+            return y if around.residual is None else around.residual + y
+    return around.after(_quantized_linear(x, *weight), "cpu")
 
 
 @quantized_embedding.implement("cpu", needs, PANELS)

@@ -1,17 +1,13 @@
-"""How each kernel is launched for a shape: block sizes, warps, splits. Plain functions of the shape over a small table.
+"""How each kernel is launched for a shape: block sizes, warps, splits. Plain functions of the shape.
 
 The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132
-multiprocessors need to keep the memory busy; TUNED holds what a search on a GPU has found to be faster (tuning.py), and
-goes first. FOUND is what a search in this process has found: the one table here that changes. No value of a result
-depends on it but by rounding.
+multiprocessors need to keep the memory busy. No value of a result depends on them but by rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 
 MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
 ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
@@ -19,7 +15,6 @@ COMBINED_BLOCK = 512  # outputs for each program that adds up parts
 DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for each of its 128 threads
 ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
 SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
-MOST_PLAIN_ROWS = 16  # a tile of the tensor cores; beyond, PyTorch's product reads the weight as fast
 # Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8
 # rows of 8192 values of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
 MOST_NORMED_ROWS = 8
@@ -41,22 +36,6 @@ class Tiles:
     rows: int = 1
     splits: int = 1
     stages: int = 1
-
-
-Key = tuple[str, int, int, int]  # format, rows of the tile, outputs, inputs
-TUNED: Mapping[Key, Tiles] = MappingProxyType({})
-FOUND: dict[Key, Tiles] = {}
-
-
-def key_of(format: str, rows: int, outputs: int, inputs: int) -> Key:
-    """The key of a product in the tables: products of two rows to a tile's are launched alike."""
-    most = MOST_PLAIN_ROWS if format == "plain" else LARGEST_TILE
-    return format, 1 if rows == 1 else min(max(power_above(rows), 16), most), outputs, inputs
-
-
-def known(format: str, rows: int, outputs: int, inputs: int) -> Tiles | None:
-    key = key_of(format, rows, outputs, inputs)
-    return FOUND.get(key) or TUNED.get(key)
 
 
 def power_above(size: int) -> int:
@@ -89,8 +68,6 @@ def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False
     """One row by a plain weight: 16 bytes for each thread and output, four outputs at once, and as many again where
     gated.
     """
-    if tuned := known("plain", 1, outputs, inputs):
-        return tuned
     warps = 4
     while warps > 1 and warps * 32 * 16 // element_bytes > power_above(inputs):
         warps //= 2
@@ -103,16 +80,12 @@ def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Ti
     """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each; two of them
     where gated.
     """
-    if tuned := known("plain", rows, outputs, inputs):
-        return tuned
     tile, wide = max(power_above(rows), 16), 64 if gated else 32
     return Tiles(wide, 128, 4, tile, splits_for(-(-outputs // wide), -(-inputs // 128)), stages=4)
 
 
 def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
     """One row by a weight of segments of `words` words: 16 bytes for each thread and output, eight outputs at once."""
-    if tuned := known(format, 1, outputs, inputs):
-        return tuned
     warps, wide = 2, 4 if format == "fp6" else 8
     depth = max(warps * 32 * 4 // words, 1)
     segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
@@ -122,8 +95,6 @@ def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
 
 def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
     """More rows: the depth of one product of the tensor cores is at least 16 words."""
-    if tuned := known(format, rows, outputs, inputs):
-        return tuned
     tile = min(max(power_above(rows), 16), LARGEST_TILE)
     wide, packed = 64, format in ("int4", "fp6")
     depth = max((32 if packed else 64) // words, 1)

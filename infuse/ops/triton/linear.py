@@ -1,6 +1,5 @@
-"""The matrix products of ops/linear.py, ops/linear_activation.py and ops/fused_linear.py with plain weights in Triton:
-one row streams the weight (kernels/stream.py), some rows multiply tiles of it (kernels/product.py), and more are
-PyTorch's.
+"""The products of ops/linear.py over plain weights in Triton: one row streams the weight (kernels/stream.py), some rows
+multiply tiles of it (kernels/product.py), and more are PyTorch's.
 """
 
 from __future__ import annotations
@@ -11,20 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.activation import activation, gated_activation
-from infuse.ops.fused_linear import NO_NORM, Around, fused_linear
-from infuse.ops.linear import linear
-from infuse.ops.linear_activation import linear_activation
-from infuse.ops.norm import layer_norm, rms_norm
+from infuse.ops.linear import FEW_ROWS, Around, linear
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import (
-    COMBINED_BLOCK,
-    MOST_NORMED_ROWS,
-    MOST_PLAIN_ROWS,
-    norm_block,
-    plain_row,
-    plain_tiles,
-)
+from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, norm_block, plain_row, plain_tiles
+
+ALONE = Around()
+
+
+@linear.implement("triton", needs, fuses=True)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
+    x, around = normed_before(x, Around(*given) if given else ALONE)
+    y = _few_rows(x, weight, bias, around)
+    return around.separately(lambda x: F.linear(x, weight, bias), x, "triton") if y is None else y
+
+
+def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
+    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they
+    are.
+    """
+    if around.norm is None:
+        return x, around
+    given = around.norm_weight, around.norm_bias
+    fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in given)
+    if fits and x.numel() <= MOST_NORMED_ROWS * x.shape[-1]:
+        return x, around
+    return around.before(x, "triton"), around._replace(norm=None)
 
 
 def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
@@ -38,65 +48,12 @@ def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
     }
 
 
-NOTHING = Around(*NO_NORM, None, False, None)
-
-
-@linear.implement("triton", needs)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    y = _few_rows(x, weight, bias, NOTHING)
-    return F.linear(x, weight, bias) if y is None else y
-
-
-@linear_activation.implement("triton", needs)
-def _linear_activation(x: Tensor, weight: Tensor, bias: Tensor | None, name: str, gated: bool) -> Any:
-    return _around(x, weight, bias, NOTHING._replace(activation=name, gated=gated))
-
-
-@fused_linear.implement("triton", needs)
-def _fused_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any:
-    return _around(x, weight, bias, Around(*around))
-
-
-def _around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor:
-    x, around = normed_before(x, around)
-    y = _few_rows(x, weight, bias, around)
-    if y is None:
-        x, around = normed_before(x, around, always=True)
-        y = finished_after(F.linear(x, weight, bias), around)
-    return y
-
-
-def normed_before(x: Tensor, around: Around, always: bool = False) -> tuple[Tensor, Around]:
-    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they
-    are.
-    """
-    kind, weight, bias, eps, offset = around[:5]
-    if kind is None:
-        return x, around
-    fits = all(t is None or (t.is_contiguous() and t.shape == x.shape[-1:]) for t in (weight, bias))
-    if fits and not always and x.numel() <= MOST_NORMED_ROWS * x.shape[-1]:
-        return x, around
-    x = (
-        rms_norm.body("triton")(x, weight, eps, offset)
-        if kind == "rms"
-        else layer_norm.body("triton")(x, weight, bias, eps, offset)
-    )
-    return x, around._replace(norm=None)
-
-
-def finished_after(y: Tensor, around: Around) -> Tensor:
-    """Activation and residual of a product, by kernels of their own. Writes to y."""
-    if around.activation is not None:
-        y = (gated_activation if around.gated else activation).body("triton")(y, around.activation)
-    return y if around.residual is None else y.add_(around.residual)
-
-
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
-    """The product of up to MOST_PLAIN_ROWS rows with what is around it; None where PyTorch's is to be used."""
+    """The product of up to FEW_ROWS rows with what is around it; None where PyTorch's is to be used."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
     most = (
-        1 if x.dtype is torch.float32 else MOST_PLAIN_ROWS
+        1 if x.dtype is torch.float32 else FEW_ROWS
     )  # more rows in float32 have no tensor cores: PyTorch's is as good
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None

@@ -1,5 +1,5 @@
-"""The product with quantized weights, alone and with what stands around it, and the look-up of their rows in Triton.
-Weights lie in words (words.py), brought there once.
+"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights lie in words
+(words.py), brought there once.
 
 One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py);
 many take PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile
@@ -15,22 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.fused_linear import Around, fused_quantized_linear
-from infuse.ops.linear import quantized_linear
-from infuse.ops.linear_activation import quantized_linear_activation
+from infuse.ops.linear import FEW_ROWS, Around, quantized_linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import (
     DEQUANTIZED_WORDS,
-    MOST_PLAIN_ROWS,
     MOST_QUANTIZED_ROWS,
     quantized_row,
     quantized_tiles,
 )
-from infuse.ops.triton.linear import NOTHING, combine, constants, finished_after, normed_before
+from infuse.ops.triton.linear import ALONE, combine, constants, normed_before
 from infuse.ops.triton.words import CODES, WORDS, segment_of
+from infuse.quant.parse import quant_format
 
 
-@quantized_linear.implement("triton", needs, WORDS)
+@quantized_linear.implement("triton", needs, WORDS, fuses=True)
 def _quantized_linear(
     x: Tensor,
     data: Tensor,
@@ -40,39 +38,23 @@ def _quantized_linear(
     outputs: int,
     inputs: int,
     format: str,
+    *given: Any,
 ) -> Any:
-    return _fused_quantized_linear(x, data, scale, zero, bias, outputs, inputs, format, *NOTHING)
-
-
-@fused_quantized_linear.implement("triton", needs, WORDS)
-def _fused_quantized_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    *args: Any,
-) -> Any:
-    around, dtype, rows = Around(*args), x.dtype, x.numel() // inputs
+    around, dtype, rows = Around(*given) if given else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
-        return _fused_quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(
-            dtype
-        )
+        return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
     x, around = normed_before(x, around)
     most = (
-        MOST_PLAIN_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
+        FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
     )  # float32 tiles of more rows fit no shared memory
     if not 0 < rows <= most or outputs == 0:
-        x, around = normed_before(x, around, always=True)
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
-        return finished_after(F.linear(x, weight, None if bias is None else bias.to(dtype)), around)
+        bias = None if bias is None else bias.to(dtype)
+        return around.separately(lambda x: F.linear(x, weight, bias), x, "triton")
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     around = around if around.residual is None else around._replace(residual=around.residual.contiguous())
-    name, groups, wanted = format.partition(":")[0], scale.shape[1], around.outputs(outputs)
+    name, groups, wanted = quant_format(format).name, scale.shape[1], around.outputs(outputs)
     out = x.new_empty(*x.shape[:-1], wanted)
     segment = segment_of(inputs, groups)
     words, of_group = segment // CODES[name], inputs // segment // groups
@@ -102,19 +84,13 @@ def _fused_quantized_linear(
     return out
 
 
-@quantized_linear_activation.implement("triton", needs, WORDS)
-def _quantized_linear_activation(x: Tensor, *given: Any) -> Any:
-    *weight, name, gated = given
-    return _fused_quantized_linear(x, *weight, *NOTHING._replace(activation=name, gated=gated))
-
-
 def dequantized(
     index: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, outputs: int, format: str
 ) -> Tensor:
     """`out` [rows, inputs], filled with the rows `index` of the weight (None: all of them)."""
     rows, inputs = out.shape
     if out.numel():
-        name, groups = format.partition(":")[0], scale.shape[1]
+        name, groups = quant_format(format).name, scale.shape[1]
         segment = segment_of(inputs, groups)
         tile = max(DEQUANTIZED_WORDS * CODES[name] // segment, 1)
         kernels("product").dequantize_rows[(rows, -(-inputs // (segment * tile)))](
