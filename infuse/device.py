@@ -1,7 +1,4 @@
-"""What a device can do: kind, capability, instruction sets, memory, dtypes. Found when asked, never at import.
-
-Knows nothing of models; decides nothing.
-"""
+"""What a device can do: instruction sets, memory, dtypes. Found on request, never at import."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ import torch
 
 from infuse.errors import ConfigError
 
-# The flags of /proc/cpuinfo that a kernel may ask for, in the words of the plan.
+# The flags of /proc/cpuinfo that kernels use.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 _COMPUTE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device as the plan sees it. `memory_bytes` is its total; `features` are CPU flags or ("sm_90",)."""
+    """A device. `memory_bytes` is its total memory; `features` are CPU flags or ("sm_90",)."""
 
     kind: str
     index: int | None
@@ -32,10 +29,7 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
-        """The description of `device`; a meta device is described as the CPU, since plans need no weights.
-
-        ConfigError: a device that this machine does not have.
-        """
+        """Describe `device`; meta is described as the CPU, as plans need no weights. ConfigError if it is not there."""
         device = torch.device(device)
         if device.type == "cuda":
             return cls._cuda(device)
@@ -77,14 +71,14 @@ class Device:
 
     @property
     def default_dtype(self) -> torch.dtype:
-        """The dtype when none is asked for: float16 on GPUs as DeepSpeed has it; on CPUs what the hardware computes in."""
+        """The dtype unless another is given: float16 on GPUs, as in DeepSpeed; on CPUs the hardware's best."""
         if self.kind != "cpu":
             return torch.float16
         return torch.bfloat16 if self.bfloat16_in_hardware else torch.float32
 
 
 def cpu_features() -> tuple[str, ...]:
-    """The instruction sets of this CPU that kernels ask for; empty where the system does not tell."""
+    """The instruction sets of this CPU that kernels use; empty if unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,15 +1,15 @@
-"""Every error that infuse raises on purpose. What PyTorch or transformers raise themselves passes through unchanged.
+"""Every error that infuse raises on purpose. Errors of PyTorch and transformers pass through unchanged.
 
 InfuseError
-├── ConfigError (ValueError)        a configuration key or value; raised before any weight is touched
-├── SpecMismatch                    a layer is not what its spec says: all differences at once
-├── ProofError                      a replaced layer disagrees with the original, under verify="strict"
-├── CheckpointError                 a checkpoint that is missing, broken, or another model's; the model is as it was
-├── RankError                       ranks that share a model disagree, one is gone, or one did not come in time
-├── UnsupportedCall (ValueError)    an argument, cache or mask that a replaced layer does not serve; raised before
-anything is computed ├── ContextLimitError (ValueError)  more tokens than an explicit cap allows; raised before any
-kernel runs ├── OutOfMemory (torch.OutOfMemoryError)  the device has no memory for a call; the engine works on └──
-NotAvailable (NotImplementedError)  valid input for a part that this version does not have
+├── ConfigError (ValueError)               wrong configuration; raised before any weight is touched
+├── SpecMismatch                           a layer differs from its spec; lists all differences
+├── ProofError                             a replaced layer disagrees with the original, under verify="strict"
+├── CheckpointError                        a missing, broken or foreign checkpoint; the model is unchanged
+├── RankError                              ranks that share a model disagree, or one is gone or late
+├── UnsupportedCall (ValueError)           an argument, cache or mask that a replaced layer does not serve; nothing is computed
+├── ContextLimitError (ValueError)         more tokens than max_out_tokens allows; no kernel runs
+├── OutOfMemory (torch.OutOfMemoryError)   the device has no memory for a call; the engine still works
+└── NotAvailable (NotImplementedError)     valid input for a feature that this version lacks
 """
 
 import torch
@@ -20,7 +20,7 @@ class InfuseError(Exception):
 
 
 class ConfigError(InfuseError, ValueError):
-    """A key or value of the configuration is wrong; the text says what is possible."""
+    """A key or value of the configuration is wrong; the text lists the possible ones."""
 
 
 class SpecMismatch(InfuseError):
@@ -36,23 +36,19 @@ class SpecMismatch(InfuseError):
 
 
 class ProofError(InfuseError):
-    """A step's new module disagrees with the module that it would replace."""
+    """A new module disagrees with the module that it would replace."""
 
 
 class CheckpointError(InfuseError):
-    """A checkpoint cannot be read into the model: the text names the files, or lists all keys that are wrong."""
+    """A checkpoint cannot be read into the model: the text names the files, or lists all wrong keys."""
 
 
 class RankError(InfuseError):
-    """An operation of several ranks failed: the text names this rank, the operation, the other ranks and what happened
-    to them.
-    """
+    """A collective failed: the text names this rank, the collective, the other ranks and the reason."""
 
 
 class UnsupportedCall(InfuseError, ValueError):
-    """A replaced module was called in a way that it does not serve: the text names the argument, what is served, and
-    what to do.
-    """
+    """A replaced module does not serve this call: the text names the argument, the possible ones, and what to do."""
 
 
 class ContextLimitError(InfuseError, ValueError):
@@ -60,8 +56,8 @@ class ContextLimitError(InfuseError, ValueError):
 
 
 class OutOfMemory(InfuseError, torch.OutOfMemoryError):
-    """The device has no memory left for a call; the text says what was freed and what to do."""
+    """The device has no memory left for a call: the text says what was freed and what to do."""
 
 
 class NotAvailable(InfuseError, NotImplementedError):
-    """The input is valid, but the part that would serve it is not in this version."""
+    """The input is valid, but this version lacks the feature."""

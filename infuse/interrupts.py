@@ -1,7 +1,7 @@
-"""Ctrl-C while a model is being changed: held back, and raised where the model is the original or complete.
+"""Hold Ctrl-C back while a model is being changed, until the model is the original or complete.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, also inside `finally`, so that no `try`
-can undo a change reliably. Other threads are never interrupted.
+Python raises KeyboardInterrupt between any two instructions of the main thread, even inside `finally`, so no `try` can undo
+a change reliably. Other threads are never interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Held:
-    """The handler of SIGINT meanwhile: it remembers the signal for `before`, the handler that was there."""
+    """A handler of SIGINT that remembers the signal for `before`, the previous handler."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]):
         self.before, self.pending, self.told = before, False, False
@@ -26,7 +26,7 @@ class _Held:
         self.pending = True
 
     def deliver(self) -> None:
-        """Hand a remembered signal to the handler that was there: Python's own raises KeyboardInterrupt."""
+        """Call the previous handler if there was a signal. Python's own raises KeyboardInterrupt."""
         if self.pending:
             self.pending = False
             self.before(signal.SIGINT, sys._getframe())
@@ -34,7 +34,7 @@ class _Held:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold SIGINT back for as long as the `with` runs; it is delivered at its end, or by `check` inside."""
+    """Hold SIGINT back inside the `with`. It is delivered at the end, or by `check`."""
     before = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not callable(before) or isinstance(before, _Held):
@@ -50,14 +50,14 @@ def held_back() -> Iterator[None]:
 
 
 def check() -> None:
-    """Deliver a SIGINT that is being held back: called where what was begun can be undone."""
+    """Deliver a SIGINT that is held back. Call this where the change can be undone."""
     held = signal.getsignal(signal.SIGINT)
     if isinstance(held, _Held) and threading.current_thread() is threading.main_thread():
         held.deliver()
 
 
 def tell(what: str) -> None:
-    """Log, once, that a SIGINT waits for the end of `what`, which cannot be undone."""
+    """Log once that a SIGINT waits for the end of `what`, which cannot be undone."""
     held = signal.getsignal(signal.SIGINT)
     if isinstance(held, _Held) and held.pending and not held.told:
         held.told = True

@@ -1,6 +1,7 @@
-"""Memory on pages of 2 MiB. Weights are read from end to end for each token: on pages of 4 KiB, translating addresses
-costs a virtual machine a fifth of its read bandwidth (27 against 34 GB/s). Linux gives large pages where they are asked
-for before first use.
+"""Tensors on pages of 2 MiB.
+
+Every token reads all weights. On pages of 4 KiB, address translation costs a virtual machine a fifth of its read bandwidth
+(27 instead of 34 GB/s). Linux gives large pages if asked before the first use.
 """
 
 from __future__ import annotations
@@ -15,28 +16,27 @@ import torch
 from torch import Tensor
 
 PAGE_BYTES = 1 << 21
-LEAST_BYTES = 2 * PAGE_BYTES  # of a tensor for which it is worth asking
-_TOUCHED_BYTES = 1 << 15  # of each page: as many as PyTorch gives to a thread of its own
+LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors stay on ordinary pages
+_TOUCHED_BYTES = 1 << 15  # of each page; PyTorch gives this many to one thread
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @cache
 def given() -> bool:
-    """Whether this system gives large pages to those who ask."""
+    """Whether this system gives large pages on request."""
     return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """An uninitialised tensor, on large pages where the system has them to give; elsewhere torch.empty.
+    """An uninitialised tensor, on large pages if possible.
 
-    The pages are taken here, each by one thread: whoever filled them in small parts would have all threads clear the
-    same page.
+    Each page is first touched here, by one thread: filling it in small parts would make all threads clear the same page.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
     if _pays(made, dtype):
         first = -(-made.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         last = (made.data_ptr() + made.nbytes) // PAGE_BYTES * PAGE_BYTES
-        # A wish: where it is not granted, ordinary pages are as good as before.
+        # A hint: if it is refused, the pages are ordinary ones.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
         asked = made.view(-1).view(torch.uint8)[first - made.data_ptr() : last - made.data_ptr()]
         asked.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()
@@ -44,7 +44,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 def copied(source: Tensor, dtype: torch.dtype) -> Tensor:
-    """`source` in `dtype` on large pages, contiguous; where there are none or it is too small, source.to(dtype)."""
+    """`source` in `dtype`: a contiguous copy on large pages if possible and large enough, else source.to(dtype)."""
     return empty(source.shape, dtype).copy_(source) if _pays(source, dtype) else source.to(dtype)
 
 

@@ -105,7 +105,7 @@ def put_in(group: Group, backend: FakeBackend, monkey: Any) -> None:
     def transport(self: Group, x: Tensor) -> Any:
         of_the_device = x.dtype.is_floating_point or told[-1] == "the tokens"
         assert of_the_device or not backend.capturing(), f"{told[-1]}: the host waits while a graph is captured"
-        return FakeNccl() if of_the_device and not told[-1].startswith("given up") else host
+        return FakeNccl() if of_the_device and not told[-1].startswith("abort") else host
 
     monkey.setattr(group, "_run", checked)
     monkey.setattr(Group, "_transport", transport)

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -241,6 +242,36 @@ def _meet(task: Task) -> None:
     _part()
     store = dist.FileStore(task.store, task.size)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=GLOO_TIMEOUT)
+
+
+@contextmanager
+def deadlines_end_when_all_wait(waiting: Sequence[int], rank_that_gives_up: int | None = None) -> Iterator[None]:
+    """Deadlines of collectives are over once the ranks `waiting` wait (on one of them alone), however busy the machine is."""
+    import pytest
+    import torch.distributed as dist
+
+    from infuse import interrupts
+    from infuse.parallel import distributed, shared_memory
+
+    meeting, rank, check = dist.group.WORLD.get_group_store(), dist.get_rank(), interrupts.check
+    gives_up = rank_that_gives_up in (None, rank)
+
+    class Deadline:
+        def __init__(self, limit_s: float):
+            pass
+
+        def is_over(self) -> bool:
+            return gives_up and meeting.check([f"waits {other}" for other in waiting])
+
+    def waits() -> None:
+        meeting.set(f"waits {rank}", "")
+        check()
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(interrupts, "check", waits)  # every wait calls it
+        monkey.setattr(distributed, "Deadline", Deadline)
+        monkey.setattr(shared_memory, "Deadline", Deadline)
+        yield
 
 
 def same(values: Sequence[Any]) -> bool:

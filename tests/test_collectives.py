@@ -9,8 +9,8 @@ import os
 import pickle
 import resource
 import signal
-import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankDied, RankFailed, Ranks, same
+from ranks import RankDied, RankFailed, Ranks, deadlines_end_when_all_wait, same
 from tolerance import assert_near
 from torch import Tensor
 
-from infuse.errors import RankError
+from infuse import interrupts
+from infuse.errors import CheckpointError, ConfigError, RankError
 from infuse.native import kernels
 from infuse.parallel import group as collectives
 from infuse.parallel.group import LOCAL, Group, make_group
-from infuse.parallel.peers import Home
+from infuse.parallel.liveness import Home
 from infuse.parallel.shared_memory import FOLDER
 
 NO_KERNELS = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
@@ -34,7 +35,7 @@ TRANSPORTS = ["gloo", pytest.param("shared memory", marks=NO_KERNELS)]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.float64, torch.int64, torch.int32, torch.uint8)
 # 0 and 1 element, odd ones, both sides of the sizes at which transports change their ways, and larger than any buffer.
-SHAPES = ((0,), (1,), (1, 2048), (3, 0, 5), (2047,), (5, 4097), (33, 8191), (1025, 2049))
+SHAPES = ((0,), (1,), (1, 2048), (3, 0, 5), (2047,), (5, 4097), (33, 8191), (257, 2049))
 
 
 def group_of(transport: str, timeout_s: float = 30) -> Group:
@@ -101,7 +102,9 @@ def test_one_rank_needs_nobody() -> None:
     assert LOCAL.all_reduce(x, "sum") is x and LOCAL.broadcast(x, "broadcast") is x
     assert LOCAL.all_gather(x, [4], -1, "gather") is x
     assert LOCAL.broadcast_object({"a": 1}, "object") == {"a": 1}
-    LOCAL.agree("plan", "agreement")
+    assert LOCAL.check_same({"plan": "a"}, "check", [3]) == [[3]]
+    with LOCAL.on_all_or_none("work"):
+        pass
     LOCAL.barrier("barrier")
     LOCAL.share_random_state()
     assert LOCAL.any_fault(None, "faults") is None and LOCAL.any_fault("no file", "faults") == "no file"
@@ -222,7 +225,7 @@ def what_rank_0_says(transport: str) -> list[Any]:
     assert group.any_fault(None, "faults") is None
     found.append(group.any_fault("no file" if group.rank == 1 else None, "faults"))
     found.append(group.any_fault(f"file {group.rank}" * 5000, "faults"))
-    group.agree("the same plan", "agreement")
+    assert group.check_same({"plan": "a", "inputs": 5}, "check", [group.rank]) == [[0], [1], [2]]
     torch.manual_seed(group.rank)
     group.share_random_state()
     found.append(torch.rand(5))
@@ -331,10 +334,10 @@ def different(transport: str, kind: str) -> None:
     elif kind == "sizes":
         group.all_gather(torch.ones(2), [1, 2, 3] if odd else [2, 2, 2] if group.rank == 0 else [2, 4, 2], 0, SUM)
     else:
-        group.agree("x" * 5000 + ("b" if odd else "a"), "agreement on the plan")
+        group.check_same({"inputs": 3, "the plan": "x" * 5000 + ("b" if odd else "a")}, SUM)
 
 
-KINDS = ["shape", "same number of elements", "small and large", "dtype", "place", "operation", "sizes", "agreement"]
+KINDS = ["shape", "same number of elements", "small and large", "dtype", "place", "operation", "sizes", "checksums"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,11 +346,11 @@ def test_ranks_that_differ_are_told(ranks: Ranks, transport: str, kind: str) -> 
     found = ranks.run_expecting_errors(3, different, transport, kind)
     for rank, error in enumerate(found):
         assert isinstance(error, RankError), error
-        what = "agreement on the plan" if kind == "agreement" else "all-reduce of model"
+        what = "the plan: " if kind == "checksums" else "all-reduce of model"
         assert f"rank {rank} of 3" in str(error) and what in str(error)
         assert ("rank 1" if rank != 1 else "rank 0") in str(error) and len(str(error)) < 1500
-    if kind == "agreement":
-        assert "rank 1 differs from rank 0" in str(found[2]) and "xxxb'" in str(found[2])
+    if kind == "checksums":
+        assert str(found[2]) == "rank 2 of 3: the plan: rank 1 differs from rank 0; give all ranks the same"
     if kind == "place":
         assert "all-reduce of model.layers.4.mlp" in str(found[0]) and "all-reduce of model.layers.4.mlp" in str(
             found[2]
@@ -380,22 +383,22 @@ def test_a_rank_that_dies_is_named(ranks: Ranks, transport: str, size: int) -> N
         assert not isinstance(found[rank], BaseException), found[rank]
         first, again, at = found[rank]
         assert at == 10 and f"rank {rank} of 3" in first and SUM in first and "the process of rank 1 has ended" in first
-        assert "broadcast of the tokens" in again and "before" in again and SUM in again
+        assert "broadcast of the tokens" in again and "the process group failed earlier" in again and SUM in again
 
 
 def does_not_come(transport: str, size: int) -> None:
-    """Rank 1 stays away until the others have given up, however long they, or it, were paused."""
+    """Rank 1 stays away until the others have given up."""
     group, meeting = group_of(transport), dist.group.WORLD.get_group_store()
     x = torch.ones(size)
     group.all_reduce(x, SUM)
-    group._transport(x)._timeout_s = 3  # type: ignore[attr-defined]  # they have met; until then 30 s
     if group.rank == 1:
         meeting.wait(["over 0", "over 2"], timedelta(seconds=100))
         return
-    try:
-        group.all_reduce(x, SUM)
-    finally:
-        meeting.set(f"over {group.rank}", "")
+    with deadlines_end_when_all_wait([0, 2]):
+        try:
+            group.all_reduce(x, SUM)
+        finally:
+            meeting.set(f"over {group.rank}", "")
 
 
 @pytest.mark.parametrize("size", [4, 600_000])
@@ -410,19 +413,58 @@ def test_a_rank_that_does_not_come_is_missed(ranks: Ranks, transport: str, size:
             and SUM in str(found[rank])
             and "rank 1 did not come" in str(found[rank])
         )
-        assert "within 3 s" in str(found[rank]) or transport == "gloo" and "gave up" in str(found[rank])
+        assert "within 30 s" in str(found[rank]) or transport == "gloo" and "gave up" in str(found[rank])
+
+
+def one_fails(transport: str, error: Exception, inside: bool) -> tuple[list[str], list[float]]:
+    """Rank 1 fails, as the others do something on their own, or wait for it in a sum. What is raised twice, and sums after each."""
+    group, told, sums = group_of(transport), [], []
+    for _ in range(2):
+        try:
+            with group.on_all_or_none("the work"):
+                if group.rank == 1:
+                    raise error
+                if inside:
+                    group.all_reduce(torch.ones(4), SUM)
+        except Exception as raised:
+            told.append(f"{type(raised).__name__}: {raised}")
+        with suppress(RankError):
+            sums.append(float(group.all_reduce(torch.ones(1), "the sum afterwards")))
+    with suppress(RankError), group.on_all_or_none("more work"):
+        pass
+    return told, sums
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_work_fails_on_all_ranks_by_the_same_class_and_the_group_goes_on(ranks: Ranks, transport: str) -> None:
+    for error, name in ((CheckpointError("no file"), "CheckpointError"), (KeyError("x"), "RankError")):
+        for rank, (told, sums) in enumerate(ranks.run(3, one_fails, transport, error, False)):
+            own, others = f"{type(error).__name__}: {error}", f"{name}: the work failed on rank 1: "
+            assert told == [own if rank == 1 else f"{others}{own}"] * 2 and sums == [3.0] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_work_that_fails_while_others_wait_in_it_is_told_to_them(ranks: Ranks, transport: str) -> None:
+    found = ranks.run(3, one_fails, transport, ConfigError("no such layer"), True)
+    assert all(sums == [] for _, sums in found) and found[1][0][0] == "ConfigError: no such layer"
+    for rank in (0, 2):
+        first, again = found[rank][0]
+        assert first.startswith(f"RankError: rank {rank} of 3 runs {SUM}")
+        assert "rank 1 failed in the work: ConfigError: no such layer" in first
+        assert "the process group failed earlier" in again
 
 
 def is_interrupted(transport: str) -> str:
     """Ctrl-C on rank 0 while it waits. Rank 1 still gets what rank 0 had brought, and then does not wait for it."""
-    group = group_of(transport, timeout_s=30)
-    group.barrier("barrier")
+    group, meeting = group_of(transport), dist.group.WORLD.get_group_store()
     if group.rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            group.all_reduce(torch.ones(4), SUM)
+        with pytest.MonkeyPatch.context() as monkey:
+            monkey.setattr(interrupts, "check", lambda: os.kill(os.getpid(), signal.SIGINT))  # called while it waits
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(torch.ones(4), SUM)
+        meeting.set("interrupted", "")
     else:
-        time.sleep(2)
+        meeting.wait(["interrupted"], timedelta(seconds=100))
         group.all_reduce(torch.ones(4), SUM)
     with pytest.raises(RankError) as caught:
         group.all_reduce(torch.ones(4), SUM)
@@ -432,8 +474,8 @@ def is_interrupted(transport: str) -> str:
 @NO_KERNELS
 def test_a_wait_can_be_interrupted(ranks: Ranks) -> None:
     found = ranks.run(2, is_interrupted, "shared memory")
-    assert "before" in found[0] and "KeyboardInterrupt" in found[0]
-    assert "rank 0 takes part no more: KeyboardInterrupt" in found[1]
+    assert "the process group failed earlier: KeyboardInterrupt" in found[0]
+    assert "rank 0 left the group: KeyboardInterrupt" in found[1]
 
 
 def leaves(transport: str) -> None:
@@ -446,7 +488,7 @@ def leaves(transport: str) -> None:
 @NO_KERNELS
 def test_a_rank_that_drops_its_group_is_missed_at_once(ranks: Ranks) -> None:
     found = ranks.run_expecting_errors(2, leaves, "shared memory")
-    assert isinstance(found[0], RankError) and "rank 1 takes part no more: it has left the group" in str(found[0])
+    assert isinstance(found[0], RankError) and "rank 1 left the group: it dropped the group" in str(found[0])
 
 
 # ---- without shared memory ----

@@ -88,9 +88,17 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         ({"enable_cuda_graph": "perhaps"}, ["enable_cuda_graph: found 'perhaps'", "boolean"]),
         ({"enable_cuda_graph": None}, ["enable_cuda_graph: found None"]),
         ({"quant": 8}, ["quant: found 8; possible: a dict, or a format such as"]),
-        ({"quant": "int3"}, ["quant.format (given as quant): found 'int3'; possible: \"int8\""]),
+        (
+            {"quant": "int3"},
+            [
+                "quant.format (given as quant): found 'int3'; unknown quantization format 'int3'; possible: int8, int8:GROUP"
+            ],
+        ),
         ({"quant": "int4:0"}, ["found 'int4:0'"]),
-        ({"quant": "fp8:asymmetric"}, ["found 'fp8:asymmetric'; possible: fp8 without asymmetric"]),
+        (
+            {"quant": "fp8:asymmetric"},
+            ["found 'fp8:asymmetric'; fp8 has no asymmetric form; possible: fp8, or int8 and int4"],
+        ),
         ({"quant": {"weight": {"num_bits": 5}}}, ["quant.weight.num_bits: found 5; possible: 4, 6 or 8"]),
         ({"quant": {"weight": {"q_type": "both"}}}, ["possible: 'symmetric' or 'asymmetric'"]),
         ({"quant": {"weight": {"q_groups": 0}}}, ["quant.weight.q_groups: found 0"]),
@@ -118,7 +126,10 @@ def test_all_problems_of_all_kinds_are_told_at_once():
             {"quant": {"weight": {"post_init_quant": {"fc": {"num_bit": 4}}}}},
             ["'num_bit' is no key, the nearest one is num_bits"],
         ),
-        ({"quant": {"weight": {"post_init_quant": {"fc": "int3"}}}}, ["fc.format: found 'int3'; possible: \"int8\""]),
+        (
+            {"quant": {"weight": {"post_init_quant": {"fc": "int3"}}}},
+            ["fc.format: found 'int3'; unknown quantization format 'int3'; possible: int8, int8:GROUP"],
+        ),
         (
             {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 6, "symmetric": False}}}}},
             ["possible: 6 bits with symmetric=True"],

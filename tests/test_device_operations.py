@@ -17,7 +17,7 @@ from infuse.errors import RankError
 from infuse.graphs.over_ranks import Together
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.group import Group, make_group
-from infuse.parallel.waiting import BEAT_S
+from infuse.parallel.liveness import BEAT_S
 
 
 def device_group(monkey: pytest.MonkeyPatch, timeout_s: float = 30) -> Group:
@@ -63,7 +63,7 @@ def an_operation_is_refused(operation: str) -> tuple[str, str]:
 def test_an_operation_that_is_refused_is_told(operation: str, ranks: Ranks) -> None:
     for rank, (first, second) in enumerate(ranks.run(2, an_operation_is_refused, operation)):
         assert first.startswith(f"rank {rank} of 2, the ") and "(NCCL error: unhandled)" in first
-        assert "the ranks have lost each other before" in second
+        assert "the process group failed earlier" in second
 
 
 def a_capture_is_refused() -> tuple[str, int, Tensor]:
@@ -114,7 +114,7 @@ def fails_after(sums: tuple[int, int], error: type[Exception] | None, how: str) 
         except Exception as raised:
             said = f"{type(raised).__name__}: {raised}"
         if how == "give up":
-            said = f"alike: {group.give_up('no room')}"
+            said = f"alike: {group.abort('no room')}"
         try:
             group.numbers([1], "what comes then")
         except RankError:

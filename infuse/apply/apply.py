@@ -63,7 +63,7 @@ def apply(
     counts: all of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its
     proof; nothing has been swapped then. RankError: another rank decided otherwise, or is gone.
     """
-    group.agree(plan.digest(), "the plan")
+    group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1 and placing is None:  # of a checkpoint it is compared before
         agree_on_weights(group, model, live_sums(model))
     run = _Run(plan, model, config, placing, group)

@@ -17,7 +17,6 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.parallel.group import LOCAL, Group
-from infuse.parallel.join import all_or_none
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.formats import matrix_shape
@@ -61,7 +60,7 @@ def load(
     on meta takes the memory of the result and of one layer; of a live model the old values stay until all new ones are
     there.
     """
-    with all_or_none(group, "loading"):
+    with group.on_all_or_none("loading"):
         return _load(model, config, device, mesh, group, progress)
 
 
@@ -96,7 +95,7 @@ def _load(
     )
     reader = model_reader(model, checkpoint, _unread(decided, checkpoint))
     if group.size > 1:
-        group.agree(decided.digest(), "the plan")  # what the ranks read depends on it
+        group.check_same({"the plan": decided.digest()}, "the plan")  # what the ranks read depends on it
         agree_on_weights(
             group, model, sampled_sums(reader) if index is None or folder is None else index_sum(folder / SAVED)
         )

@@ -1,6 +1,6 @@
-"""InferenceConfig: every key that DeepSpeed-Inference takes, and infuse's own; validated before any weight is touched.
+"""InferenceConfig: every key of DeepSpeed-Inference, and infuse's own; validated before any weight is touched.
 
-Names and sources are read in config_keys.py, single values in config_values.py. Nothing here looks at a model.
+config.keys reads names and sources, config.values single values. Nothing here looks at a model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`: enabled=False turns it off; `mpu` or `tp_group` bring the ranks, else `tp_size` makes them.
+    """`tensor_parallel`: `mpu` or `tp_group` bring the ranks, else there are `tp_size`; enabled=False means one rank.
 
-    infuse's own: `timeout_s`, the seconds after which ranks that do not come are an error.
+    infuse's own: `timeout_s`, the seconds after which missing ranks are an error.
     """
 
     enabled: bool = True
@@ -38,9 +38,10 @@ class TensorParallel(Section):
 
 
 class Moe(Section):
-    """`moe`: how experts are spread over ranks; a bool stands for {"enabled": bool}. Experts are found in the model."""
+    """`moe`: how experts are spread over ranks. A bool stands for {"enabled": bool}."""
 
     aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
+    shorthand = (bool, "enabled")
     forms = "a bool or a dict"
     enabled: bool = True
     ep_size: values.Count = 1
@@ -48,10 +49,6 @@ class Moe(Section):
     type: Literal["standard", "residual"] = "standard"
     ep_mp_group: Any = None
     ep_group: Any = None
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        return {"enabled": value} if isinstance(value, bool) else super().expand(value)
 
 
 class Checkpoint(Section):
@@ -63,15 +60,14 @@ class Checkpoint(Section):
 
 
 class InferenceConfig(Section):
-    """How a model is to be run. Four ways to make one: nothing, a dict or a JSON path, keywords, or both merged.
+    """How to run a model. Takes nothing, a dict or a JSON path, keywords, or both merged. Raises ConfigError with all problems.
 
-    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are
-    DeepSpeed-Inference's, except dtype (None: what the device is best at), replace_with_kernel_inject (True: a block is
-    proven before it is put in; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an
-    int pre-allocates and caps). dtype int8: int8 weights, 16-bit activations. The caller's dict is not changed. Raises
-    ConfigError with all problems. infuse's own keys: verify (which steps are proven before the swap), device (None:
-    where the model is), progress (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at
-    the padding instead of computing it).
+    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are DeepSpeed-Inference's,
+    except dtype (None: the device's best), replace_with_kernel_inject (True: proven blocks replace layers; False: layers stay,
+    linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps). dtype int8 means int8
+    weights and 16-bit activations. infuse's own keys: verify (which steps are proven before the swap), device (None: where the
+    model is), progress (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at the padding
+    instead of computing it). The caller's dict is not changed.
     """
 
     aliases = MappingProxyType(
@@ -146,62 +142,49 @@ class InferenceConfig(Section):
 
     @classmethod
     def make(cls, config: Any = None, **kwargs: Any) -> InferenceConfig:
-        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords; ConfigError as
-        above.
-        """
+        """The configuration of nothing, a dict, a JSON path or an InferenceConfig, merged with keywords."""
         return config if isinstance(config, cls) and not kwargs else cls(config, **kwargs)
 
     @property
     def tp_size(self) -> int:
-        """The ranks that share each matrix: 1 where tensor_parallel.enabled is False."""
+        """How many ranks share each matrix."""
         return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
 
     @property
     def tp_given(self) -> tuple[Any, Any]:
-        """The mpu and the process group that the caller brings: None each where there is none, or
-        tensor_parallel.enabled is False.
-        """
+        """The caller's mpu and process group, or None."""
         given = self.tensor_parallel
         return (given.mpu, given.tp_group) if given.enabled else (None, None)
 
     @property
     def ep_size(self) -> int:
-        """The ranks that the experts are spread over: 1 where moe.enabled is False."""
+        """How many ranks share the experts."""
         return self.moe.ep_size if self.moe.enabled else 1
 
     @property
     def step_graphs(self) -> bool:
-        """Whether the decode steps of generate may be CUDA graphs: always, but where enable_cuda_graph=False was given."""
-        complete = self.model_fields_set == set(type(self).model_fields)
-        return self.enable_cuda_graph or complete or "enable_cuda_graph" not in self.model_fields_set
+        """Whether decode steps of generate may be CUDA graphs: yes unless the user gave enable_cuda_graph=False."""
+        return self.enable_cuda_graph or self._complete or "enable_cuda_graph" not in self.model_fields_set
 
     @property
     def weight_format(self) -> str | None:
-        """The format of the weights ("int8", "int4:128", "int8:groups=2", …), see parse_format; None: the compute
-        dtype.
-        """
+        """The format of the weights ("int8", "int4:128", …), see parse_format; None: the compute dtype."""
         return self.quant.everywhere or ("int8" if self.dtype == torch.int8 else None)
 
     @property
     def module_formats(self) -> dict[str, str | None]:
-        """Part of a module's path → the format of the matrices whose path holds it, before weight_format; None leaves
-        them alone.
-        """
+        """Part of a module's path → the format of its matrices instead of weight_format; None leaves them alone."""
         return self.quant.by_name
 
     @property
     def checkpoint_files(self) -> tuple[Any, str, str | None]:
-        """What weights are read from (None: the model has them), where relative paths begin, and where the result is
-        saved.
-        """
+        """Where weights are read from (None: the model has them), where relative paths start, where the result is saved."""
         group = self.checkpoint_config
         save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
         return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
 
     def resolved_dtype(self, device: Device) -> torch.dtype:
-        """The dtype that activations and unquantized weights have on `device`; ConfigError where it does not compute in
-        it.
-        """
+        """The dtype of activations and unquantized weights. Raises ConfigError if `device` does not compute in it."""
         if self.dtype is None or self.dtype == torch.int8:
             return device.default_dtype
         if self.dtype not in device.dtypes:
@@ -212,30 +195,32 @@ class InferenceConfig(Section):
         return self.dtype
 
     def notes(self, device: Device | None = None) -> list[str]:
-        """One line for each key that the user set and that has no effect, here or, where a device is known, on that
-        device.
+        """One line for each key that the user set without effect: in general, or on `device`.
 
-        A complete dict, such as default_inference_config() gives, sets every key: of it only what differs from the
-        defaults counts as set.
+        If every key is set, as in default_inference_config(), only those that differ from the defaults count.
         """
         kind = device.kind if device is not None else (self.device.type if self.device is not None else "")
-        complete = self.model_fields_set == set(type(self).model_fields)
-        asked = {key for key, differs in self._given() if differs or not complete}
+        asked = {key for key, differs in self._given() if differs or not self._complete}
         lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if _within(key, asked)]
         return lines + [
             f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)
         ]
 
     def not_available(self) -> list[str]:
-        """One line for each valid setting that this version cannot serve; the engine raises NotAvailable with them."""
+        """One line for each valid setting that this version lacks."""
         return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
 
     def __str__(self) -> str:
         return f"InferenceConfig({', '.join(f'{key}={config_keys.shown(self._value(key))}' for key, differs in self._given() if differs)})"
 
+    @property
+    def _complete(self) -> bool:
+        """Whether every key was set."""
+        return self.model_fields_set == set(type(self).model_fields)
+
     def _given(self) -> Iterator[tuple[str, bool]]:
-        """Each key that was set, dotted, and whether its value differs from the default."""
-        yield from _given_keys(self, "")
+        """Each set key, dotted, and whether its value differs from the default."""
+        return _given_keys(self, "")
 
     def _value(self, key: str) -> Any:
         value: Any = self
@@ -244,7 +229,7 @@ class InferenceConfig(Section):
         return value
 
     def _contradictions(self) -> Iterator[str]:
-        """The keys that are right each and wrong together."""
+        """Keys that contradict each other."""
         yield from self.quant.contradictions()
         if self.dtype == torch.int8 and self.quant.enabled is False:
             yield "dtype: found torch.int8 beside quant.enabled=False; possible: a 16-bit or 32-bit dtype, or quant enabled"
@@ -275,20 +260,20 @@ def _within(key: str, asked: set[str]) -> bool:
     return any(other == key or other.startswith(key + ".") for other in asked)
 
 
-# Key, or section, that is accepted for the sake of scripts that set it → why it changes nothing.
+# Keys and sections that are accepted because scripts set them → why they change nothing.
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
-        "triton_autotune": "launches are chosen by a matrix's shape, there is nothing to search for",
-        "zero": "weights are held for inference only; nothing is partitioned as for training",
-        "triangular_masking": "the mask is the model's own",
+        "triton_autotune": "launches are chosen by the shape of a matrix; there is nothing to search",
+        "zero": "inference holds weights only; nothing is partitioned as for training",
+        "triangular_masking": "the model makes the mask",
         "moe.moe_experts": "experts are counted in the model",
         "moe.type": "standard or residual is read from the model",
-        "keep_module_on_host": "peak memory is the result and one layer in any case",
+        "keep_module_on_host": "peak memory is always the result and one layer",
         "quant.activation": "activations keep the compute dtype",
         "quant.qkv": "q, k and v are quantized as the other matrices are",
-        "set_empty_params": "parameters on meta are recognised as such",
-        "return_tuple": "a layer returns what the layer that it replaces returns",
-        "training_mp_size": "a checkpoint says itself how it is sharded",
+        "set_empty_params": "parameters on meta are recognised",
+        "return_tuple": "a layer returns the same as the layer that it replaces",
+        "training_mp_size": "checkpoints say how they are sharded",
         "replace_method": "there is one method",
         "injection_policy_tuple": "DeepSpeed derives it from injection_policy",
         "config": "arguments of a training script say nothing about inference",
@@ -296,7 +281,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Keys with an effect, but not always: key; where it has none (config, kind of device, "" where not known); why.
+# Keys without effect in some cases: key; the cases, by config and kind of device ("" if unknown); why.
 _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("enable_cuda_graph", lambda config, kind: config.enable_cuda_graph and kind == "cpu", "a CPU has no CUDA graphs"),
     ("use_triton", lambda config, kind: config.use_triton and kind == "cpu", "Triton's kernels need a GPU"),
@@ -333,7 +318,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ),
 )
 
-# What is valid and not served yet: key; whether it is asked for; what is missing. A part that arrives deletes its rows.
+# Valid keys that this version lacks: key; whether it is set; the missing feature. Delete a row when its feature arrives.
 _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),

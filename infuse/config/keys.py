@@ -1,7 +1,7 @@
-"""From what a caller wrote to canonical keys: sources, aliases, deprecated and unknown names, one key with two values.
+"""From the caller's names to canonical keys: sources, aliases, deprecated and unknown names, keys with two values.
 
-Knows no key by name: the models of config.py declare their aliases. Judges no value: pydantic does, and its errors are
-told in the caller's own spelling.
+Knows no key by name: sections declare their aliases. Checks no value: pydantic does, and its errors are reworded with the
+caller's spelling.
 """
 
 from __future__ import annotations
@@ -23,29 +23,37 @@ from infuse import logs
 from infuse.errors import ConfigError
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100  # characters: a path or the name of a class is told whole
+_SHORT.maxstring = _SHORT.maxother = 100  # characters: enough for a path or a class name
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class Section(BaseModel):
-    """A frozen group of keys. `aliases`: other name → key; `moved`: deprecated name → dotted key from the root."""
+    """A frozen group of keys. `aliases`: other name → key; `moved`: deprecated name → dotted key from the root;
+    `shorthand`: (type, key) if a value of that type stands for {key: value}.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
     aliases: ClassVar[Mapping[str, str]] = _NO_NAMES
     moved: ClassVar[Mapping[str, str]] = _NO_NAMES
-    forms: ClassVar[str] = "a dict"  # how the section may be written, for error texts
+    shorthand: ClassVar[tuple[type, str] | None] = None
+    forms: ClassVar[str] = "a dict"  # all forms, for error texts
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """The section as a mapping, where `value` is a form in which it may be written; else `value` itself."""
+        """The section as a mapping if `value` is one of its forms, else `value` itself."""
         if isinstance(value, cls):
             return {key: getattr(value, key) for key in value.model_fields_set}
-        return value
+        if cls.shorthand is None:
+            return value
+        kind, key = cls.shorthand
+        if value is None and kind is str:
+            return {}
+        return {key: value} if isinstance(value, kind) else value
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One value that the caller wrote: the dotted canonical key, and the name that the caller used."""
+    """One value of the caller: the dotted canonical key, and the caller's name for it."""
 
     key: str
     spelling: str
@@ -54,7 +62,7 @@ class Leaf:
 
 
 def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[dict[str, Leaf], list[str]]:
-    """The leaves of both sources by canonical key, and all problems of naming; warns once of all deprecated names."""
+    """The leaves of both sources by canonical key, and all problems with names. Warns once of all deprecated names."""
     problems: list[str] = []
     leaves: dict[str, Leaf] = {}
     for source in (_mapping(config, model), kwargs):
@@ -69,17 +77,17 @@ def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[
                 )
             else:
                 leaves.setdefault(found.key, found)
-                if found.deprecated:  # keep the deprecated spelling: it is the one to warn of
+                if found.deprecated:  # the spelling to warn of
                     leaves[found.key] = found
     deprecated = [f"{leaf.spelling} → {leaf.key}" for leaf in leaves.values() if leaf.deprecated]
     if deprecated:
-        text = "deprecated configuration keys, and what to write instead: " + ", ".join(deprecated)
+        text = "deprecated configuration keys and their replacements: " + ", ".join(deprecated)
         logs.warn(text, DeprecationWarning, stacklevel=_frames_inside())
     return leaves, problems
 
 
 def nested(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """The leaves as the nested dict that pydantic validates."""
+    """The leaves as a nested dict, for pydantic."""
     root: dict[str, Any] = {}
     for leaf in leaves.values():
         *sections, key = leaf.key.split(".")
@@ -91,7 +99,7 @@ def nested(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, leaves: Mapping[str, Leaf]) -> list[str]:
-    """One line for each of pydantic's errors: the key, what was found, what is possible."""
+    """One line for each of pydantic's errors: the key, the value found, the possible ones."""
     lines = []
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"])
@@ -112,12 +120,12 @@ def failure(problems: list[str]) -> ConfigError:
 
 
 def shown(value: Any) -> str:
-    """A value in an error text: short, and a dtype or device by its name."""
+    """A value in an error text, shortened."""
     return _SHORT.repr(value)
 
 
 def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
-    """The first source as a mapping: nothing, a dict, a path of a JSON file, or an existing configuration."""
+    """The first source (nothing, a dict, the path of a JSON file, or a configuration) as a mapping."""
     if config is None:
         return {}
     config = model.expand(config)
@@ -147,11 +155,11 @@ def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
 def _flatten(
     root: type[Section], section: type[Section], values: Mapping[str, Any], at: str = "", spelt: str = ""
 ) -> Iterator[Leaf | str]:
-    """Each leaf of `values`, or a line of text for each name that is not known and each section that is none."""
+    """Each leaf of `values`, or an error text for an unknown name or a value that is no section."""
     for given, value in values.items():
         name, spelling = section.aliases.get(given, given), f"{spelt}{given}"
         if isinstance(value, str) and value == "auto" and name != "replace_method":
-            continue  # DeepSpeed's word for "the default"
+            continue  # DeepSpeed: the default
         if name in section.moved:
             yield Leaf(section.moved[name], spelling, _copied(value), deprecated=True)
         elif name not in section.model_fields:
@@ -159,7 +167,7 @@ def _flatten(
         elif (inner := _section_of(section, name)) is None:
             yield Leaf(at + name, spelling, _copied(value))
         elif isinstance(expanded := inner.expand(value), Mapping):
-            short = not isinstance(value, (Mapping, Section))  # as quant="int8", which stands for {"format": "int8"}
+            short = not isinstance(value, (Mapping, Section))  # quant="int8" stands for {"format": "int8"}
             for leaf in _flatten(root, inner, expanded, f"{at}{name}.", f"{spelling}."):
                 yield replace(leaf, spelling=spelling) if short and isinstance(leaf, Leaf) else leaf
         else:
@@ -167,7 +175,7 @@ def _flatten(
 
 
 def _unknown(root: type[Section], section: type[Section], name: str, at: str, spelling: str) -> str:
-    """The line for an unknown name: the same name in another section, else the nearest name of this section."""
+    """The error text for an unknown name: suggests the same name in another section, else the nearest in this one."""
     elsewhere = [key for key in _all_keys(root) if key.rpartition(".")[2] == name]
     here = [*section.model_fields, *section.aliases, *section.moved]
     nearest = elsewhere[0] if elsewhere else at + difflib.get_close_matches(name, here, n=1, cutoff=0.0)[0]
@@ -188,7 +196,7 @@ def _section_of(section: type[Section], name: str) -> type[Section] | None:
 
 
 def _same(root: type[Section], first: Leaf, second: Leaf) -> bool:
-    """Whether both leaves of one key mean the same value: "fp16" and torch.float16 do."""
+    """Whether both leaves of a key have the same value, as "fp16" and torch.float16."""
     if first.value is second.value:
         return True
     section, (*path, name) = root, first.key.split(".")
@@ -198,12 +206,12 @@ def _same(root: type[Section], first: Leaf, second: Leaf) -> bool:
     adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=lenient)
     try:
         return bool(adapter.validate_python(first.value) == adapter.validate_python(second.value))
-    except Exception:  # a value that is wrong, or has no truth value, is equal to nothing but itself
+    except Exception:  # wrong values, and those whose comparison has no truth value, equal only themselves
         return False
 
 
 def _copied(value: Any) -> Any:
-    """Containers copied all the way down, what they hold shared: process groups and modules must not be copied."""
+    """Copy containers deeply, but share their contents: process groups and modules must not be copied."""
     if type(value) is dict:
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -212,7 +220,7 @@ def _copied(value: Any) -> Any:
 
 
 def _frames_inside() -> int:
-    """The stack level of the first caller outside of infuse and pydantic, so that a warning points at the user's line."""
+    """The stack level of the first caller outside infuse and pydantic: a warning then points at the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("infuse", "pydantic"):
         level, frame = level + 1, frame.f_back

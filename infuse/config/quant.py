@@ -1,6 +1,4 @@
-"""`quant` as sections of the configuration: infuse's short form, and DeepSpeed's keys by which whole models or modules
-are quantized.
-"""
+"""`quant`: infuse's short form, and DeepSpeed's keys for whole models or single modules."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from infuse.config.values import parse_format
 
 
 class ModuleQuant(Section):
-    """The format of one matrix: a text of the short form stands for {"format": text}, None for {"num_bits": 16}, which
-    leaves it alone.
+    """The format of one matrix. A text stands for {"format": text}, None for {"num_bits": 16}, which leaves it alone.
 
-    `group_dim` is accepted without effect: groups lie along the inputs.
+    `group_dim` has no effect: groups lie along the inputs.
     """
 
+    shorthand = (str, "format")
     forms = 'a dict with num_bits, or a format such as "int4:128"'
     format: values.Format = None
     num_bits: Literal[4, 6, 8, 16] | None = None
@@ -29,27 +27,22 @@ class ModuleQuant(Section):
     group_dim: Literal[0, 1] | None = None
     symmetric: bool | None = None
 
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        if value is None:
-            return {}
-        return {"format": value} if isinstance(value, str) else super().expand(value)
-
     @model_validator(mode="before")
     @classmethod
     def _written(cls, value: Any) -> Any:
-        value = {"num_bits": 16} if value is None else {"format": value} if isinstance(value, str) else value
-        unknown = [name for name in value if name not in cls.model_fields] if isinstance(value, Mapping) else []
-        if unknown:
-            nearest = [difflib.get_close_matches(str(name), cls.model_fields, n=1, cutoff=0.0)[0] for name in unknown]
-            told = (
-                f"{name!r} is no key, the nearest one is {near}" for name, near in zip(unknown, nearest, strict=True)
-            )
-            raise ValueError("; ".join(told))
+        """The entries of post_init_quant, which are dict values: `expand` and the check of names do not see them."""
+        value = {"num_bits": 16} if value is None else cls.expand(value)
+        problems = []
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in cls.model_fields:
+                nearest = difflib.get_close_matches(str(name), cls.model_fields, n=1, cutoff=0.0)[0]
+                problems.append(f"{name!r} is no key, the nearest one is {nearest}")
+        if problems:
+            raise ValueError("; ".join(problems))
         return value
 
     @model_validator(mode="after")
-    def _is_a_format(self) -> ModuleQuant:
+    def _checked(self) -> ModuleQuant:
         others = [name for name in ("num_bits", "group_size", "symmetric") if getattr(self, name) is not None]
         if self.format and others:
             raise ValueError(f"possible: format alone, or {', '.join(others)} without it")
@@ -57,7 +50,7 @@ class ModuleQuant(Section):
             raise ValueError("num_bits is missing; possible: 4, 6, 8, or 16 to leave the module alone")
         if self.num_bits == 6 and self.symmetric is False:
             raise ValueError("possible: 6 bits with symmetric=True; only 8 and 4 bits have an asymmetric form")
-        self.text  # noqa: B018  # a group size that the format cannot have raises
+        self.text  # noqa: B018  # raises if the format cannot have the group size
         return self
 
     @property
@@ -66,13 +59,12 @@ class ModuleQuant(Section):
 
     @property
     def text(self) -> str | None:
-        """The canonical text, or None where nothing is quantized."""
+        """The canonical text, or None without quantization."""
         if self.format or self.num_bits in (None, 16):
             return self.format
         grouping = f":{self.group_size}" if self.group_size else ""
-        return parse_format(
-            f"{values.FORMAT_OF_BITS[self.num_bits]}{grouping}:{'asymmetric' if self.symmetric is False else 'symmetric'}"
-        )
+        symmetry = ":asymmetric" if self.symmetric is False else ""
+        return parse_format(f"{values.FORMAT_OF_BITS[self.num_bits]}{grouping}{symmetry}")
 
 
 def _says_something(value: ModuleQuant) -> ModuleQuant:
@@ -84,9 +76,9 @@ def _says_something(value: ModuleQuant) -> ModuleQuant:
 
 
 class WeightQuant(Section):
-    """`quant.weight`: None stands for DeepSpeed's default: 8 bits, symmetric. Any key given asks for quantization.
+    """`quant.weight`: None means DeepSpeed's default, symmetric 8 bits. Any given key asks for quantization.
 
-    `quantized_initialization` is the format of all matrices; `post_init_quant` {part of a module's path: its own}.
+    `quantized_initialization` is the format of all matrices, `post_init_quant` {part of a module's path: format}.
     """
 
     enabled: bool | None = None
@@ -97,15 +89,15 @@ class WeightQuant(Section):
     post_init_quant: dict[str, Annotated[ModuleQuant, AfterValidator(_says_something)]] = {}
 
     @model_validator(mode="after")
-    def _has_a_format(self) -> WeightQuant:
+    def _checked(self) -> WeightQuant:
         if self.num_bits == 6 and self.q_type == "asymmetric":
             raise ValueError("possible: 6 bits with q_type symmetric; only 8 and 4 bits have an asymmetric form")
-        self.by_bits  # noqa: B018  # a number of groups that the format cannot have raises
+        self.by_bits  # noqa: B018  # raises if the format cannot have the number of groups
         return self
 
     @property
     def by_bits(self) -> str | None:
-        """What num_bits, q_type and q_groups say. `q_groups` counts the groups of a row, see parse_format."""
+        """The format of num_bits, q_type and q_groups, which counts the groups of a row: see parse_format."""
         if not (self.num_bits or self.q_type or self.q_groups):
             return None
         grouping = f":groups={self.q_groups}" if self.q_groups else ""
@@ -113,7 +105,7 @@ class WeightQuant(Section):
 
     @property
     def format(self) -> str | None:
-        """The canonical text for all matrices, or None where nothing asks for it: modules chosen by name are not all."""
+        """The canonical text for all matrices, or None if only named modules are quantized, or none."""
         if self.enabled is False:
             return None
         if self.enabled and not self.quantized_initialization.given and not self.post_init_quant:
@@ -122,7 +114,7 @@ class WeightQuant(Section):
 
 
 class ActivationQuant(Section):
-    """`quant.activation`: accepted without effect; activations keep the compute dtype."""
+    """`quant.activation`: without effect."""
 
     enabled: bool = True
     num_bits: Literal[4, 6, 8] = 8
@@ -131,16 +123,15 @@ class ActivationQuant(Section):
 
 
 class QkvQuant(Section):
-    """`quant.qkv`: accepted without effect; q, k and v are quantized as the other matrices are."""
+    """`quant.qkv`: without effect."""
 
     enabled: bool = True
 
 
 class Quant(Section):
-    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as
-    they ask.
-    """
+    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as they ask."""
 
+    shorthand = (str, "format")
     forms = 'a dict, or a format such as "int8", "int4:128", "fp8", "fp6"'
     enabled: bool | None = None
     format: values.Format = None
@@ -148,22 +139,16 @@ class Quant(Section):
     activation: ActivationQuant = ActivationQuant()
     qkv: QkvQuant = QkvQuant()
 
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        if value is None:
-            return {}
-        return {"format": value} if isinstance(value, str) else super().expand(value)
-
     @property
     def everywhere(self) -> str | None:
-        """The format of all matrices that no name is given for, or None."""
+        """The format of all matrices without a format by name, or None."""
         if self.enabled is False:
             return None
         return self.format or self.weight.format or ("int8" if self.enabled and not self._by_name_or_init else None)
 
     @property
     def by_name(self) -> dict[str, str | None]:
-        """Part of a module's path → the format of the matrices whose path holds it; None leaves them alone."""
+        """Part of a module's path → the format of its matrices; None leaves them alone."""
         if self.enabled is False or self.weight.enabled is False:
             return {}
         return {pattern: chosen.text for pattern, chosen in self.weight.post_init_quant.items()}
@@ -173,7 +158,7 @@ class Quant(Section):
         return bool(self.weight.post_init_quant) or self.weight.quantized_initialization.given
 
     def contradictions(self) -> list[str]:
-        """The keys that are right each and wrong together."""
+        """Keys that contradict each other."""
         weight, initial = self.weight, self.weight.quantized_initialization
         lines = []
         if weight.by_bits and initial.given and weight.by_bits != initial.text:

@@ -1,14 +1,13 @@
-"""Single values of the configuration: how each may be written, and its one canonical form.
+"""Single values of the configuration: the spellings of each, and its canonical form.
 
-A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it and config_keys words the
-error.
+A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it, config.keys words the error.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -30,50 +29,36 @@ _SPELLINGS: Mapping[torch.dtype, tuple[str, ...]] = MappingProxyType(
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: dtype for dtype, names in _SPELLINGS.items() for name in names}
 )
-_FORMAT = re.compile(r"(int8|int4|fp8|fp6)(?::(row|[1-9]\d*|groups=[1-9]\d*))?(?::(symmetric|asymmetric))?(?::(a8))?")
 FORMAT_OF_BITS: Mapping[int, str] = MappingProxyType({8: "int8", 6: "fp6", 4: "int4"})
 _MPU_METHODS = ("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size")
 
 
 def parse_dtype(value: Any) -> torch.dtype:
-    """The dtype of a torch.dtype or of one of DeepSpeed's spellings ("fp16", "torch.half", …); ValueError lists them."""
+    """The dtype of a torch.dtype or one of DeepSpeed's spellings ("fp16", "torch.half", …); ValueError lists them."""
     if isinstance(value, torch.dtype) and value in _SPELLINGS:
         return value
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
     if name in _DTYPES:
         return _DTYPES[name]
-    hint = f'; for {name} weights write quant="{name}"' if _FORMAT.fullmatch(name) else ""
-    raise ValueError(
-        f"possible: a torch.dtype or its name, of {', '.join('|'.join(names) for names in _SPELLINGS.values())}{hint}"
-    )
+    hint = ""
+    with suppress(ValueError):
+        hint = f'; for {name} weights write quant="{parse_format(name)}"'
+    spellings = ", ".join("|".join(names) for names in _SPELLINGS.values())
+    raise ValueError(f"possible: a torch.dtype or its name, of {spellings}{hint}")
 
 
 def parse_format(value: Any) -> str:
-    """The canonical text of a weight format: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`; ValueError says
-    what is possible.
+    """The text of a weight format without ":symmetric", in lower case: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`.
 
-    name is int8, int4, fp8 or fp6; group_size counts the weights of a row that share one scale, row is all of them;
-    `groups=n` stands for DeepSpeed's q_groups: n groups in each row, so that the group size is each matrix's own width
-    / n (DeepSpeed has n groups in a whole matrix, which is never finer). Without a grouping the format has its own
-    default. Only the asymmetric form is written out. a8: products of many tokens may round activations to 8 bits.
+    name is int8, int4, fp8 or fp6; group_size weights of a row share a scale, or the whole row. `groups=n` stands for
+    DeepSpeed's q_groups: n groups in each row (DeepSpeed has n groups in a whole matrix, which is never finer). Without a
+    grouping the format has its own default. a8: products of many tokens may round activations to 8 bits. Raises ValueError.
     """
-    match = _FORMAT.fullmatch(value.lower()) if isinstance(value, str) else None
-    if match is None:
-        groupings = '"int4:128", "int4:row", "int4:groups=2"'
-        raise ValueError(
-            f'possible: "int8", "int4", "fp8" or "fp6", then a grouping ({groupings}), then ":asymmetric", then ":a8"'
-        )
-    name, grouping, symmetry, activations = match.groups()
-    if symmetry == "asymmetric" and name.startswith("fp"):
-        raise ValueError(f"possible: {name} without asymmetric; only int8 and int4 have an asymmetric form")
-    text = ":".join(
-        part for part in (name, grouping, symmetry if symmetry == "asymmetric" else None, activations) if part
-    )
     try:
-        quant_format(text)
+        quant_format(value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    return text
+    return value.strip().lower().replace(":symmetric", "")
 
 
 def _device(value: Any) -> Any:
@@ -115,7 +100,7 @@ def _policy(value: Any) -> Any:
 
 
 def _are_names(value: Any) -> bool:
-    """Whether it is a name, or several of them."""
+    """Whether `value` is a name or a list of names."""
     names = [value] if isinstance(value, str) else value
     return isinstance(names, (tuple, list)) and len(names) > 0 and all(isinstance(name, str) and name for name in names)
 

@@ -1,6 +1,6 @@
-"""The drop-in face: after `import infuse.deepspeed as deepspeed` a DeepSpeed-Inference script runs unchanged.
+"""A drop-in for DeepSpeed: after `import infuse.deepspeed as deepspeed` a DeepSpeed-Inference script runs unchanged.
 
-Names and keyword names are DeepSpeed's; what they do is infuse's. Training is not here.
+Names and keywords are DeepSpeed's, the behaviour is infuse's. There is no training.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import os
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -34,10 +33,6 @@ __all__ = [
 
 DeepSpeedInferenceConfig = InferenceConfig
 
-# So that `from infuse.deepspeed.module_inject import ...` works beside `infuse.deepspeed.module_inject`, as os does for
-# os.path.
-sys.modules[f"{__name__}.module_inject"] = module_inject
-
 try:
     __version__ = importlib.metadata.version("infuse")
 except importlib.metadata.PackageNotFoundError:  # used from a source tree that is not installed
@@ -45,7 +40,7 @@ except importlib.metadata.PackageNotFoundError:  # used from a source tree that 
 
 
 def default_inference_config() -> dict[str, Any]:
-    """A new dict with every key of the configuration and its default; init_inference takes it, changed or not."""
+    """A new dict with every key of the configuration and its default, for init_inference."""
     return InferenceConfig().model_dump()
 
 
@@ -61,12 +56,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialises torch.distributed where RANK and WORLD_SIZE are set, or rank and world_size given; else does nothing.
+    """Initialize torch.distributed if RANK and WORLD_SIZE are set, or rank and world_size given; else do nothing.
 
-    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT,
-    or localhost and `distributed_port`. dist_init_required=False, or a process group that exists: nothing is done.
-    auto_mpi_discovery, verbose and config are accepted without effect. One of rank and world_size alone raises
-    ConfigError.
+    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT, or
+    localhost and `distributed_port`. Does nothing with dist_init_required=False, or if a process group exists.
+    auto_mpi_discovery, verbose and config have no effect. Raises ConfigError for one of rank and world_size alone.
     """
     if dist_init_required is False or not torch.distributed.is_available() or torch.distributed.is_initialized():
         return
@@ -79,7 +73,7 @@ def init_distributed(
             return
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if init_method is None:
-        init_method = "env://"  # which reads the launcher's own settings too
+        init_method = "env://"  # reads the launcher's settings too
         if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
             port = os.environ.get("MASTER_PORT", str(distributed_port))
             init_method = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
@@ -90,11 +84,9 @@ def init_distributed(
 
 
 class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
-    """Within it, modules and tensors are created on `device` and, where floating, in `dtype`; both are restored after
-    it.
+    """Create modules and tensors inside the `with` on `device` and, if floating, in `dtype`.
 
-    dtype as in the configuration; int8 creates in float16, the dtype that is quantized from. enabled=False: nothing
-    changes.
+    dtype is as in the configuration; int8 creates float16, which is quantized later. enabled=False changes nothing.
     """
 
     def __init__(self, dtype: torch.dtype | str, device: torch.device | str = "meta", enabled: bool = True):
@@ -104,7 +96,7 @@ class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
             raise ConfigError(f"dtype: found {dtype!r}; {error}") from None
         self.device = device
         self.enabled = enabled
-        self._undo: list[contextlib.ExitStack] = []  # one for each entry that was not left yet
+        self._undo: list[contextlib.ExitStack] = []  # one for each nested `with`
 
     def __enter__(self) -> OnDevice:
         undo = contextlib.ExitStack()
@@ -120,8 +112,8 @@ class OnDevice(contextlib.AbstractContextManager["OnDevice"]):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The parser with --deepspeed and --deepspeed_config, and their old names; infuse reads none of them."""
-    group = parser.add_argument_group("DeepSpeed", "accepted for the sake of scripts that pass them")
+    """Add --deepspeed and --deepspeed_config, and their old names, to the parser. infuse reads none of them."""
+    group = parser.add_argument_group("DeepSpeed", "accepted because scripts pass them")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="a flag for the script's own use")
         group.add_argument(

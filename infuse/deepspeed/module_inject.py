@@ -1,8 +1,6 @@
-"""`deepspeed.module_inject` as scripts know it: slicing and quantizing single tensors, and finding the layers of a
-model.
+"""`deepspeed.module_inject`: slice and quantize single tensors, and find the layers of a model.
 
-Replacing layers is init_inference's work; what would need parts that this version does not have validates its input and
-raises NotAvailable.
+init_inference replaces layers; functions for other ways validate their input and raise NotAvailable.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ __all__ = [
 
 
 class ReplaceWithTensorSlicing:
-    """Copies a checkpoint's tensor into this rank's tensor; `out_dim` and `in_dim` are the axes of `dst`.
+    """Copy a checkpoint's tensor into this rank's tensor; `out_dim` and `in_dim` are the axes of `dst`.
 
-    Equal shapes are copied. Where `src` is `mp_size` times as large along one axis, the part of this rank of `mp_group`
-    is.
-    ConfigError: any other shapes.
+    If `src` is `mp_size` times as large along one axis, copy the part of this rank of `mp_group`. Raises ConfigError for
+    other shapes that differ.
     """
 
     def __init__(self, mp_group: Any = None, mp_size: int = 1, out_dim: int = 1, in_dim: int = 0):
@@ -45,7 +42,7 @@ class ReplaceWithTensorSlicing:
             raise ConfigError(f"mp_group, mp_size: found rank {self.gpu_index} of the group, and mp_size={mp_size}")
 
     def qkv_copy(self, dst: torch.Tensor, src: torch.Tensor | None) -> nn.Parameter | None:
-        """`dst` as a parameter with this rank's part of q, k and v of `src`, which hold one third each of `out_dim`."""
+        """`dst` as a parameter with this rank's part of q, k and v, each one third of `src` along `out_dim`."""
         return self._copied(dst, src, split_into=3)
 
     def copy(
@@ -53,8 +50,7 @@ class ReplaceWithTensorSlicing:
     ) -> nn.Parameter | None:
         """`dst` as a parameter with this rank's part of `src`; None for None.
 
-        int8: `src` lies transposed to `dst`, and the result has its shape. allocate_tensor: `dst` itself stays
-        untouched.
+        int8: `src` is transposed, and the result has its shape. allocate_tensor: leave `dst` itself unchanged.
         """
         if int8 and src is not None and dst.dim() == 2:
             dst = dst.reshape(dst.shape[::-1])
@@ -64,18 +60,16 @@ class ReplaceWithTensorSlicing:
         if src is None:
             return None
         if dst.is_meta or src.is_meta:
-            raise ConfigError("found a tensor on meta, which holds no values; possible: tensors with values")
+            raise ConfigError("dst, src: found a tensor on meta; possible: tensors with values")
         with torch.no_grad():
             dst.copy_(src if dst.shape == src.shape else self._part(dst, src, split_into))
         copied = nn.Parameter(dst.detach(), requires_grad=False)
-        if hasattr(src, "scale"):  # a quantized tensor carries its scale along, as GroupQuantizer gives it
+        if hasattr(src, "scale"):  # quantized by GroupQuantizer
             copied.scale = src.scale  # type: ignore[attr-defined]
         return copied
 
     def _part(self, dst: torch.Tensor, src: torch.Tensor, split_into: int) -> torch.Tensor:
-        """This rank's part of `src` along the axis on which it is larger: of each of its `split_into` equal pieces,
-        side by side.
-        """
+        """This rank's part of each of the `split_into` equal pieces of `src`, cut along its larger axis."""
         cut = [axis for axis in range(src.dim()) if src.dim() == dst.dim() and src.shape[axis] != dst.shape[axis]]
         if (
             src.dim() != dst.dim()
@@ -96,10 +90,9 @@ class ReplaceWithTensorSlicing:
 
 
 class GroupQuantizer:
-    """Symmetric integer quantization of one tensor, as DeepSpeed's kernels take it.
+    """Symmetric integer quantization of one tensor, in the layout of DeepSpeed's kernels.
 
-    The tensor is cut along its first axis into `num_groups` groups, or into groups of `group_size` rows where
-    num_groups is 0.
+    Groups are cut along the first axis: `num_groups` of them, or groups of `group_size` rows if num_groups is 0.
     q_int8=False: `quantize` returns its input as a parameter with an empty scale.
     """
 
@@ -113,11 +106,11 @@ class GroupQuantizer:
         self.q_int8, self.group_size, self.num_bits, self.num_groups = q_int8, group_size, num_bits, num_groups
 
     def quantize(self, inputs: torch.Tensor, qkv: bool = True, count: int = 1, parallel_dim: int = 0) -> nn.Parameter:
-        """`inputs` in int8, a parameter of the same shape and device, with `scale`: float32 (groups, 3).
+        """`inputs` as an int8 parameter of the same shape and device, with `scale`: float32 (groups, 3).
 
-        value = int × scale. Read flat, `scale` is groups of the whole tensor, then groups of its first half along
-        `parallel_dim`, then of its second half; the integers belong to the first of them. A group of zeros has scale 0.
-        `count` is accepted without effect, as in DeepSpeed; qkv=False leaves the tensor as it is.
+        value = int × scale. Flat, `scale` holds the scales of the whole tensor, which the integers use, then those of its
+        first half along `parallel_dim`, then those of its second half. A group of zeros has scale 0. `count` has no effect, as
+        in DeepSpeed; qkv=False leaves the tensor unchanged.
         """
         if not self.q_int8 or not qkv:
             unchanged = nn.Parameter(inputs, requires_grad=False)
@@ -143,24 +136,21 @@ class GroupQuantizer:
 
 
 class AutoTP:
-    """Which linears end in a sum over ranks, found from a model's structure."""
+    """Find the row-parallel linears of a model by its structure."""
 
     @staticmethod
     def tp_parser(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
-        """[(layer class, names of its row-parallel linears)], as `injection_policy=dict(...)` takes them; live or on
-        meta.
+        """[(layer class, names of its row-parallel linears)], for `injection_policy=dict(...)`; live or on meta.
 
-        Names are told from the last number in their path on, so that they hold in each of the model's layers. A class
-        whose linears have no such roles is not among them.
+        Names start after the last number in their path, so that they hold in every layer. Classes without row-parallel
+        linears are left out.
         """
         _check_model(model)
         return row_names(model)
 
 
 def get_transformer_name(replaced_module: nn.Module) -> str:
-    """The dotted path of the ModuleList that holds the model's repeated layers: the one with most parameters; ""
-    without one.
-    """
+    """The dotted path of the ModuleList with the most parameters, which holds the model's layers; "" if there is none."""
     _check_model(replaced_module)
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
@@ -173,7 +163,7 @@ def get_transformer_name(replaced_module: nn.Module) -> str:
 def replace_transformer_layer(
     orig_layer_impl: Any, model: nn.Module, checkpoint_dict: Any, config: Any, model_config: Any
 ) -> nn.Module:
-    """DeepSpeed: `model` with its layers of class `orig_layer_impl` replaced. Raises NotAvailable; use init_inference."""
+    """Replaces layers of class `orig_layer_impl` in DeepSpeed. Raises NotAvailable here: use init_inference."""
     _check_model(model)
     if orig_layer_impl is not None and not (
         isinstance(orig_layer_impl, type) and issubclass(orig_layer_impl, nn.Module)
@@ -186,9 +176,7 @@ def replace_transformer_layer(
 
 
 def generic_injection(module: Any, dtype: Any = None, enable_cuda_graph: bool = True) -> None:
-    """DeepSpeed: replaces the parts of a diffusers pipeline in place; nothing to do for an nn.Module. Raises
-    NotAvailable.
-    """
+    """Replaces parts of a diffusers pipeline in DeepSpeed. Does nothing for an nn.Module, else raises NotAvailable."""
     InferenceConfig.make(dtype=dtype, enable_cuda_graph=enable_cuda_graph)
     if not isinstance(module, nn.Module):
         raise NotAvailable(f"generic_injection: this version does not replace the parts of a {type(module).__name__}")

@@ -1,7 +1,7 @@
-"""Verify by checksum, before each forward and each generate, that all ranks got the same and hold the same graphs.
+"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same graphs.
 
-Compared are inputs, the state of caches, and what `generate` goes by; only what the host knows, so that nothing waits
-for a device.
+Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits for a
+device.
 """
 
 from __future__ import annotations
@@ -15,94 +15,72 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from infuse.errors import RankError
 from infuse.graphs.graph import modes
 from infuse.layers.cache import KVSlot
 from infuse.parallel.group import Group
 
-_CALLED = (
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-)  # of generate: whatever is called at each step
-_OWN = ("initial_timestamp", "transformers_version")  # of processors, criteria and configs: each rank has its own
+# Arguments of `generate` that are called at each step.
+_CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+# Attributes of processors, criteria and configs that may differ between ranks.
+_OWN = ("initial_timestamp", "transformers_version")
 
 
 class Kept(Protocol):
     """Graphs that are kept from call to call."""
 
     def standing(self) -> Any:
-        """What the next call depends on, beside its arguments: in words, the same on ranks that will do the same."""
+        """What the next call depends on beside its arguments; has the same repr on ranks that will do the same."""
 
     def fitting(self) -> int:
-        """How many of the latest there is room for."""
+        """How many of the latest graphs fit into memory."""
 
     def keep(self, latest: int) -> None:
-        """Only so many of the latest from now on."""
+        """Keep only the latest graphs."""
 
     def restart(self) -> None:
         """Forget everything."""
 
 
 def agree_before(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: all ranks are given the same."""
-    agreed(group, "forward", "inputs", args, kwargs, kept=getattr(vars(module).get("forward"), "graphs", None))
+    """Forward pre-hook: raise RankError if a rank got other inputs."""
+    kept = getattr(vars(module).get("forward"), "graphs", None)
+    _check(group, "the inputs of forward", args, kwargs, (), kept)
 
 
 def agree_to_generate(group: Group, args: tuple, kwargs: Mapping[str, Any], settings: tuple, kept: Kept | None) -> None:
-    """`settings` is what `generate` goes by beside its arguments: the model's generation config, the engine's caps."""
-    agreed(group, "generate", "arguments", args, kwargs, settings=settings, kept=kept)
+    """Raise RankError if a rank got other arguments or `settings`: the model's generation config, the engine's caps."""
+    _check(group, "the arguments of generate", args, kwargs, settings, kept)
 
 
-def agreed(
-    group: Group,
-    what: str,
-    given: str,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    *,
-    settings: tuple = (),
-    kept: Kept | None = None,
+def _check(
+    group: Group, given: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, kept: Kept | None
 ) -> None:
-    """RankError that says what differs from rank 0's, and on which ranks: by checksums, all in one exchange.
-
-    Of what is `kept` all ranks keep what the one with the least room can; nothing where they have other things.
-    """
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+    """One exchange. All ranks then keep as many graphs as the rank with the least room, or none if theirs differ."""
+    values = (*args, *kwargs.values(), *settings)
     called = [kwargs[name] for name in _CALLED if name in kwargs]
-    rest = {name: value for name, value in kwargs.items() if name not in _CALLED}
-    configs = [value for value in (*args, *kwargs.values(), *settings) if isinstance(value, GenerationConfig)]
-    sums = {
-        f"the {given} of {what}": _checksum((args, rest, repr(modes()))),
-        "the caches (tokens, rows, crops)": _checksum([_cache_state(cache) for cache in caches]),
-        "the generation configs": _checksum([vars(config) for config in configs]),
+    inputs = {name: value for name, value in kwargs.items() if name not in _CALLED}
+    checksums = {
+        given: _checksum((args, inputs, repr(modes()))),
+        "the caches (tokens, rows, crops)": _checksum(
+            [_cache_state(value) for value in values if isinstance(value, Cache)]
+        ),
+        "the generation configs": _checksum([vars(value) for value in values if isinstance(value, GenerationConfig)]),
         "the caps on tokens": _checksum([value for value in settings if not isinstance(value, GenerationConfig)]),
         "the logits processors and stopping criteria": _checksum([_called_state(value) for value in called]),
     }
-    standing, fitting = (0, 0) if kept is None else (_checksum(repr(kept.standing())), kept.fitting())
-    *found, standings, fits = zip(
-        *group.numbers([*sums.values(), standing, fitting], f"the {given} of {what}"), strict=True
-    )
-    for name, theirs in zip(sums, found, strict=True):
-        if others := [str(rank) for rank in range(group.size) if theirs[rank] != theirs[0]]:
-            where = f"rank {group.rank} of {group.size}"
-            raise RankError(
-                f"{where}: {name} on rank {', '.join(others)} differ from rank 0's; give all ranks the same"
-            )
-    if kept is not None and len(set(standings)) > 1:
+    mine = (0, 0) if kept is None else (_checksum(repr(kept.standing())), kept.fitting())
+    standing, fitting = zip(*group.check_same(checksums, given, mine), strict=True)
+    if kept is not None and len(set(standing)) > 1:
         kept.restart()
     elif kept is not None:
-        kept.keep(min(fits))
+        kept.keep(min(fitting))
 
 
 def _cache_state(cache: Any) -> list:
-    """What a cache holds, in numbers: tokens and rows of each layer. Keys and values are each rank's own."""
+    """The tokens and rows of each layer. Keys and values differ between ranks."""
     if isinstance(cache, EncoderDecoderCache):
-        return [
-            *_cache_state(cache.self_attention_cache),
-            *_cache_state(cache.cross_attention_cache),
-            list(cache.is_updated.values()),
-        ]
+        own, cross = _cache_state(cache.self_attention_cache), _cache_state(cache.cross_attention_cache)
+        return [*own, *cross, list(cache.is_updated.values())]
     return [_slot_state(layer) for layer in cache.layers]
 
 
@@ -110,36 +88,30 @@ def _slot_state(layer: Any) -> tuple:
     if isinstance(layer, KVSlot):
         rows = 0 if layer.key_storage is None or not layer.length else layer.key_storage.shape[0]
         return layer.length, rows, _on_host(layer.row_lengths)
-    keys, seen = (
-        getattr(layer, "keys", None),
-        getattr(layer, "cumulative_length", None),
-    )  # not all of transformers' layers have them
+    keys = getattr(layer, "keys", None)  # not every cache layer of transformers has keys or cumulative_length
     shape = (keys.shape[0], keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() > 1 else ()
-    return type(layer).__name__, shape, _on_host(seen)
+    return type(layer).__name__, shape, _on_host(getattr(layer, "cumulative_length", None))
 
 
 def _on_host(value: Any) -> Any:
-    """A number or its tensor; None for a tensor on a device, which would have to be waited for."""
+    """A number, or a tensor's values; None for a tensor on a device, which the host would have to wait for."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     return value
 
 
 def _called_state(value: Any) -> Any:
-    """Processors and criteria by their classes and values, functions by their names."""
+    """Processors and criteria by their classes and attributes, functions by their names."""
     if isinstance(value, (list, tuple)):
         return [_called_state(one) for one in value]
     own = getattr(value, "__dict__", {})
-    return (
-        type(value),
-        getattr(value, "__qualname__", ""),
-        {name: own[name] for name in sorted(own) if name not in _OWN},
-    )
+    attributes = {name: own[name] for name in sorted(own) if name not in _OWN}
+    return type(value), getattr(value, "__qualname__", ""), attributes
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Of tensors on the CPU their values, of others their shape; of processors and criteria their values; of what else
-    is no plain value its class.
+    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any other
+    object its class.
     """
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)

@@ -102,8 +102,8 @@ def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable
     weights_bytes = sum(p.nbytes for p in module.parameters())
     said = " ".join(str(error).split())[:120]
     group: Group = module._infuse.group  # type: ignore[assignment, union-attr]
-    together = group.give_up("no memory left on the device")
-    usable = "The engine can be used on." if together else "The ranks have lost each other: start them again."
+    together = group.abort("no memory left on the device")
+    usable = "The engine can be used on." if together else "The process group failed: start the ranks again."
     return OutOfMemory(
         f"{device} has no memory left for this call: {said}{held}; the weights take {weights_bytes / 1e9:.1f} GB. "
         f"{usable} Give fewer rows or tokens at a time, lower max_out_tokens or max_new_tokens, or "

@@ -47,7 +47,7 @@ class Together:
             fault = self._group.any_fault(
                 None if error is None else where(error), "the errors of a step before its capture"
             )
-            lost = self._group.lost(f"a step before its capture: {fault or _UNLIKE}")
+            lost = self._group.failed(f"a step before its capture: {fault or _UNLIKE}")
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
             raise lost from error
@@ -65,7 +65,7 @@ class Together:
             error = raised
         failed, alike = self._failed(error, "a capture")
         if not alike:
-            raise self._group.lost(f"a capture: {_UNLIKE}") from error
+            raise self._group.failed(f"a capture: {_UNLIKE}") from error
         if any(failed):
             found = None
             fault = self._group.any_fault(None if error is None else where(error), "the errors of a capture")

@@ -1,14 +1,16 @@
-"""Group: the ranks that share each layer, and the operations in which all of them take part, in the same order.
+"""Group: the ranks that share each layer, and the collectives that all of them run in the same order.
 
-A rank that is gone, does not come or does something else is a RankError on the others, never a hang; then the group is
-broken for good.
+If a rank is gone, does not come or runs another collective, the others get a RankError and never hang; from then on every
+collective of the group raises.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,55 +18,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infuse.errors import RankError
+from infuse.errors import CheckpointError, ConfigError, InfuseError, NotAvailable, OutOfMemory, ProofError, RankError
 from infuse.parallel.distributed import Distributed
-from infuse.parallel.peers import Home, Peers
+from infuse.parallel.liveness import Home, Peers, names
 from infuse.parallel.shared_memory import SharedMemory, new_region, opened_region, why_not
-from infuse.parallel.waiting import names
-
-SHOWN = 200  # characters of a value in the text of an error
 
 T = TypeVar("T")
 
+# The errors that `on_all_or_none` raises on all ranks if one raised them; for any other the rest raise RankError.
+_RAISED_ON_ALL = {kind.__name__: kind for kind in (CheckpointError, ConfigError, NotAvailable, OutOfMemory, ProofError)}
+
 
 class Transport(Protocol):
-    """How tensors travel. x is contiguous, `axis` is not negative; errors are RankErrors that name rank, operation and
-    what happened.
-    """
+    """How tensors travel. x is contiguous, `axis` is not negative. RankErrors name rank, collective and reason."""
 
     name: str
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor: ...
-    def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str) -> Tensor: ...
+    def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str, failure: str = "") -> Tensor: ...
     def broadcast(self, x: Tensor, what: str) -> Tensor: ...
 
 
 class Group:
-    """The ranks that share each layer. `what` names an operation in errors: "all-reduce of model.layers.3.self_attn".
+    """The ranks that share each layer. `what` names a collective in errors: "all-reduce of model.layers.3.self_attn".
 
-    Every rank calls the same operations in the same order with the same `what`, dtypes and shapes. The group is no part
-    of a model's state: copies share it, and it cannot be pickled where there are several ranks.
+    Every rank runs the same collectives in the same order with the same `what`, dtypes and shapes. Copies of a model share its
+    group, which cannot be pickled if it has several ranks.
     """
 
     def __init__(self, distributed: Distributed | None, shared: Transport | None = None, why_not_shared: str = ""):
         self.rank, self.size = (distributed.rank, distributed.size) if distributed else (0, 1)
-        self.why_not_shared = why_not_shared  # shared memory; empty where it is used
-        self._distributed, self._shared = distributed, shared
-        self._broken = ""
+        self.why_not_shared = why_not_shared  # why there is no shared memory
+        self.distributed, self.shared = distributed, shared
+        self._failure = ""  # why the group failed
+        self._device = torch.device("cpu")  # for small tensors of our own
+        if distributed is not None and shared is None:
+            self._device = distributed.device
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
-        """The sum over ranks: x itself where it is contiguous, a new tensor elsewhere. Every rank gets the same bits.
+        """The sum over ranks, the same bits on every rank: in x itself if it is contiguous, else in a new tensor.
 
-        On CPUs bfloat16 and float16 are added up in float32 and rounded once.
+        On CPUs bfloat16 and float16 are added in float32 and rounded once.
         """
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).all_reduce(x.contiguous(), what), what)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str) -> Tensor:
-        """All ranks' pieces in rank order along `axis`; `sizes` are theirs on that axis, the other axes are the same on
-        all ranks.
-        """
+        """All ranks' pieces in rank order along `axis`, where they have `sizes`; the other axes have one size on all ranks."""
         axis %= x.dim()
         assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], (
             f"{tuple(x.shape)} for {sizes}[{self.rank}] on axis {axis}"
@@ -74,108 +75,129 @@ class Group:
         return self._run(lambda: self._transport(x).all_gather(x.contiguous(), sizes, axis, what), what)
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
-        """Rank 0's values: in x itself where it is contiguous, in a new tensor elsewhere. x has the same shape and
-        dtype on all ranks.
-        """
+        """Rank 0's values: in x itself if it is contiguous, else in a new tensor. All ranks have its shape and dtype."""
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).broadcast(x.contiguous(), what), what)
 
     def broadcast_object(self, value: T, what: str) -> T:
-        """Rank 0's value, which can be pickled; the others' are not looked at."""
+        """Rank 0's value, which is pickled; the others' values are ignored."""
         if self.size == 1:
             return value
         sent = pickle.dumps(value) if self.rank == 0 else b""
-        length = self.broadcast(torch.tensor([len(sent)], device=self._device), f"{what} (size)")
+        length = self.broadcast(torch.tensor([len(sent)], device=self._device), what)
         payload = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
         if self.rank == 0:
             payload.copy_(_bytes(sent))
         received = self.broadcast(payload, what)
         return value if self.rank == 0 else pickle.loads(received.cpu().numpy().tobytes())
 
-    def agree(self, value: str, what: str) -> None:
-        """RankError that names the ranks whose value is not rank 0's."""
-        values = self._texts(value, what)
-        others = [rank for rank in range(self.size) if values[rank] != values[0]]
-        if others:
-            theirs = "; ".join(f"rank {rank} has {_shortened(values[rank], values[0])}" for rank in others)
-            self._broken = f"{what}: {names(others)} {'differ' if len(others) > 1 else 'differs'} from rank 0"
-            raise RankError(
-                f"rank {self.rank} of {self.size}, {self._broken}: "
-                f"rank 0 has {_shortened(values[0], values[others[0]])}; {theirs}"
-            )
-
-    def any_fault(self, fault: str | None, what: str) -> str | None:
-        """The faults of all ranks in one text, the same everywhere: "rank 1: no such file". None where no rank has one."""
-        if self.size == 1:
-            return fault
-        faults = self._texts("" if fault is None else f"rank {self.rank}: {fault}", what)
-        return "; ".join(filter(None, faults)) or None
+    def barrier(self, what: str) -> None:
+        """Wait until all ranks are here."""
+        self.all_reduce(torch.zeros(1, device=self._device), what)
 
     def numbers(self, mine: Sequence[int], what: str) -> list[list[int]]:
-        """Each rank's numbers, as many as here."""
-        gathered = self.all_gather(
-            torch.tensor([list(mine)], dtype=torch.long, device=self._device), [1] * self.size, 0, what
-        )
-        return [list(row) for row in gathered.tolist()]
+        """Each rank's numbers; all ranks have as many."""
+        row = torch.tensor([list(mine)], dtype=torch.long, device=self._device)
+        return self.all_gather(row, [1] * self.size, 0, what).tolist()
 
-    def why_not_captured(self, device: torch.device) -> str:
-        """Why operations on that device's tensors cannot be part of a graph; empty where they can: NCCL's are asked of
-        the device.
+    def check_same(self, values: Mapping[str, int | str], what: str, extra: Sequence[int] = ()) -> list[list[int]]:
+        """Raise RankError if a rank has other `values` (compared by checksum) than rank 0: it names the first one.
+
+        All is one exchange, `what`. The `extra` numbers travel along; returns each rank's.
         """
-        if self._distributed is None:
-            return ""
-        if not self._distributed.nccl or device.type != "cuda":
-            return f"the ranks add up by {self.describe()}, which waits on the host; NCCL can be captured"
-        if self._device.type != "cpu":
-            return 'the ranks have NCCL alone, and what they say of a capture must not go through it; "cpu:gloo,cuda:nccl" has both'
-        return ""
+        mine = [zlib.crc32(value.encode()) if isinstance(value, str) else value for value in values.values()]
+        rows = self.numbers([*mine, *extra], what)
+        for number, name in enumerate(values):
+            others = [rank for rank, row in enumerate(rows) if row[number] != rows[0][number]]
+            if others:
+                differ = "differs" if len(others) == 1 else "differ"
+                raise RankError(
+                    f"rank {self.rank} of {self.size}: {name}: {names(others)} {differ} from rank 0; give all ranks the same"
+                )
+        return [row[len(mine) :] for row in rows]
+
+    # -- failures
+
+    def any_fault(self, fault: str | None, what: str) -> str | None:
+        """The faults of all ranks in one text, the same on each: "rank 1: no such file". None if no rank has one."""
+        if self.size == 1:
+            return fault
+        failure = "" if fault is None else f"failed in {what}: {fault}"
+        faults = self._texts("" if fault is None else f"rank {self.rank}: {fault}", what, failure)
+        return "; ".join(filter(None, faults)) or None
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Operations inside are recorded and not run: after an error all ranks are where they were."""
-        before = self._broken
-        try:
-            with self._distributed.recorded() if self._distributed else nullcontext():
-                yield
-        finally:
-            self._broken = before
+    def on_all_or_none(self, what: str) -> Iterator[None]:
+        """Run the body on all ranks or on none: if it raises on one, the others raise an error of the same class that names it.
 
-    def queued(self) -> int:
-        """How many operations were left to the device so far: ranks that counted others are at different places."""
-        return self._distributed.queued if self._distributed else 0
-
-    def give_up(self, why: str) -> bool:
-        """Say in the operation that the others are in that this rank does not go on: their RankError. True where all
-        give up alike.
-
-        Only messages on the host are guarded so. A rank whose others wait in an operation of NCCL's on the device is
-        not heard there.
+        Ranks that wait in a collective inside of the body get a RankError there, and the group has failed.
         """
-        if self.size == 1 or self._broken:
+        try:
+            yield
+        except BaseException as error:  # an interrupt too
+            if not self._failure:
+                with suppress(RankError):  # the others are inside of the body, and now know
+                    self.any_fault(f"{type(error).__name__}: {error}", what)
+            raise
+        fault = self.any_fault(None, what)
+        if fault is not None:
+            kind: type[InfuseError] = _RAISED_ON_ALL.get(fault.split(": ")[1], RankError)
+            raise kind(f"{what} failed on {fault}")
+
+    def abort(self, why: str) -> bool:
+        """Abort the collective that the other ranks wait in: it raises RankError there. True if all ranks abort for one reason.
+
+        Ranks that wait for NCCL on the device do not hear of it.
+        """
+        if self.size == 1 or self._failure:
             return self.size == 1
         if self._device.type != "cpu":
-            self._broken = why
+            self._failure = why
             return False
+        # Ranks that have queued different numbers of collectives must not go on.
+        after = f", after collective {self.queued()} on the device" if self.queued() else ""
         try:
-            self.barrier(
-                f"given up: {why}{f', after operation {self.queued()} on the device' if self.queued() else ''}"
-            )
+            self.barrier(f"abort: {why}{after}")
         except RankError:
             return False
         return True
 
-    def lost(self, why: str) -> RankError:
-        """The error to raise where the ranks are at different places from now on."""
-        self._broken = why
+    def failed(self, why: str) -> RankError:
+        """Mark the group as failed, because the ranks are in different places. Returns the error to raise."""
+        self._failure = why
         return RankError(f"rank {self.rank} of {self.size}, {why}")
 
-    def barrier(self, what: str) -> None:
-        """Return when all ranks are here."""
-        self.all_reduce(torch.zeros(1, device=self._device), what)
+    # -- graphs
+
+    def why_not_captured(self, device: torch.device) -> str:
+        """Why a graph cannot hold collectives on that device's tensors; empty if it can."""
+        if self.distributed is None:
+            return ""
+        if not self.distributed.nccl or device.type != "cuda":
+            return f"the ranks add up by {self.describe()}, which waits on the host; NCCL can be captured"
+        if self._device.type != "cpu":
+            return (
+                'the ranks have NCCL alone, and need gloo to agree on what is captured; "cpu:gloo,cuda:nccl" has both'
+            )
+        return ""
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Collectives inside are recorded and not run; an error in them does not fail the group."""
+        before = self._failure
+        try:
+            with self.distributed.recorded() if self.distributed else nullcontext():
+                yield
+        finally:
+            self._failure = before
+
+    def queued(self) -> int:
+        """How many collectives were queued on the device so far; ranks with other counts are in different places."""
+        return self.distributed.queued if self.distributed else 0
 
     def share_random_state(self) -> None:
-        """Give all ranks rank 0's generators, of the CPU and of the current CUDA device where rank 0 has used it."""
+        """Give all ranks rank 0's random generators: the CPU's and, if rank 0 has used it, the current CUDA device's."""
         if self.size == 1:
             return
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -185,42 +207,37 @@ class Group:
             torch.cuda.set_rng_state(states[1])
 
     def describe(self) -> str:
-        """How tensors travel: "shared memory", "gloo", "nccl"; "one rank" where they do not."""
-        if self._distributed is None:
+        """How tensors travel: "one rank", "shared memory", "gloo" or "nccl"."""
+        if self.distributed is None:
             return "one rank"
-        return self._distributed.name if self._distributed.nccl or self._shared is None else self._shared.name
-
-    @property
-    def _device(self) -> torch.device:
-        return (
-            torch.device("cpu") if self._shared is not None or self._distributed is None else self._distributed.device
-        )
+        if self.shared is None or self.distributed.nccl:
+            return self.distributed.name
+        return self.shared.name
 
     def _transport(self, x: Tensor) -> Transport:
-        if self._shared is not None and x.device.type == "cpu":
-            return self._shared
-        assert self._distributed is not None
-        return self._distributed
+        if self.shared is not None and x.device.type == "cpu":
+            return self.shared
+        assert self.distributed is not None
+        return self.distributed
 
-    def _texts(self, text: str, what: str) -> list[str]:
-        """Each rank's text."""
-        mine = text.encode()
-        lengths = self.all_gather(
-            torch.tensor([len(mine)], device=self._device), [1] * self.size, 0, f"{what} (size)"
-        ).tolist()
-        joined = self.all_gather(_bytes(mine).to(self._device), lengths, 0, what).cpu().numpy().tobytes()
-        ends = [sum(lengths[: rank + 1]) for rank in range(self.size)]
-        return [joined[end - length : end].decode() for end, length in zip(ends, lengths, strict=True)]
+    def _texts(self, text: str, what: str, failure: str = "") -> list[str]:
+        """Each rank's text. `failure` is told to ranks that are in another collective."""
+        mine, ones = _bytes(text.encode()).to(self._device), [1] * self.size
+        length = torch.tensor([len(mine)], device=self._device)
+        gathered = self._run(lambda: self._transport(length).all_gather(length, ones, 0, what, failure), what)
+        lengths = gathered.tolist()
+        joined = self.all_gather(mine, lengths, 0, what) if any(lengths) else mine
+        return [piece.numpy().tobytes().decode() for piece in joined.cpu().split(lengths)]
 
-    def _run(self, operation: Callable[[], Tensor], what: str) -> Tensor:
-        if self._broken:
+    def _run(self, collective: Callable[[], Tensor], what: str) -> Tensor:
+        if self._failure:
             raise RankError(
-                f"rank {self.rank} of {self.size}, {what}: the ranks have lost each other before. {self._broken}"
+                f"rank {self.rank} of {self.size}, {what}: the process group failed earlier: {self._failure}"
             )
         try:
-            return operation()
-        except BaseException as error:  # an interrupt too leaves the ranks at different places
-            self._broken = f"{type(error).__name__}: {error}" if not isinstance(error, RankError) else str(error)
+            return collective()
+        except BaseException as error:  # after an interrupt too the ranks are in different places
+            self._failure = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -233,8 +250,9 @@ class Group:
         if self.size == 1:
             return _local, ()
         raise TypeError(
-            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group belongs to its "
-            "process. Save our shards (save_mp_checkpoint_path=FOLDER) and call init_inference(checkpoint=FOLDER) in the other process"
+            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group belongs to "
+            "its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call init_inference(checkpoint=FOLDER) in the "
+            "other process"
         )
 
 
@@ -248,29 +266,27 @@ def _local() -> Group:
 def make_group(
     process_group: dist.ProcessGroup | None = None, *, timeout_s: float, shared_memory: bool = True
 ) -> Group:
-    """The group of a torch.distributed group, or of the default one: all its ranks call this together.
+    """The group of a torch.distributed group, or of the default one. All its ranks call this together.
 
-    Every operation ends within `timeout_s`, by RankError where ranks do not come. The group of one rank is LOCAL.
-    Tensors on CPUs travel through shared memory where all ranks are on one host and have the kernels, unless
-    `shared_memory` is False on any of them.
+    Every collective ends within `timeout_s`, by RankError if ranks do not come. One rank gets LOCAL. Tensors on CPUs travel
+    through shared memory if all ranks are on one host and have the kernels, unless `shared_memory` is False on any of them.
     """
     if dist.get_world_size(process_group) == 1:
         return LOCAL
     distributed = Distributed(process_group, timeout_s)
     group = Group(distributed)
-    homes = [Home.unpacked(text) for text in group._texts(Home.here().packed(), "exchange of hosts")]
+    homes = [Home(**json.loads(text)) for text in group._texts(json.dumps(vars(Home.here())), "exchange of hosts")]
     distributed.peers = peers = Peers(homes, group.rank)
-    reason = "it is switched off" if not shared_memory else why_not(group.size)
-    reason = group.any_fault(reason, "exchange of kernels") or (
-        None if peers.on_one_host else "the ranks are on several hosts"
-    )
+    reason = group.any_fault("it is switched off" if not shared_memory else why_not(group.size), "exchange of kernels")
+    if reason is None and not peers.on_one_host:
+        reason = "the ranks are on several hosts"
     if reason:
         return Group(distributed, why_not_shared=reason)
     return _with_shared_memory(group, distributed, peers, timeout_s)
 
 
 def _with_shared_memory(group: Group, distributed: Distributed, peers: Peers, timeout_s: float) -> Group:
-    """The group with memory that rank 0 makes and all map; without it where that fails. No file is left behind."""
+    """The group with memory that rank 0 creates and all map, or without it if that fails. Leaves no file behind."""
     path, region, fault = None, None, None
     try:
         if group.rank == 0:
@@ -293,14 +309,5 @@ def _with_shared_memory(group: Group, distributed: Distributed, peers: Peers, ti
     return Group(distributed, SharedMemory(region, group.rank, group.size, peers=peers, timeout_s=timeout_s))
 
 
-def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-
-
-def _shortened(value: str, other: str) -> str:
-    """A value, from shortly before the first character at which it differs from the other."""
-    if len(value) <= SHOWN:
-        return repr(value)
-    same = next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), min(len(value), len(other)))
-    start = max(0, same - SHOWN // 4)
-    return ("…" if start else "") + repr(value[start : start + SHOWN]) + ("…" if start + SHOWN < len(value) else "")
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

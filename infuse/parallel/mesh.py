@@ -1,4 +1,4 @@
-"""Mesh: how many ranks share a layer, and which one this is. The size-1 mesh is the null object: everything is local."""
+"""Mesh: how many ranks share a layer, and which one this is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Mesh:
-    """`tp` ranks share each layer, `ep` ranks share the experts; passed explicitly, never looked up."""
+    """`tp` ranks share each layer, `ep` ranks share the experts. Passed explicitly, never looked up."""
 
     tp: int = 1
     tp_rank: int = 0
@@ -19,7 +19,7 @@ class Mesh:
         return self.tp * self.ep
 
     def ranks(self) -> tuple[Mesh, ...]:
-        """This mesh as each of the ranks sees it that share a layer."""
+        """The mesh of each rank that shares a layer with this one."""
         return tuple(replace(self, tp_rank=rank) for rank in range(self.tp))
 
     def __str__(self) -> str:

@@ -66,13 +66,13 @@ def write_shards(
     is no index.
     """
     files = [rank_file(rank, group.size) for rank in range(group.size)]
-    with _together(group, folder, "the place for the shards"):
+    with group.on_all_or_none("making the folder of the shards"), _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if group.rank == 0:
             (folder / SAVED).unlink(missing_ok=True)  # until the new shards are there, there are none
-    with _together(group, folder, "writing the shards"):
+    with group.on_all_or_none("writing the shards"), _writing(folder):
         write_safetensors(folder / files[group.rank], bundles, progress, {CUTS: cuts_in_text(cuts)})
-    with _together(group, folder, "writing the index"):
+    with group.on_all_or_none("writing the index"), _writing(folder):
         if group.rank == 0:  # which sees the others' files, and sees that they are whole
             told = [SafetensorsFile(folder / file).metadata for file in files]
             gathered = {
@@ -97,21 +97,11 @@ def checksums_from_text(files: Sequence[Mapping[str, str]]) -> tuple[Checksums, 
 
 
 @contextmanager
-def _together(group: Group, folder: Path, what: str) -> Iterator[None]:
-    """What all ranks do, each for itself: CheckpointError on all where one fails."""
-    fault: Exception | None = None
+def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fault = CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}")
-        fault.__cause__ = error
-    except Exception as error:
-        fault = error
-    faults = group.any_fault(None if fault is None else str(fault), what)
-    if fault is not None:
-        raise fault
-    if faults:
-        raise CheckpointError(f"{folder}: the shards are not whole: {faults}")
+        raise CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}") from error
 
 
 def write_safetensors(

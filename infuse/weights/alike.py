@@ -1,8 +1,8 @@
-"""Checksums of weights, by which ranks see whether they were given the same model.
+"""Checksums of weights: ranks verify that they were given the same model.
 
 A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared:
-`SAMPLED_ROWS` rows, spread over the first axis, or all of a small one. Of our own shards, whose files differ from rank
-to rank, the index is compared.
+`SAMPLED_ROWS` rows, spread over the first axis, or all of a small tensor. Our own shards differ from rank to rank, so their
+index is compared.
 """
 
 from __future__ import annotations
@@ -21,40 +21,30 @@ from infuse.weights.names import ModelReader
 
 SAMPLED_ROWS, SMALL_VALUES = 8, 1 << 12
 _BLOCK = 1 << 12  # of 8 bytes: added up first, so that little memory is needed
-_OWN = ("transformers_version",)  # of a config: each rank may have its own
+_OWN = ("transformers_version",)  # keys of a config that may differ between ranks
 
 
 def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) -> None:
-    """RankError that names the first tensor, or the config, that differs from rank 0's; nothing for one rank."""
-    sums = {"the model's config": _config_sum(getattr(model, "config", None)), **sums}
-    names = zlib.crc32("\n".join(sums).encode())
-    counts = group.numbers([names, len(sums)], "the names of the weights")
-    if any(count != counts[0] for count in counts):
-        raise group.lost("the weights: their names differ from rank to rank; give all ranks the same model")
-    rows = group.numbers(list(sums.values()), "the weights")
-    for number, name in enumerate(sums):
-        if others := [str(rank) for rank in range(group.size) if rows[rank][number] != rows[0][number]]:
-            raise group.lost(
-                f"the weights: {name} on rank {', '.join(others)} differs from rank 0's; give all ranks the same model"
-            )
+    """Raise RankError that names the first tensor, or the config, that differs from rank 0's."""
+    found = {f"the weights: {name}": value for name, value in sums.items()}
+    group.check_same({"the names of the weights": "\n".join(found)}, "the names of the weights")
+    group.check_same({"the model's config": _config_sum(getattr(model, "config", None)), **found}, "the weights")
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
-    """A checksum of all values of each parameter and buffer; tensors of other classes (quantized elsewhere) count by
-    their shape.
-    """
+    """A checksum of all values of each parameter and buffer. Tensors of other classes (quantized elsewhere) count by their shape."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {name: _sum(tensor) for name, tensor in tensors.items()}
     devices = {tensor.device for tensor in found.values()}
     on_host: dict[str, int] = {}
-    for device in devices:  # one wait for each
+    for device in devices:  # wait once for each
         names = [name for name, tensor in found.items() if tensor.device == device]
         on_host |= dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True))
     return {name: on_host[name] for name in tensors}
 
 
 def sampled_sums(reader: ModelReader) -> dict[str, int]:
-    """A checksum of some rows of each tensor that the checkpoint has for the model."""
+    """A checksum of some rows of each tensor that the checkpoint holds for the model."""
     return {name: _sampled(reader, name) for name in sorted(reader.shapes)}
 
 
@@ -73,7 +63,7 @@ def _sampled(reader: ModelReader, name: str) -> int:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """A number, int64, that depends on every bit of a plain tensor and, but for whole blocks' insides, on their order."""
+    """An int64 that depends on every bit of a plain tensor and, except inside a block, on their order."""
     if (
         type(tensor) not in (Tensor, nn.Parameter)
         or tensor.is_meta
@@ -91,18 +81,20 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(values: Tensor) -> Tensor:
-    """The sum of all values, each times an odd number of its own; it wraps around."""
+    """The sum of all values, each times its own odd number. It wraps around."""
     return (values * (2 * torch.arange(len(values), device=values.device) + 1)).sum()
 
 
 def _config_sum(config: Any) -> int:
     values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return zlib.crc32(repr(sorted(_effective(values).items())).encode())
+    return zlib.crc32(repr(_public(values)).encode())
 
 
-def _effective(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Without what is private (paths, among others): it may differ from host to host."""
-    kept = {str(name): value for name, value in values.items() if not str(name).startswith("_") and name not in _OWN}
-    return {
-        name: sorted(_effective(value).items()) if isinstance(value, Mapping) else value for name, value in kept.items()
-    }
+def _public(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """The sorted items without private ones, such as paths, which may differ from host to host."""
+    names = {str(name): value for name, value in values.items()}
+    return [
+        (name, _public(value) if isinstance(value, Mapping) else value)
+        for name, value in sorted(names.items(), key=lambda item: item[0])
+        if not name.startswith("_") and name not in _OWN
+    ]
