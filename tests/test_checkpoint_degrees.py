@@ -14,18 +14,14 @@ import torch
 import torch.distributed as dist
 from families import BY_NAME, inputs
 from ranks import Ranks, same
+from test_checkpoint_faults import state_of
 from test_checkpoint_ranks import shards
 from test_checkpoints import bin_shards, description, file_glob, on_meta, outputs, safetensors, save, training
 from torch import Tensor
 
 import infuse
-from infuse.architectures.packing import Fill
-from infuse.parallel.slices import Cut
 from infuse.plan.bytes import parameter_bytes
-from infuse.plan.step import Step
-from infuse.shards.plan import _format_of_part
 from infuse.weights.names import placed
-from infuse.weights.saved_shards import Shared
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 TOLERANCE = 5e-5  # over the root mean square of the original's
@@ -159,14 +155,21 @@ def test_a_format_counted_in_groups_keeps_their_size(tmp_path: Path, ranks: Rank
     assert distance(loaded_by_rank("llama", str(tmp_path), {"dtype": None})[0], wanted) < TOLERANCE
 
 
-def test_scales_of_rows_become_scales_of_groups(tmp_path: Path, ranks: Ranks) -> None:
-    """Two ranks have a scale each for their half of a row: one rank has two, and four ranks have the one of their half."""
-    first = saved("llama", tmp_path, 2, ranks, quant="fp8", grain=4)
-    found = engine_of("llama", str(tmp_path))
-    assert {step.formats["mlp.down.weight"] for step in found.plan.steps if step.depth == "block"} == {"fp8:40"}
-    assert distance(outputs(found, "llama"), first) < TOLERANCE
+@pytest.mark.parametrize("quant", ["fp8", "int8:row:asymmetric"])
+def test_a_scale_of_a_row_goes_along_with_a_part_and_is_not_merged(quant: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Two ranks have a scale each for their half of a row: four ranks have that of their half, one is refused."""
+    first = saved("llama", tmp_path, 2, ranks, quant=quant, grain=4)
     results = ranks.run(4, loaded_by_rank, "llama", str(tmp_path), {"dtype": None, "grain": 4})
     assert all(distance(other, first) < TOLERANCE for other, _ in results)
+    model = on_meta("llama")
+    before = state_of(model)
+    with pytest.raises(infuse.CheckpointError) as caught:
+        infuse.init_inference(model, checkpoint=str(tmp_path), progress=False)
+    assert "shards of 2 ranks cannot be read by rank 0 of 1; load the original checkpoint, or shard" in str(
+        caught.value
+    )
+    assert f"mlp.down.weight: {quant}: inputs of 2 ranks, each with a scale for its rows, would be" in str(caught.value)
+    assert state_of(model) == before
 
 
 def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, ranks: Ranks) -> None:
@@ -177,36 +180,6 @@ def test_what_would_cut_a_group_is_refused_with_its_numbers(tmp_path: Path, rank
             "self_attn.out.weight: int8:16: groups of 16 inputs would be cut at [24]; possible: a multiple of 16"
             in str(error)
         )
-
-
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1), (3, 2), (3, 4)])
-@pytest.mark.parametrize("quant", ["fp8", "int8:row", "int8:row:asymmetric"])
-def test_uneven_parts_with_scales_of_rows_become_groups(
-    quant: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks
-) -> None:
-    """Where a part lies in several pieces, its groups are such that no piece's end cuts one, and repeat the piece's
-    scale.
-    """
-    first = saved("llama", tmp_path, writers, ranks, quant=quant, grain=4)
-    keys = {"dtype": None, "grain": 4}
-    args = (loaded_by_rank, "llama", str(tmp_path), keys)
-    for found, _ in ranks.run(readers, *args) if readers > 1 else [engine_outputs(tmp_path)]:
-        assert distance(found, first) < TOLERANCE
-
-
-def engine_outputs(folder: Path) -> tuple[Tensor, int]:
-    return loaded_by_rank("llama", str(folder), {"dtype": None, "grain": 4})
-
-
-def test_pieces_whose_ends_share_bytes_are_refused_with_their_numbers() -> None:
-    """No split of ours makes such pieces: widths go by what shares bytes. Heads of odd widths would."""
-    step = Step("layer", "block", "Layer", None, (), (), "")
-    fill = Fill("mlp.down.weight", ("down.weight",), cut=Cut(1, ((0, 42),), (42,)))
-    shared = {"layer.mlp.down.weight": Shared(1, 42, (((0, 21),), ((21, 42),)))}
-    faults: list[str] = []
-    assert _format_of_part(step, [fill], "int8:row", shared, faults) == "int8:21" and not faults
-    _format_of_part(step, [fill], "int4:row", shared, faults)
-    assert "21 of 21, 21 of 21; groups of 21, which fit them all, would cut bytes of 2 inputs" in faults[0]
 
 
 def test_what_did_not_fit_then_stays_as_it_was_saved(tmp_path: Path, ranks: Ranks) -> None:
@@ -286,12 +259,16 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, int]:
 def test_the_index_says_how_tensors_were_cut(tmp_path: Path, ranks: Ranks) -> None:
     saved("llama", tmp_path, 2, ranks, quant="int8:4")
     index = json.loads((tmp_path / "infuse.json").read_text())
-    assert index["tp_size"] == 2 and index["files"] == ["rank-00-of-02.safetensors", "rank-01-of-02.safetensors"]
-    cuts = {name: entry for entry in index["cuts"] for name in entry["tensors"]}
-    qkv, down = cuts["model.layers.0.self_attn.qkv.weight"], cuts["model.layers.2.mlp.down.weight"]
-    assert (qkv["axis"], qkv["size"], qkv["ranks"]) == (0, 96, ["0:24 48:60 72:84", "24:48 60:72 84:96"])
-    assert (down["axis"], down["size"], down["ranks"]) == (1, 80, ["0:48", "48:80"])
-    assert cuts["lm_head.weight"]["ranks"] == cuts["model.embed_tokens.weight"]["ranks"] == ["0:64", "64:96"]
+    files = index["files"]
+    assert [file["name"] for file in files] == ["rank-00-of-02.safetensors", "rank-01-of-02.safetensors"]
+
+    def cuts(name: str) -> list[str]:
+        return [file["cuts"][name] for file in files]
+
+    wanted = ["axis 0 of 96: 0:24 48:60 72:84", "axis 0 of 96: 24:48 60:72 84:96"]
+    assert cuts("model.layers.0.self_attn.qkv.weight") == wanted
+    assert cuts("model.layers.2.mlp.down.weight") == ["axis 1 of 80: 0:48", "axis 1 of 80: 48:80"]
+    assert cuts("lm_head.weight") == cuts("model.embed_tokens.weight") == ["axis 0 of 96: 0:64", "axis 0 of 96: 64:96"]
 
 
 # ---- what a rank reads ----

@@ -15,9 +15,10 @@ from test_checkpoints import loaded, on_meta, outputs, save, wanted
 from torch import Tensor
 
 import infuse
+from infuse.parallel.slices import Span, taken
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.names import model_reader
-from infuse.weights.pieces import Layout, Packed, Run, layout
+from infuse.weights.pieces import Packed, tiling
 from infuse.weights.sources import find_files
 
 ROWS, COLUMNS = 0, 1
@@ -123,7 +124,7 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         loaded("llama", str(tmp_path))
 
 
-# ---- layouts ----
+# ---- how pieces make up a tensor ----
 
 
 @pytest.mark.parametrize(
@@ -143,9 +144,9 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         ([(3,)] * 4, (8,), Packed((2, 1, 1), 2), [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)]),
     ],
 )  # fmt: skip
-def test_layouts(shapes: list, whole: tuple, packed: Packed | None, wanted: list) -> None:
-    found = layout(shapes, whole, packed)
-    assert found is not None and [(run.rank, run.start, run.stop) for run in found.runs] == wanted
+def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | None, wanted: list) -> None:
+    found = tiling(shapes, whole, packed)
+    assert found is not None and [(span.source, span.start, span.stop) for span in found.spans()] == wanted
 
 
 @pytest.mark.parametrize(
@@ -156,13 +157,14 @@ def test_layouts(shapes: list, whole: tuple, packed: Packed | None, wanted: list
     ],
 )  # fmt: skip
 def test_what_makes_up_no_tensor(shapes: list, whole: tuple, packed: Packed | None) -> None:
-    assert layout(shapes, whole, packed) is None
+    assert tiling(shapes, whole, packed) is None
 
 
-def test_parts_of_a_layout() -> None:
-    found = Layout(0, (Run(0, 0, 3), Run(1, 2, 4), Run(0, 5, 9)))
-    assert list(found.part(0, 9)) == list(found.runs) and list(found.part(4, 4)) == []
-    assert list(found.part(2, 6)) == [Run(0, 2, 3), Run(1, 2, 4), Run(0, 5, 6)]
+def test_ranges_of_what_spans_make_up() -> None:
+    found = (Span(0, 0, 3), Span(1, 2, 4), Span(0, 5, 9))
+    assert taken(found, [(0, 9)]) == list(found) and taken(found, [(4, 4)]) == []
+    assert taken(found, [(2, 6)]) == [Span(0, 2, 3), Span(1, 2, 4), Span(0, 5, 6)]
+    assert taken(found, [(0, 1), (1, 2), (6, 8)]) == [Span(0, 0, 2), Span(0, 6, 8)]
 
 
 # ---- slices ----

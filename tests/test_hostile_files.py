@@ -29,7 +29,7 @@ import infuse
 from infuse.config.inference import Checkpoint as CheckpointKeys
 from infuse.config.inference import InferenceConfig, Moe, TensorParallel
 from infuse.config.quant import ModuleQuant, Quant, WeightQuant
-from infuse.shards.files import SEAL, seal
+from infuse.shards.index import SEAL, seal
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.names import model_reader
 from infuse.weights.sources import find_files

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infuse.architectures import bind_any, specs_for
-from infuse.architectures.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, strips
+from infuse.architectures.packing import BLOCKS, FOUR_PARTS, PACKINGS, PER_GROUP, PER_HEAD, Fill, Heads, spans
 from infuse.parallel.slices import Cut
 
 HEADS = {
@@ -50,10 +50,10 @@ def split_qkv(packed: Tensor, packing: str, heads: Heads) -> tuple[Tensor, Tenso
     return q, key, value
 
 
-def by_strips(packed: Tensor, packing: str, heads: Heads, cut: Cut | None = None) -> Tensor:
-    found = strips(Fill("qkv.weight", ("qkv.weight",), packing=packing, heads=heads, cut=cut))
+def by_spans(packed: Tensor, packing: str, heads: Heads, cut: Cut | None = None) -> Tensor:
+    found = spans(Fill("qkv.weight", ("qkv.weight",), packing=packing, heads=heads, cut=cut))
     assert found is not None
-    return torch.cat([packed[strip.start : strip.stop] for strip in found])
+    return torch.cat([packed[span.start : span.stop] for span in found])
 
 
 @pytest.mark.parametrize("tail", [(), (7,)], ids=["bias", "weight"])
@@ -62,7 +62,7 @@ def test_rows_are_taken_in_the_order_of_queries_keys_values(packing: str, heads:
     packed = torch.arange(heads.rows * max(1, *tail, 1)).reshape(heads.rows, *tail)
     parts = split_qkv(packed, packing, heads)
     assert [part.shape for part in parts] == [(n * heads.width, *tail) for n in (heads.query, heads.key, heads.key)]
-    assert torch.equal(by_strips(packed, packing, heads), torch.cat(parts))
+    assert torch.equal(by_spans(packed, packing, heads), torch.cat(parts))
 
 
 @pytest.mark.parametrize(("packing", "heads"), PACKED)
@@ -70,7 +70,7 @@ def test_a_cut_takes_its_ranges_of_the_whole(packing: str, heads: Heads) -> None
     packed = torch.arange(heads.rows)
     whole = torch.cat(split_qkv(packed, packing, heads))
     ranges = ((1, heads.width + 1), (heads.rows - 2 * heads.width, heads.rows))
-    taken = by_strips(packed, packing, heads, Cut(0, ranges, (heads.rows,)))
+    taken = by_spans(packed, packing, heads, Cut(0, ranges, (heads.rows,)))
     assert torch.equal(taken, torch.cat([whole[start:stop] for start, stop in ranges]))
 
 

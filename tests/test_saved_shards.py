@@ -21,7 +21,8 @@ import infuse
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
-from infuse.shards.files import FORMAT, SEAL, Bundle, seal, write_safetensors
+from infuse.shards.files import Bundle, write_safetensors
+from infuse.shards.index import FORMAT, SEAL, seal
 from infuse.weights import safetensors_file
 from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
@@ -184,10 +185,11 @@ def test_another_format_is_refused_and_another_dtype_casts(tmp_path: Path) -> No
 def test_broken_shards_are_named(tmp_path: Path) -> None:
     shard = tmp_path / "rank-00-of-01.safetensors"
     saved("llama", tmp_path, dtype="fp32", quant="int8:16")
-    changed(tmp_path, tp_size=2)
-    refused(str(tmp_path), "saved by 2 ranks", dtype="fp32")
-    changed(tmp_path, tp_size=1, format="infuse-0")
-    refused(str(tmp_path), "infuse.json: not an index of this version", dtype="fp32")
+    files = json.loads((tmp_path / "infuse.json").read_text())["files"]
+    changed(tmp_path, files=files * 2)
+    refused(str(tmp_path), "corrupt: : Value error, a file stands twice", dtype="fp32")
+    changed(tmp_path, files=files, format="infuse-2")
+    refused(str(tmp_path), "not an index of this version: its format is 'infuse-2', infuse-3 is read", dtype="fp32")
     changed(tmp_path, format=FORMAT, steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
     refused(
         str(tmp_path),
@@ -209,11 +211,10 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
 
 def resigned(folder: Path) -> None:
     """Write the checksums of what the file holds now into the index."""
-    state = load_file(folder / "rank-00-of-01.safetensors")
-    changed(
-        folder,
-        checksums=[{name: f"{zlib.crc32(x.contiguous().view(torch.uint8).numpy()):08x}" for name, x in state.items()}],
-    )
+    (file,) = json.loads((folder / "infuse.json").read_text())["files"]
+    state = load_file(folder / file["name"])
+    found = {name: f"{zlib.crc32(x.contiguous().view(torch.uint8).numpy()):08x}" for name, x in state.items()}
+    changed(folder, files=[{**file, "checksums": found}])
 
 
 def test_a_tensor_that_is_missing_in_the_shards_is_listed(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_shards_without_checksums_are_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path, dtype="fp32", quant="int8:16")
     path = tmp_path / "infuse.json"
     index = json.loads(path.read_text())
-    del index["checksums"], index[SEAL]
+    del index["files"], index[SEAL]
     path.write_text(json.dumps({**index, "format": "infuse-1"}))
     refused(str(tmp_path), "not an index of this version .*; shard the model again", dtype="fp32")
 
@@ -314,14 +315,22 @@ def test_an_index_that_was_changed_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"int8:16"', '"int8:48"'))
     refused(str(tmp_path), "infuse.json: was changed after it was written", dtype="fp32")
     for changes, match in (
-        ({"files": ["../rank-00-of-01.safetensors"]}, "names '../rank-00-of-01.safetensors'"),
         ({"dtype": "nn"}, "corrupt: dtype: "),
         ({"quant": {"format": 5}}, "corrupt: quant.format"),
-        ({"cuts": [{"axis": 0, "size": 96, "ranks": ["-5:96"], "tensors": ["lm_head.weight"]}]}, "corrupt: cuts"),
-        ({"cuts": [{"axis": 7, "size": 96, "ranks": ["0:96"], "tensors": ["lm_head.weight"]}]}, "cuts it on axis 7"),
+        ({"files": []}, "corrupt: files: "),
     ):
         saved("llama", tmp_path, dtype="fp32", quant="int8:16")
         changed(tmp_path, **changes)
+        refused(str(tmp_path), match, dtype="fp32")
+    for of_file, match in (
+        ({"name": "../rank-00-of-01.safetensors"}, "names '../rank-00-of-01.safetensors'"),
+        ({"cuts": {"lm_head.weight": "axis 0 of 96: -5:96"}}, "corrupt: files.0.cuts.lm_head.weight"),
+        ({"cuts": {"lm_head.weight": "axis 0 of 96: 0:90"}}, "lm_head.weight: position 90 of 96 is on no rank"),
+        ({"cuts": {"lm_head.weight": "axis 7 of 96: 0:96"}}, "cuts it on axis 7"),
+    ):
+        saved("llama", tmp_path, dtype="fp32", quant="int8:16")
+        (file,) = json.loads(path.read_text())["files"]
+        changed(tmp_path, files=[{**file, **of_file}])
         refused(str(tmp_path), match, dtype="fp32")
 
 

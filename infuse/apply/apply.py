@@ -123,10 +123,7 @@ class _Run:
             step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused
         ]:
             instead = fallback(refused, self.model, self.config, device=Device.of(self.device()), mesh=self.plan.mesh)
-            there = {
-                (step.path, step.depth) for step in self.steps
-            }  # a linear beside those that a layer's ranks share, of shards
-            candidates = [step for step in instead if (step.path, step.depth) not in there]
+            candidates = instead
             self.prove_steps(candidates, None)
             self.steps += candidates
 
@@ -206,8 +203,8 @@ class _Run:
 
     def was_proven(self, step: Step) -> bool:
         """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
-        shared = any(fill.cut for fill in step.fills) and self.placing is not None and self.placing.saved
-        return step.proven if step.depth == SPLIT else self.was_saved(step) or shared
+        shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
+        return self.was_saved(step) or (shared and self.placing is not None and self.placing.saved)
 
     def device(self) -> torch.device:
         return self.placing.device if self.placing is not None else next(self.model.parameters()).device

@@ -19,14 +19,13 @@ from infuse.errors import CheckpointError
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
-from infuse.plan.formats import matrix_shape
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
+from infuse.plan.step import Step
 from infuse.shards.index import read_index
-from infuse.shards.plan import as_saved, saved_plan
+from infuse.shards.plan import saved_plan
 from infuse.shards.save import is_packed, open_shards, packed_fill, packed_paths, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
-from infuse.weights.checkpoint import Checkpoint
+from infuse.weights.checkpoint import Checkpoint, TensorSource
 from infuse.weights.fill import saved_tensors
 from infuse.weights.names import held, model_reader
 from infuse.weights.placing import Placing
@@ -75,14 +74,12 @@ def _load(
     _tie(model)
     decided = make_plan(model, config, device, mesh)
     packed: list[Step] = []
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     if folder is None or index is None:
         assert files is not None
         checkpoint = Checkpoint(files)
     else:
-        plans = [decided if rank == mesh else make_plan(model, config, device, rank) for rank in mesh.ranks()]
-        ranks = [as_saved(plan, model, index, config=config, device=device) for plan in plans]
-        decided = saved_plan(ranks[mesh.tp_rank], ranks, index, device)
+        decided = saved_plan(decided, model, index, config=config, device=device)
         packed = [step for step in decided.steps if is_packed(step)]
         checkpoint = open_shards(folder, index, decided)
     inside = tuple(f"{path}." for step in packed for path in packed_paths(step))
@@ -93,7 +90,7 @@ def _load(
         decided.dtype,
         {id(x) for name, x in held(model).items() if not name.startswith(inside)},
     )
-    reader = model_reader(model, checkpoint, _unread(decided, checkpoint))
+    reader = model_reader(model, checkpoint, _unread(decided) if index is not None else lambda name: False)
     if group.size > 1:
         group.check_same({"the plan": decided.digest()}, "the plan")  # what the ranks read depends on it
         agree_on_weights(
@@ -136,36 +133,20 @@ def _folder(source: Any, base_dir: str) -> Path | None:
     return path.parent if path.name == SAVED else path
 
 
-def _unread(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], bool]:
-    """The names of what is not read in the words of the model: of modules that were saved packed, and biases that
-    another rank adds.
-
-    For the proof of a layer the model runs as it was: then its quantized linears are read as the values that they stand
-    for.
+def _unread(plan: Plan) -> Callable[[str], bool]:
+    """The names that our shards do not have in the words of the model: of modules that were saved packed, and biases
+    that another rank adds.
     """
-    away: list[str] = []
-    proves = any(step.depth == SPLIT and not step.proven for step in plan.steps)
-    if not isinstance(checkpoint, SavedShards):
-        return lambda name: False
-    for step in (step for step in plan.steps if step.shape is not None):
-        if not proves or step.depth == BLOCK:
-            away += [f"{path}." for path in packed_paths(step)]
-        if step.proven and isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
+    away = [f"{path}." for step in plan.steps for path in packed_paths(step)]
+    for step in plan.steps:
+        if isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
             parts = zip(step.whole.linears, step.shape.linears, strict=True)
-            away += [
-                f"{step.path}.{all_of_it.path}.bias" for all_of_it, part in parts if all_of_it.bias and not part.bias
-            ]
-        for fill in step.fills if proves and step.depth in (LINEAR, SPLIT) else ():
-            if fill.format and step.shape and (shape := matrix_shape(fill, step.whole or step.shape)):
-                away += checkpoint.add_values(
-                    f"{step.path}.{fill.target}", shape, fill.format, fill.transposed, plan.dtype
-                )
-    names = tuple(away)
-    return lambda name: name.startswith(names)
+            away += [f"{step.path}.{whole.path}.bias" for whole, part in parts if whole.bias and not part.bias]
+    return lambda name: name.startswith(tuple(away))
 
 
 def _check_saved(
-    model: nn.Module, checkpoint: Checkpoint, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]
+    model: nn.Module, checkpoint: TensorSource, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]
 ) -> None:
     """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers
     are there.

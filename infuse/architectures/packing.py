@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infuse.parallel.slices import Cut
+from infuse.parallel.slices import Cut, Span, taken
 
 BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]           GPT-2, Phi-3, MPT
 PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H        BLOOM, GPT-NeoX
@@ -74,48 +74,15 @@ def block_starts(packing: str, heads: Heads) -> list[int]:
     return [block * d for block in blocks]
 
 
-@dataclass(frozen=True)
-class Strip:
-    """Positions start to stop of one source, along the axis that a target is put together on."""
-
-    source: int
-    start: int
-    stop: int
-
-
-def strips(fill: Fill) -> list[Strip] | None:
-    """What the target is put together from, in order; None where it is all of each source."""
+def spans(fill: Fill) -> list[Span] | None:
+    """The spans of its sources that the target is put together from; None where it is all of each source."""
     cut = fill.cut
     if fill.packing is not None:
         assert fill.heads is not None, fill
-        d = fill.heads.width
-        found = [Strip(0, start, start + d) for start in block_starts(fill.packing, fill.heads)]
+        width = fill.heads.width
+        whole = [Span(0, start, start + width) for start in block_starts(fill.packing, fill.heads)]
     elif cut is None:
         return None
     else:
-        found = [Strip(source, 0, size) for source, size in enumerate(cut.sizes)]
-    if cut is not None:
-        found = [part for start, stop in cut.ranges for part in between(found, start, stop)]
-    return _joined(found)
-
-
-def between(whole: list[Strip], start: int, stop: int) -> list[Strip]:
-    """The part from start to stop of what `whole` puts together."""
-    found, at = [], 0
-    for strip in whole:
-        first, last = max(start, at), min(stop, at + strip.stop - strip.start)
-        if first < last:
-            found.append(Strip(strip.source, strip.start + first - at, strip.start + last - at))
-        at += strip.stop - strip.start
-    return found
-
-
-def _joined(found: list[Strip]) -> list[Strip]:
-    """Neighbours in the source as one."""
-    joined: list[Strip] = []
-    for strip in found:
-        if joined and (joined[-1].source, joined[-1].stop) == (strip.source, strip.start):
-            joined[-1] = Strip(strip.source, joined[-1].start, strip.stop)
-        else:
-            joined.append(strip)
-    return joined
+        whole = [Span(source, 0, size) for source, size in enumerate(cut.sizes)]
+    return taken(whole, cut.ranges if cut else [(0, sum(span.length for span in whole))])

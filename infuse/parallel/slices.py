@@ -1,5 +1,6 @@
-"""Which part of a matrix each rank has: pure numbers, for any number of ranks, also where they do not divide what they
-share.
+"""Intervals along one axis of a matrix: which part each rank has, where it lies in the whole, and the whole from parts.
+
+Pure numbers, for any number of ranks, also where they do not divide what they share.
 
 column  splits the outputs of a matrix (q, k, v, gate, up): no rank needs another's part.
 row     splits the inputs (attention's out, the MLP's down): ranks add up what they get.
@@ -10,9 +11,23 @@ vocabulary  a column split of the head, the same rows of the embeddings.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions start to stop of one of several sources: of a tensor, or of what a rank has."""
+
+    source: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,60 @@ class Cut:
     @property
     def length(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def whole_length(self) -> int:
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The ranges that each rank has of `length` positions along `axis`, in the order in which it has them."""
+
+    axis: int
+    length: int
+    parts: tuple[tuple[Range, ...], ...]
+
+    def spans(self, first: int = 0) -> tuple[Span, ...]:
+        """What makes up the whole. Of ranks that have the same, `first` is taken, then the lowest.
+
+        ValueError: no rank has a position.
+        """
+        spans: list[Span] = []
+        at = 0
+        while at < self.length:
+            found = next((span for rank in (first, *range(len(self.parts))) if (span := self._from(rank, at))), None)
+            if found is None:
+                raise ValueError(f"position {at} of {self.length} is on no rank")
+            stop = min([at + found.length, *(start for start, _ in self.parts[first] if start > at)])
+            spans.append(Span(found.source, found.start, found.start + stop - at))
+            at = stop
+        return tuple(spans)
+
+    def _from(self, rank: int, at: int) -> Span | None:
+        """What `rank` has from position `at` of the whole on, up to the end of that range."""
+        before = 0
+        for start, stop in self.parts[rank]:
+            if start <= at < stop:
+                return Span(rank, before + at - start, before + stop - start)
+            before += stop - start
+        return None
+
+
+def taken(spans: Sequence[Span], ranges: Iterable[Range]) -> list[Span]:
+    """The spans that make up `ranges` of what `spans` make up; neighbours in a source as one."""
+    found: list[Span] = []
+    for start, stop in ranges:
+        at = 0
+        for span in spans:
+            first, last = span.start + max(start - at, 0), span.start + min(stop - at, span.length)
+            at += span.length
+            if first >= last:
+                continue
+            if found and (found[-1].source, found[-1].stop) == (span.source, first):
+                first = found.pop().start
+            found.append(Span(span.source, first, last))
+    return found
 
 
 @dataclass(frozen=True)

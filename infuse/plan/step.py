@@ -19,8 +19,8 @@ class Step:
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
     cache; `shares` is the path of the head whose weight an embedding looks its rows up in. Where ranks share the
     module, `shape` and `fills` are this rank's, and `whole` is the shape of all of it; `others` are further readings of
-    a layer that is split, for the proof to choose from, unless it was `proven` when it was saved. `skips_padding`: an
-    encoder's layer returns zeros at the padding instead of computing it.
+    a layer that is split, for the proof to choose from. `skips_padding`: an encoder's layer returns zeros at the
+    padding instead of computing it.
     """
 
     path: str
@@ -35,7 +35,6 @@ class Step:
     shares: str = ""
     whole: Shape | None = None
     others: tuple[Step, ...] = ()
-    proven: bool = False
     skips_padding: bool = False
 
     @property

@@ -1,17 +1,13 @@
-"""Our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index that reads
-back.
+"""The files of our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index.
 
-infuse.json                 what was replaced, in which formats and dtype, the file of each rank, how each tensor was
-cut, in which
-                            reading ranks shared layers without a spec, the checksums of each tensor, and one of the
-                            index itself
+infuse.json                 the plan that was carried out, the dtype, and for each rank's file: how its tensors were cut
+                            and their checksums; a checksum of the index itself
 rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own
-alone rank-01-of-02.safetensors
+rank-01-of-02.safetensors   file alone
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +23,11 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.parallel.group import Group
 from infuse.parallel.slices import Cut
-from infuse.weights.safetensors_file import DTYPES, Checksums, SafetensorsFile, block_checksums, bytes_of
-from infuse.weights.saved_shards import cuts_in_text, index_of_cuts
+from infuse.shards.index import FORMAT, SEAL, checksums_text, cut_text, seal
+from infuse.weights.safetensors_file import DTYPES, SafetensorsFile, block_checksums, bytes_of
 from infuse.weights.sources import SAVED
 
-FORMAT = "infuse-2"
-CUTS, CHECKSUMS = "infuse.cuts", "infuse.crc32"  # in the header of each rank's file; rank 0 gathers them from there
-SEAL = "sha256"  # of all else in the index
+_RECORD = "infuse"  # in the header of each file: what the index says of it; rank 0 gathers it from there
 Progress = Callable[[int, int, str], None]
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -65,35 +59,20 @@ def write_shards(
     A file appears under its name when it is whole. What fails on one rank is a CheckpointError on all, and then there
     is no index.
     """
-    files = [rank_file(rank, group.size) for rank in range(group.size)]
+    names = [rank_file(rank, group.size) for rank in range(group.size)]
     with group.on_all_or_none("making the folder of the shards"), _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if group.rank == 0:
             (folder / SAVED).unlink(missing_ok=True)  # until the new shards are there, there are none
     with group.on_all_or_none("writing the shards"), _writing(folder):
-        write_safetensors(folder / files[group.rank], bundles, progress, {CUTS: cuts_in_text(cuts)})
+        write_safetensors(folder / names[group.rank], bundles, cuts, progress)
     with group.on_all_or_none("writing the index"), _writing(folder):
         if group.rank == 0:  # which sees the others' files, and sees that they are whole
-            told = [SafetensorsFile(folder / file).metadata for file in files]
-            gathered = {
-                "cuts": index_of_cuts([one[CUTS] for one in told]),
-                "checksums": [json.loads(one[CHECKSUMS]) for one in told],
-            }
-            whole = {"format": FORMAT, "tp_size": group.size, "files": files, **index, **gathered}
+            records = (json.loads(SafetensorsFile(folder / name).metadata[_RECORD]) for name in names)
+            files = [{"name": name, **record} for name, record in zip(names, records, strict=True)]
+            whole = {"format": FORMAT, **index, "files": files}
             text = json.dumps({**whole, SEAL: seal(whole)}, indent=1)
-            _whole(folder / SAVED, lambda file: file.write(text.encode()))
-
-
-def seal(index: Mapping[str, Any]) -> str:
-    """The checksum of an index, whatever the order and the spacing of its keys."""
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-
-
-def checksums_from_text(files: Sequence[Mapping[str, str]]) -> tuple[Checksums, ...]:
-    """The checksums of each file from the index; ValueError or AttributeError where it has others."""
-    return tuple(
-        {name: tuple(int(value, 16) for value in text.split()) for name, text in file.items()} for file in files
-    )
+            _write_whole(folder / SAVED, lambda file: file.write(text.encode()))
 
 
 @contextmanager
@@ -107,25 +86,24 @@ def _writing(folder: Path) -> Iterator[None]:
 def write_safetensors(
     path: Path,
     bundles: Sequence[Bundle],
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
     progress: Progress | None = None,
-    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A safetensors file with a checksum of each tensor in its header, bundle by bundle: no second copy of the model in
-    memory.
+    """A safetensors file, bundle by bundle: no second copy of the model in memory.
+
+    Its header has what the index is to say of it: the rank's `cuts`, and a checksum of each tensor.
     """
     places: dict[str, Any] = {}
     checksums: dict[str, str] = {}
     end = 0
     for bundle in bundles:
         for name, tensor in zip(bundle.names, bundle.get(), strict=True):
-            places[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + tensor.nbytes],
-            }
-            checksums[name] = " ".join(f"{value:08x}" for value in block_checksums(_stored_bytes(tensor)))
+            offsets = [end, end + tensor.nbytes]
+            places[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            checksums[name] = checksums_text(block_checksums(_stored_bytes(tensor)))
             end += tensor.nbytes
-    header = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}, **places}
+    record = {"cuts": {name: cut_text(cut) for name, cut in cuts.items()}, "checksums": checksums}
+    header = {"__metadata__": {_RECORD: json.dumps(record)}, **places}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -137,14 +115,14 @@ def write_safetensors(
             if progress:
                 progress(done + 1, len(bundles), "saving")
 
-    _whole(path, write)
+    _write_whole(path, write)
 
 
 def _stored_bytes(tensor: Tensor) -> memoryview:
     return bytes_of(tensor.detach().cpu().contiguous())
 
 
-def _whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def _write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """The file, written beside its place and moved there when nothing is missing."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,8 +1,15 @@
-"""The index of our own shards, infuse.json, as a record: judged whole before a file that it names is opened."""
+"""The index of our own shards, infuse.json: the plan that was carried out, and what each rank's file has.
+
+It is judged whole before a file that it names is opened.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,23 +19,44 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from infuse.config.quant import Quant
 from infuse.config.values import Format, parse_dtype, parse_format
 from infuse.errors import CheckpointError
-from infuse.shards.files import FORMAT, SEAL, checksums_from_text, seal
-from infuse.weights.safetensors_file import Checksums
-from infuse.weights.saved_shards import Shared, shared_tensors
+from infuse.parallel.slices import Cut, Tiling
 from infuse.weights.sources import SAVED, inside, read_json
 
-
-class SavedStep(BaseModel):
-    """A step that was carried out: what its tensors mean, and the format of each matrix."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    path: str
-    kind: str
-    formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
+FORMAT = "infuse-3"
+SEAL = "sha256"  # of all else in the index
 
 
-def _by_path(steps: Any) -> dict[str, SavedStep]:
-    found = {step.path: step for step in map(SavedStep.model_validate, steps)}
+def seal(index: Mapping[str, Any]) -> str:
+    """The checksum of an index, whatever the order and the spacing of its keys."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def cut_text(cut: Cut) -> str:
+    """A rank's part of a tensor for the index: "axis 0 of 96: 0:24 48:60" are positions of the whole."""
+    ranges = " ".join(f"{start}:{stop}" for start, stop in cut.ranges)
+    return f"axis {cut.axis} of {cut.whole_length}: {ranges}"
+
+
+def checksums_text(checksums: tuple[int, ...]) -> str:
+    return " ".join(f"{value:08x}" for value in checksums)
+
+
+def _cut(text: Any) -> Cut:
+    head, _, ranges = str(text).partition(": ")
+    axis, length = (int(number) for number in head.removeprefix("axis ").split(" of "))
+    pairs = (pair.split(":") for pair in ranges.split())
+    found = Cut(axis, tuple((int(start), int(stop)) for start, stop in pairs), (length,))
+    if axis < 0 or not all(0 <= start < stop <= length for start, stop in found.ranges):
+        raise ValueError(f"no part of {length} positions on axis {axis}: {ranges}")
+    return found
+
+
+def _checksums(text: Any) -> tuple[int, ...]:
+    return tuple(int(value, 16) for value in str(text).split())
+
+
+def _by_path(steps: Any) -> Any:
+    found = {step["path"]: step for step in steps}
     if len(found) < len(steps):
         raise ValueError("a path stands twice")
     return found
@@ -41,47 +69,83 @@ def _floating(value: Any) -> torch.dtype:
     return dtype
 
 
-class SavedIndex(BaseModel):
-    """What the index says. `steps` by their paths, `cuts` and `checksums` by tensors, the latter for each file."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class SavedStep(_Record):
+    """A step that was carried out: what its tensors mean, and the format of each matrix."""
+
+    path: str
+    kind: str
+    formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
+
+
+class SavedFile(_Record):
+    """A rank's file: its part of each tensor that ranks share, and the checksums of all that is in it."""
+
+    name: str
+    cuts: dict[str, Annotated[Cut, BeforeValidator(_cut)]]
+    checksums: dict[str, Annotated[tuple[int, ...], BeforeValidator(_checksums)]]
+
+
+class SavedIndex(_Record):
+    """What the index says: the `steps` that were carried out, by path, and a file for each rank.
+
+    `readings` names, for each layer without a spec that ranks share, the interpretation of it that was proven.
+    """
+
     format: str
     model: str
-    tp_size: Annotated[int, Field(ge=1)]
-    files: tuple[str, ...]
     dtype: Annotated[torch.dtype, BeforeValidator(_floating)]
     format_of_weights: Format
     quant: Quant
     steps: Annotated[dict[str, SavedStep], BeforeValidator(_by_path)]
     readings: dict[str, tuple[str, ...]]
-    cuts: Annotated[dict[str, Shared], BeforeValidator(shared_tensors)]
-    checksums: Annotated[tuple[Checksums, ...], BeforeValidator(checksums_from_text)]
+    files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.files)
+
+    @cached_property
+    def tilings(self) -> dict[str, Tiling]:
+        """How the ranks' parts make up each tensor that they share."""
+        first, *others = self.files
+        found = {}
+        for name, cut in first.cuts.items():
+            cuts = [cut, *(file.cuts[name] for file in others if name in file.cuts)]
+            if len({(one.axis, one.whole_length) for one in cuts}) != 1 or len(cuts) != len(self.files):
+                raise ValueError(f"{name} is not cut alike on all ranks")
+            found[name] = Tiling(cut.axis, cut.whole_length, tuple(one.ranges for one in cuts))
+        return found
 
     @model_validator(mode="after")
-    def _one_file_for_each_rank(self) -> SavedIndex:
-        numbers = {
-            len(set(self.files)),
-            len(self.files),
-            len(self.checksums),
-            *(len(cut.ranks) for cut in self.cuts.values()),
-        }
-        if numbers != {self.tp_size}:
-            raise ValueError(
-                f"saved by {self.tp_size} ranks, and it names {len(self.files)} files, or parts of another number of ranks"
-            )
+    def _files_make_up_the_tensors(self) -> SavedIndex:
+        if len({file.name for file in self.files}) < len(self.files):
+            raise ValueError("a file stands twice")
+        if more := {name for file in self.files for name in file.cuts} - self.tilings.keys():
+            raise ValueError(f"{min(more)} is not cut alike on all ranks")
+        for name, tiling in self.tilings.items():
+            try:
+                tiling.spans()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         return self
 
 
 def read_index(folder: Path) -> SavedIndex | None:
-    """The index of our shards in `folder`, None where there is none; CheckpointError where it is not one that can be
-    read.
-    """
+    """The index of our shards in `folder`, None where there is none; CheckpointError where it cannot be read."""
     path = folder / SAVED
     if not os.path.isfile(path):
         return None
     told = read_json(path)
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not an index of this version ({FORMAT}); shard the model again")
+    found = told.get("format") if isinstance(told, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path}: not an index of this version: its format is {found!r:.40}, {FORMAT} is read; shard the model "
+            "again from its original checkpoint"
+        )
     if told.pop(SEAL, None) != seal(told):
         raise CheckpointError(
             f"{path}: was changed after it was written: its checksum differs; copy it again, or shard the model again"
@@ -89,17 +153,10 @@ def read_index(folder: Path) -> SavedIndex | None:
     try:
         index = SavedIndex.model_validate(told)
     except ValidationError as error:
-        lines = (
-            f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors(include_url=False)
-        )
-        raise CheckpointError(f"{path}: corrupt: {'; '.join(lines)}") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # of texts and tables that are read before they are validated
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        raise CheckpointError(f"{path}: corrupt: {'; '.join(problems)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of what is read before it is validated
         raise CheckpointError(f"{path}: corrupt: {type(error).__name__}: {error}") from error
-    for name in index.files:
-        inside(folder, name, path)
+    for file in index.files:
+        inside(folder, file.name, path)
     return index

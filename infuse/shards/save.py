@@ -1,16 +1,14 @@
-"""Saved: our own shards, written from a replaced model and read back into one on meta without quantizer and without
-proof.
+"""Saved: our own shards, written from a replaced model and read back without quantizer and without proof.
 
 The index says which steps were carried out, and in which formats; the same steps are taken again, filled with what they
-held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused. Each rank of
-a group writes what it has; another number of ranks reads each part from the runs of whoever has it.
+held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
+from infuse.plan.formats import is_matrix
 from infuse.plan.plan import Plan
 from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
 from infuse.quant.format import QuantFormat
@@ -35,7 +34,7 @@ from infuse.shards.files import Bundle, write_shards
 from infuse.shards.index import SavedIndex
 from infuse.weights.names import placed
 from infuse.weights.saved_shards import SavedShards
-from infuse.weights.sources import SAVED, Files
+from infuse.weights.sources import SAVED
 
 
 def save(
@@ -44,8 +43,8 @@ def save(
     """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of
     `group` its own.
 
-    CheckpointError on all ranks where one fails; then there is no index. What ranks share without a spec is told linear
-    by linear, as one rank has it, and how the layer is read.
+    CheckpointError on all ranks where one fails; then there is no index. Of a layer without a spec that ranks share,
+    the index has each quantized linear as a step, as one rank would take it, and the interpretation of the layer.
     """
     steps = [entry for step in plan.steps for entry in _entries(step)]
     readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
@@ -118,21 +117,16 @@ def check_folder(folder: str) -> None:
 
 
 def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
-    """The files that the index names: of as many ranks as now, and cut as now, this rank's alone.
-
-    A layer without a spec whose reading the index does not tell is proven again, on the whole of it, so for these all
-    files are needed.
-    """
-    own, shared = cuts(plan), index.cuts
-    alike = index.tp_size == plan.mesh.tp and own.keys() == shared.keys()
-    alike = alike and all(step.depth != SPLIT or step.proven for step in plan.steps)
-    alike = alike and all(shared[name].ranks[plan.mesh.tp_rank] == cut.ranges for name, cut in own.items())
-    rank = plan.mesh.tp_rank if alike else None
-    files = Files(f"the shards of {folder / SAVED}", (tuple(folder / name for name in index.files),))
-    wanted = [path for number, path in enumerate(files) if rank in (None, number)]
+    """The files that the index names; this rank's alone where as many ranks saved them and cut them alike."""
+    own, rank = cuts(plan), plan.mesh.tp_rank
+    alike = index.tp_size == plan.mesh.tp and own.keys() == index.tilings.keys()
+    alike = alike and all(index.tilings[name].parts[rank] == cut.ranges for name, cut in own.items())
+    form, paths = f"the shards of {folder / SAVED}", [folder / file.name for file in index.files]
+    wanted = [paths[rank]] if alike else paths
     if missing := [str(path) for path in wanted if not path.is_file()]:
-        raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
-    return SavedShards(files, shared, index.checksums, rank)
+        raise CheckpointError(f"{form}: {len(missing)} files are missing: {', '.join(missing)}")
+    checksums = [file.checksums for file in index.files]
+    return SavedShards(form, paths, index.tilings, checksums, rank if alike else None)
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
@@ -162,10 +156,6 @@ def as_stored(format: str) -> QuantFormat:
     return replace(quant_format(format), activation_bits=16)
 
 
-def with_formats(step: Step, formats: Mapping[str, str]) -> Step:
-    return replace(step, fills=tuple(replace(fill, format=formats.get(fill.target)) for fill in step.fills))
-
-
 def packed_paths(step: Step) -> tuple[str, ...]:
     """The new modules of a step whose tensors are not the old ones': these are what is read back."""
     if step.depth == SPLIT:
@@ -186,24 +176,23 @@ def packed_fill(step: Step, fill: Fill) -> bool:
 def _entries(step: Step) -> list[dict[str, Any]]:
     """What the index says of a step."""
     if step.depth != SPLIT:
-        return [{"path": step.path, "kind": digest(step), "formats": step.formats}] if is_packed(step) else []
+        return [{"path": step.path, "kind": kind_of(step), "formats": step.formats}] if is_packed(step) else []
     made = [(f"{step.path}.{fill.target}".removesuffix(".weight"), fill) for fill in step.fills if fill.format]
-    return [{"path": path, "kind": digest_alone(step, fill), "formats": {"weight": fill.format}} for path, fill in made]
+    return [
+        {"path": path, "kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}} for path, fill in made
+    ]
 
 
-def digest(step: Step) -> str:
-    """What the stored tensors of all ranks together mean: the whole shape and the fills, without the kernels that work
-    on them.
-    """
-    fills = tuple(replace(fill, cut=None) for fill in step.fills)
+def kind_of(step: Step) -> str:
+    """A digest of what the stored tensors of all ranks together mean: the whole shape, and how matrices are made."""
+    fills = tuple(replace(fill, cut=None, format=None) for fill in step.fills if is_matrix(fill))
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
 
 
-def digest_alone(step: Step, fill: Fill) -> str:
+def kind_of_linear(step: Step, fill: Fill) -> str:
     """The digest of one linear of a layer that ranks share, as it is replaced where one rank has the layer."""
     assert isinstance(step.whole, SplitShape)
     path = fill.target.removesuffix(".weight")
     part = next(part for part in step.whole.linears if part.path == path)
     shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
-    linear = Step(path, LINEAR, "Linear", shape, shape.fills, (), "")
-    return digest(with_formats(linear, {"weight": str(fill.format)}))
+    return kind_of(Step(path, LINEAR, "Linear", shape, shape.fills, (), ""))

@@ -5,7 +5,7 @@ A name has one value: that of the file that the index names, or the same one in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.weights.pieces import Layout, Packed, Shape, layout
+from infuse.parallel.slices import Range, Span, Tiling, taken
+from infuse.weights.pieces import Packed, Shape, tiling
 from infuse.weights.reader import Part, Stored
 from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
@@ -36,8 +37,53 @@ class TensorFile(Protocol):
 
 
 @dataclass(frozen=True)
+class Joined:
+    """One tensor, put together from what ranks' files have of it. `spans` are of the tiling's positions.
+
+    A file may store fewer columns than there are positions: codes that share a byte, a scale for a group of inputs.
+    """
+
+    name: str
+    files: Mapping[int, TensorFile]
+    tiling: Tiling
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, name: str, files: Mapping[int, TensorFile], tiling: Tiling, first: int = 0) -> Joined:
+        """The tensor; of files that have the same, `first` is read."""
+        return cls(name, files, tiling, tiling.spans(first))
+
+    def read(self, part: Part = ()) -> Tensor:
+        """The tensor or that part of it, from the files that have it."""
+        if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
+            return self.files[self.spans[0].source].read(self.name, part)
+        axis = self.tiling.axis
+        slices = [*part, *(slice(None) for _ in range(axis + 1 - len(part)))]
+        start, stop, _ = slices[axis].indices(self.tiling.length)
+        return self.ranges([(start, stop)], slices)
+
+    def ranges(self, ranges: Iterable[Range], slices: Sequence[slice] = ()) -> Tensor:
+        """Those positions side by side; `slices` are of all axes, of which the tiling's own is not looked at."""
+        axis = self.tiling.axis
+        slices = [*slices, *(slice(None) for _ in range(axis + 1 - len(slices)))]
+        found = []
+        for span in taken(self.spans, ranges) or [Span(self.spans[0].source if self.spans else 0, 0, 0)]:
+            slices[axis] = self._columns(span)
+            found.append(self.files[span.source].read(self.name, tuple(slices)))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=axis)
+
+    def _columns(self, span: Span) -> slice:
+        """Where a span lies in its file. A scale that stands for all of a row is there for each part of the row."""
+        stored = self.files[span.source].stored[self.name].shape[self.tiling.axis]
+        length = sum(stop - start for start, stop in self.tiling.parts[span.source])
+        if stored == 1 < length:
+            return slice(0, 1)
+        return slice(span.start * stored // length, span.stop * stored // length) if length else slice(0, 0)
+
+
+@dataclass(frozen=True)
 class Pieces:
-    """One tensor: a file for each rank that has a piece of it."""
+    """One tensor of a checkpoint: a file for each rank that has a piece of it."""
 
     name: str
     files: tuple[TensorFile, ...]
@@ -62,32 +108,50 @@ class Pieces:
         first, *others = [file for file in self.files if file.stored[self.name].shape == whole] or self.files[:1]
         return all(_same_values(self.name, first, other) for other in others)
 
-    def read(self, whole: Shape, found: Layout, part: Part) -> Tensor:
-        """The tensor of shape `whole`, or that part of it, from the pieces that it touches."""
-        if len(self.files) == 1 or (len(found.runs) == 1 and self.shapes[0] == whole):
-            return self.files[0].read(self.name, part)
-        cuts = [*part, *(slice(None) for _ in whole[len(part) :])]
-        start, stop, _ = cuts[found.axis].indices(whole[found.axis])
-        parts = []
-        for run in found.part(start, stop):
-            cuts[found.axis] = slice(run.start, run.stop)
-            parts.append(self.files[run.rank].read(self.name, tuple(cuts)))
-        if not parts:
-            cuts[found.axis] = slice(0, 0)
-            return self.files[0].read(self.name, tuple(cuts))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=found.axis)
+    def joined(self, wanted: Shape, packed: Packed | None) -> Joined | None:
+        """The tensor of shape `wanted` that the pieces make up, None where they do not."""
+        found = tiling(self.shapes, wanted, packed)
+        return None if found is None else Joined.of(self.name, dict(enumerate(self.files)), found)
+
+
+class StoredTensor(Protocol):
+    """What is known of one tensor of a checkpoint before it is read."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def are_copies(self, whole: Shape) -> bool: ...
+
+
+class TensorSource(Protocol):
+    """A checkpoint, whatever its files. `told`: that ranks saved pieces is said of it, else it is seen from the names.
+
+    `in_pieces`: how a tensor lies in several files goes by its shape. `holds_replaced`: the tensors are those of
+    replaced layers.
+    """
+
+    form: str
+    told: bool
+    in_pieces: bool
+    holds_replaced: bool
+
+    @property
+    def pieces(self) -> Mapping[str, StoredTensor]: ...
+    def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
+        """The tensor `name` of shape `wanted`, None where what is stored does not make one up."""
 
 
 class Checkpoint:
     """All files of a checkpoint, open, with their headers read and judged. Values come when they are asked for."""
 
+    holds_replaced = False
+
     def __init__(self, files: Files):
-        self.form, self.version = files.form, files.version
+        self.form, self._version = files.form, files.version
         opened = {path: open_file(path) for path in dict.fromkeys(files)}
         groups = [tuple(opened[path] for path in group) for group in files.groups]
-        self.told = any(
-            len(group) > 1 for group in groups
-        )  # that these are pieces of ranks; else it is seen from their names
+        self.told = any(len(group) > 1 for group in groups)
         if (
             not files.where
             and len(groups) > 1
@@ -114,17 +178,16 @@ class Checkpoint:
             )
         if not self.pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
+        self.in_pieces = any(len(one.files) > 1 for one in self.pieces.values())
 
     @property
     def bytes_read(self) -> int:
         return sum(file.bytes_read for file in self.files)
 
-    def layout(self, name: str, wanted: Shape, packed: Packed | None) -> Layout | None:
-        """How the pieces of `name` make up `wanted`, None where they do not."""
-        pieces = self.pieces[name]
-        if self.version is not None and packed is None and ".query_key_value." in name and self.version < 1:
+    def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
+        if self._version is not None and packed is None and ".query_key_value." in name and self._version < 1:
             packed = Packed((max(wanted, default=0) // 3,) * 3)  # Megatron before 1.0: [q | k | v]; since then by heads
-        return layout(pieces.shapes, wanted, packed)
+        return self.pieces[name].joined(wanted, packed)
 
 
 def open_file(path: Path) -> TensorFile:

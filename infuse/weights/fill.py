@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from infuse import memory, ops
-from infuse.architectures.packing import STACK, Fill, Strip, between, strips
+from infuse.architectures.packing import STACK, Fill, spans
 from infuse.errors import ConfigError
-from infuse.parallel.slices import Cut
+from infuse.parallel.slices import Cut, Span, taken
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, tensor_at
@@ -43,7 +43,7 @@ def is_there(fill: Fill, source: nn.Module) -> bool:
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
     """The target tensor of `fill` in `dtype` (None: as it is). A lone source is moved, not copied."""
     if fill.merge == STACK:
-        tensor = torch.stack([reader.read(fill.sources[run.source]) for run in _runs(fill, reader)])
+        tensor = torch.stack([reader.read(fill.sources[span.source]) for span in _spans(fill, reader)])
     elif moves(fill):
         tensor = reader.read(fill.sources[0])
     else:
@@ -84,19 +84,18 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
     Of a file no more is read than is needed. Sources that are transposed come at once too: their columns are read value
     by value.
     """
-    runs, shape, axis = _runs(fill, reader), _shape(fill, reader), _axis(fill)
+    whole, shape, axis = _spans(fill, reader), _shape(fill, reader), _axis(fill)
     step = max(shape[0], 1)
     if rows is not None and not fill.transposed:
         step = max(PART_VALUES // max(math.prod(shape[1:]), 1) // rows, 1) * rows
     for first in range(0, shape[0], step):
         limits = slice(first, min(first + step, shape[0]))
         pieces = []
-        for run in between(runs, limits.start, limits.stop) if axis == 0 else runs:
-            of_run = slice(run.start, run.stop)
-            outputs, inputs = (of_run, slice(None)) if axis == 0 else (limits, of_run)
-            piece = reader.read(
-                fill.sources[run.source], (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)]
-            )
+        for span in taken(whole, [(limits.start, limits.stop)]) if axis == 0 else whole:
+            along = slice(span.start, span.stop)
+            outputs, inputs = (along, slice(None)) if axis == 0 else (limits, along)
+            part = (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)]
+            piece = reader.read(fill.sources[span.source], part)
             pieces.append(piece.t() if fill.transposed else piece)
         yield limits, pieces
 
@@ -112,11 +111,11 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
     if moves(fill):
         return {fill.sources[0]: target}
     along = 1 if fill.transposed else 0
-    runs = strips(fill) or [Strip(source, 0, shapes[name][along]) for source, name in enumerate(fill.sources)]
-    pieces = list(zip(runs, target.split([run.stop - run.start for run in runs]), strict=True))
+    whole = spans(fill) or [Span(source, 0, shapes[name][along]) for source, name in enumerate(fill.sources)]
+    pieces = list(zip(whole, target.split([span.length for span in whole]), strict=True))
     found: dict[str, Tensor] = {}
     for number, name in enumerate(fill.sources):
-        own = sorted(((run.start, piece) for run, piece in pieces if run.source == number), key=lambda pair: pair[0])
+        own = sorted(((span.start, piece) for span, piece in pieces if span.source == number), key=lambda pair: pair[0])
         source = own[0][1] if len(own) == 1 else torch.cat([piece for _, piece in own])
         found[name] = source.t().contiguous() if fill.transposed else source
     return found
@@ -127,12 +126,12 @@ def _axis(fill: Fill) -> int:
     return fill.cut.axis if fill.cut else 0
 
 
-def _runs(fill: Fill, reader: Reader) -> list[Strip]:
-    """What the target is put together from, in order."""
+def _spans(fill: Fill, reader: Reader) -> list[Span]:
+    """The spans of its sources that the target is put together from."""
     along = 1 - _axis(fill) if fill.transposed else _axis(fill)
-    found = strips(fill)
+    found = spans(fill)
     if found is None:
-        found = [Strip(source, 0, reader.shape(name)[along]) for source, name in enumerate(fill.sources)]
+        found = [Span(source, 0, reader.shape(name)[along]) for source, name in enumerate(fill.sources)]
     return found
 
 
@@ -140,7 +139,7 @@ def _shape(fill: Fill, reader: Reader) -> list[int]:
     """The target's."""
     shape = list(reader.shape(fill.sources[0]))
     shape = shape[::-1] if fill.transposed else shape
-    shape[_axis(fill)] = sum(run.stop - run.start for run in _runs(fill, reader))
+    shape[_axis(fill)] = sum(span.length for span in _spans(fill, reader))
     return shape
 
 
@@ -168,8 +167,8 @@ def fill_module(
 def fill_saved(
     module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[..., Tensor | None], dtype: torch.dtype
 ) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut, group)` gives a
-    part, with a scale for each `group`, None for what is not there.
+    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut)` gives a part, None
+    for what is not there.
     """
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
@@ -177,8 +176,7 @@ def fill_saved(
         if fill.format is not None:
             at = ".".join(part for part in (path, owner) if part)
             format = quant_format(fill.format)
-            data = read(f"{at}.data", fill.cut)
-            scale, zero = (read(f"{at}.{name}", fill.cut, format.group_size) for name in ("scale", "zero"))
+            data, scale, zero = (read(f"{at}.{name}", fill.cut) for name in ("data", "scale", "zero"))
             assert data is not None and scale is not None, fill
             shape = (place.out_features, place.in_features)
             place.hold([QuantizedWeight(data, scale, zero, shape, format)])  # type: ignore[operator,arg-type]

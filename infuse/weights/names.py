@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
-from infuse.weights.checkpoint import Checkpoint, in_words
-from infuse.weights.pieces import Layout, Packed, Shape, packed_qkv
+from infuse.weights.checkpoint import Joined, TensorSource, in_words
+from infuse.weights.pieces import Packed, Shape, packed_qkv
 from infuse.weights.reader import Part
-from infuse.weights.saved_shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
 _COMPARED_ROWS = 4096  # of tied tables that are both in a checkpoint: compared in parts
@@ -48,10 +47,10 @@ def placed(model: nn.Module) -> dict[str, Tensor]:
 class ModelReader:
     """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     names: dict[str, str]
     shapes: dict[str, Shape]
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    tensors: dict[str, Joined] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __contains__(self, name: str) -> bool:
@@ -62,11 +61,11 @@ class ModelReader:
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
-        return self.checkpoint.pieces[self.names[name]].read(self.shapes[name], self.layouts[name], part)
+        return self.tensors[name].read(part)
 
 
 def model_reader(
-    model: nn.Module, checkpoint: Checkpoint, without: Callable[[str], bool] = lambda name: False
+    model: nn.Module, checkpoint: TensorSource, without: Callable[[str], bool] = lambda name: False
 ) -> ModelReader:
     """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
 
@@ -80,7 +79,7 @@ def model_reader(
         by_tensor.setdefault(id(tensor), []).append(name)
     missing, misshaped = [], []
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
-    packed = packings(model) if any(len(p.files) > 1 for p in checkpoint.pieces.values()) else {}
+    packed = packings(model) if checkpoint.in_pieces else {}
     reader = ModelReader(checkpoint, names, {})
     drifted: list[str] = []
     for tied in by_tensor.values():
@@ -92,19 +91,19 @@ def model_reader(
         wanted = tuple(expected[tied[0]].shape)
         for name in (*found, *(name for name in tied if name not in found)):
             stored = names.setdefault(name, names[found[0]])
-            way = checkpoint.layout(stored, wanted, packed.get(name))
+            joined = checkpoint.joined(stored, wanted, packed.get(name))
             pieces, needed = checkpoint.pieces[stored], expected[tied[0]].dtype
-            if way is None and name in found:
+            if joined is None and name in found:
                 misshaped.append(f"{name}: {in_words(pieces.shapes)}, the model has {wanted}")
             elif name in found and _kind(pieces.dtype) != _kind(needed):
                 misshaped.append(f"{name}: {pieces.dtype}, the model has {needed}")
             elif name in found and not pieces.are_copies(wanted):
                 drifted.append(stored)
-            if way is not None:
-                reader.shapes[name], reader.layouts[name] = wanted, way
+            if joined is not None:
+                reader.shapes[name], reader.tensors[name] = wanted, joined
         for other in found[1:]:
-            both = found[0] in reader.layouts and other in reader.layouts
-            if both and not (isinstance(checkpoint, SavedShards) or _equal(reader, found[0], other)):
+            both = found[0] in reader.tensors and other in reader.tensors
+            if both and not (checkpoint.holds_replaced or _equal(reader, found[0], other)):
                 untie = "untie it in the model's config"
                 misshaped.append(
                     f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}"

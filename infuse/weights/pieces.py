@@ -1,18 +1,20 @@
-"""How the pieces that ranks saved of one tensor make it up: runs of pieces along one axis, in order.
+"""How the pieces that ranks saved of one tensor make it up along one axis, told from their shapes.
 
-A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel); which one the shapes tell.
-A matrix that packs q, k and v, or gate and up, was cut inside each of them, and keys that are fewer than ranks were
-replicated.
+A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel). A matrix that packs q, k
+and v, or gate and up, was cut inside each of them, and keys that are fewer than ranks were replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from infuse.architectures.packing import BLOCKS, PER_GROUP, PER_HEAD, Heads
+from infuse.parallel.slices import Range, Tiling
 
 Shape = tuple[int, ...]
+_Parts = list[tuple[Range, ...]]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -21,33 +23,6 @@ class Packed:
 
     widths: tuple[int, ...]
     groups: int = 1
-
-
-@dataclass(frozen=True)
-class Run:
-    """Positions start to stop, along the axis, of the piece of `rank`."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The runs that make up a tensor along `axis`."""
-
-    axis: int
-    runs: tuple[Run, ...]
-
-    def part(self, start: int, stop: int) -> Iterator[Run]:
-        """The runs that hold positions start to stop of the whole."""
-        at = 0
-        for run in self.runs:
-            length = run.stop - run.start
-            first, last = max(start - at, 0), min(stop - at, length)
-            if first < last:
-                yield Run(run.rank, run.start + first, run.start + last)
-            at += length
 
 
 def packed_qkv(packing: str | None, heads: Heads) -> Packed | None:
@@ -60,56 +35,64 @@ def packed_qkv(packing: str | None, heads: Heads) -> Packed | None:
     return Packed((h // k * d, d, d), k) if packing == PER_GROUP else None
 
 
-def layout(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None) -> Layout | None:
+def tiling(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None) -> Tiling | None:
     """How pieces of `shapes`, one for each rank, make up a tensor of shape `wanted`; None where they do not."""
     if all(shape == wanted for shape in shapes):  # the only piece, or a replica on each rank
-        return Layout(0, (Run(0, 0, wanted[0] if wanted else 1),))
+        length = wanted[0] if wanted else 1
+        return Tiling(0, length, (((0, length),),) * len(shapes))
     axes = {axis for shape in shapes for axis, (a, b) in enumerate(zip(shape, wanted, strict=False)) if a != b}
     if len(axes) != 1 or any(len(shape) != len(wanted) for shape in shapes):
         return None
     axis = axes.pop()
     lengths, whole = [shape[axis] for shape in shapes], wanted[axis]
-    if packed is not None and sum(packed.widths) * packed.groups == whole:
-        runs = _packed_runs(lengths, packed)
+    if packed is None or sum(packed.widths) * packed.groups != whole or (packed.groups > 1 and sum(lengths) == whole):
+        parts = _plain_parts(lengths, whole)  # also whole groups on each rank
     else:
-        runs = _plain_runs(lengths, whole)
-    return Layout(axis, tuple(runs)) if runs and sum(run.stop - run.start for run in runs) == whole else None
+        parts = _packed_parts(lengths, packed)
+    return Tiling(axis, whole, tuple(parts)) if parts else None
 
 
-def _plain_runs(lengths: Sequence[int], whole: int) -> list[Run]:
-    """Whole pieces one after the other; where neighbours hold the same (replicated keys), the first of them."""
+def _plain_parts(lengths: Sequence[int], whole: int) -> _Parts:
+    """One piece after the other; neighbours hold the same where all together are several times the whole."""
     copies = sum(lengths) // whole if sum(lengths) % whole == 0 and len(set(lengths)) == 1 else 1
-    return [Run(rank, 0, lengths[rank]) for rank in range(0, len(lengths), copies)]
-
-
-def _packed_runs(lengths: Sequence[int], packed: Packed) -> list[Run]:
-    ranks, groups = len(lengths), packed.groups
-    if groups > 1 and sum(lengths) == groups * sum(packed.widths):
-        return [Run(rank, 0, length) for rank, length in enumerate(lengths)]  # whole groups on each rank
-    if ranks % groups:
+    stops = list(accumulate(lengths[::copies]))
+    if stops[-1] != whole:
         return []
-    each = ranks // groups
-    return [
-        run
-        for first in range(0, ranks, each)
-        for run in _one_group(first, lengths[first : first + each], packed.widths)
-    ]
+    return [((stops[rank // copies] - length, stops[rank // copies]),) for rank, length in enumerate(lengths)]
 
 
-def _one_group(first: int, lengths: Sequence[int], widths: tuple[int, ...]) -> list[Run]:
-    """One group of `widths` over the ranks from `first` on: all of the first block, then all of the second, and so on."""
-    ranks, parts = len(lengths), len(widths)
-    if len(set(widths)) == 1 and sum(lengths) == sum(widths) and all(length % parts == 0 for length in lengths):
-        each = [[length // parts] * parts for length in lengths]  # by heads, uneven numbers of them too
-        return [Run(first + r, b * each[r][b], (b + 1) * each[r][b]) for b in range(parts) for r in range(ranks)]
+def _packed_parts(lengths: Sequence[int], packed: Packed) -> _Parts:
+    """Each group is cut by as many ranks."""
+    each, left = divmod(len(lengths), packed.groups)
+    if left or not each:
+        return []
+    found: _Parts = []
+    for group in range(packed.groups):
+        parts = _group_parts(lengths[group * each : (group + 1) * each], packed.widths, group * sum(packed.widths))
+        if not parts:
+            return []
+        found += parts
+    return found
+
+
+def _group_parts(lengths: Sequence[int], widths: tuple[int, ...], start: int) -> _Parts:
+    """Neighbouring blocks of `widths` from `start` on, of which each rank has a range of each."""
+    ranks, blocks = len(lengths), len(widths)
+    starts = [start + before for before in accumulate((0, *widths[:-1]))]
+    if len(set(widths)) == 1 and sum(lengths) == sum(widths) and all(length % blocks == 0 for length in lengths):
+        stops = [stop // blocks for stop in accumulate(lengths)]  # by heads, uneven numbers of them too
+        ends = zip([0, *stops[:-1]], stops, strict=True)
+        return [tuple((at + first, at + last) for at in starts) for first, last in ends]
     for copies in (n for n in range(1, ranks + 1) if ranks % n == 0):  # keys and values lie `copies` times
-        sizes = [widths[0] // ranks, *(width * copies // ranks for width in widths[1:])]
-        exact = widths[0] % ranks == 0 and all(width * copies % ranks == 0 for width in widths[1:])
+        repeats = (1, *(copies,) * (blocks - 1))
+        sizes = [width * n // ranks for width, n in zip(widths, repeats, strict=True)]
+        exact = all(width * n % ranks == 0 for width, n in zip(widths, repeats, strict=True))
         if exact and all(length == sum(sizes) for length in lengths):
-            starts = [sum(sizes[:b]) for b in range(parts)]
             return [
-                Run(first + r, starts[b], starts[b] + sizes[b])
-                for b in range(parts)
-                for r in range(0, ranks, copies if b else 1)
+                tuple(
+                    (at + rank // n * size, at + (rank // n + 1) * size)
+                    for at, size, n in zip(starts, sizes, repeats, strict=True)
+                )
+                for rank in range(ranks)
             ]
     return []

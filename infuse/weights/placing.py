@@ -156,12 +156,10 @@ class Placing:
         """The values of the layer at `path`, by their names in it."""
         return LayerReader(self, path)
 
-    def stored(self, name: str, cut: Cut | None, group: int | None = None) -> Tensor | None:
-        """A tensor of our shards by its name there, or a rank's part of it, with a scale for each `group`; None where
-        they have none.
-        """
+    def stored(self, name: str, cut: Cut | None) -> Tensor | None:
+        """A tensor of our shards by its name there, or a rank's part of it; None where they have none."""
         assert isinstance(self.reader.checkpoint, SavedShards)
-        found = self.reader.checkpoint.part(name, cut, group)
+        found = self.reader.checkpoint.part(name, cut)
         return None if found is None else found.to(self.device)
 
     def value(self, name: str, part: Part = ()) -> Tensor:
