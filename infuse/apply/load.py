@@ -12,6 +12,7 @@ from torch import nn
 
 from infuse.apply.apply import Progress, apply
 from infuse.apply.build import build
+from infuse.architectures.part import matrix_of
 from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -20,7 +21,6 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.join import all_or_none
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
-from infuse.plan.formats import matrix_shape
 from infuse.plan.plan import Plan
 from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
 from infuse.shards.index import read_index
@@ -157,10 +157,10 @@ def _unread(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], bool]:
                 f"{step.path}.{all_of_it.path}.bias" for all_of_it, part in parts if all_of_it.bias and not part.bias
             ]
         for fill in step.fills if proves and step.depth in (LINEAR, SPLIT) else ():
-            if fill.format and step.shape and (shape := matrix_shape(fill, step.whole or step.shape)):
-                away += checkpoint.add_values(
-                    f"{step.path}.{fill.target}", shape, fill.format, fill.transposed, plan.dtype
-                )
+            matrix = matrix_of(step.whole or step.shape, fill.target) if step.shape else None
+            if fill.format and matrix:
+                name = f"{step.path}.{fill.target}"
+                away += checkpoint.add_values(name, matrix.shape, fill.format, fill.transposed, plan.dtype)
     names = tuple(away)
     return lambda name: name.startswith(names)
 

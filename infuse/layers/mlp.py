@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.layer import MLPShape
-from infuse.layers.combine import Combine
-from infuse.layers.linear import Linear, QuantizedLinear, direct, fuses, make_linear, product, untouched
+from infuse.architectures.mlp import MLPShape
+from infuse.layers.linear import Linear, QuantizedLinear, direct, fuses, product, untouched
 from infuse.layers.pickling import Pickled
-
-
-def mlp_ops(shape: MLPShape) -> tuple[str, ...]:
-    """What follows the product; both are one op (`linear_activation`, `quantized_linear_activation`) where nothing
-    comes between them.
-    """
-    return ("gated_activation" if shape.gated else "activation",)
+from infuse.layers.surroundings import Surroundings
 
 
 class MLP(Pickled):
     """Its `up` holds the gate above it where the MLP is gated."""
 
-    def __init__(
-        self, shape: MLPShape, formats: Mapping[str, str], bodies: Mapping[str, str], combine: Combine | None = None
-    ):
+    def __init__(self, shape: MLPShape, surroundings: Surroundings):
         super().__init__()
+        bodies, (up, down) = surroundings.bodies, shape.matrices
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
-        format = formats.get("mlp.up.weight")
-        fused = ops.quantized_linear_activation if format else ops.linear_activation
+        fused = ops.quantized_linear_activation if surroundings.format(up) else ops.linear_activation
         self._fused = fused.bound(bodies.get(fused.name, ops.REFERENCE))
         self._fused_reference = fused.bound(ops.REFERENCE)  # for weights that the body has no layout for
         self._activation, self._gated = shape.activation, shape.gated
         self._around = any(bodies.get(name, ops.REFERENCE) != ops.REFERENCE for name in ops.FUSED)
-        rows = shape.inner * (2 if shape.gated else 1)
-        self.up = make_linear(shape.hidden, rows, shape.in_bias, format, bodies)
-        self.down = make_linear(
-            shape.inner, shape.hidden, shape.out_bias, formats.get("mlp.down.weight"), bodies, combine
-        )
+        self.up, self.down = surroundings.linear(up), surroundings.linear(down)
 
     def forward(self, x: Tensor) -> Tensor:
         held: dict[str, Any] = self._modules

@@ -18,9 +18,9 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.plan.decide import fallback
-from infuse.plan.formats import is_matrix, linear_ops
+from infuse.plan.formats import matrices_made, matrix_ops
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, EMBEDDING, SPLIT, Left, Step
+from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.quant.parse import quant_format
 from infuse.shards.index import SavedIndex, SavedStep
 from infuse.shards.save import digest, digest_alone, is_packed, with_formats
@@ -163,7 +163,7 @@ def _taken(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
             return None
         return saved.pop(step.path).formats
     formats: dict[str, str] = {}
-    for fill in (fill for fill in step.fills if is_matrix(fill)):
+    for fill, _ in matrices_made(step.fills, step.shape) if step.shape else ():
         path = f"{step.path}.{fill.target}".removesuffix(".weight")
         entry = saved.get(path)
         format = entry.formats.get("weight") if entry else None
@@ -185,7 +185,7 @@ def _with_bodies(step: Step, device: Device, dtype: torch.dtype) -> Step:
     planned without.
     """
     chosen = dict(step.bodies)
-    for name in linear_ops(step.fills) if step.depth != EMBEDDING else ():
+    for name in matrix_ops(step.fills, step.shape) if step.shape else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
     return replace(step, bodies=ops.layer_bodies(chosen.items()))
 
