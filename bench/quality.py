@@ -26,7 +26,7 @@ import transformers
 
 import infuse
 from infuse.device import cpu_features
-from infuse.plan.formats import format_bytes, matrix_shape
+from infuse.plan.formats import format_bytes, matrices_made
 from infuse.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,8 @@ def bits(plan: Plan) -> float:
             continue
         sizes = format_bytes(step.fills, step.shape)
         held_bytes += sum(sizes.values())
-        weights += sum(math.prod(matrix_shape(fill, step.shape) or ()) for fill in step.fills if fill.target in sizes)
+        made = matrices_made(step.fills, step.shape) if sizes else []
+        weights += sum(math.prod(matrix.shape) for fill, matrix in made if fill.target in sizes)
     return 8 * held_bytes / weights if weights else 8.0 * plan.dtype.itemsize
 
 

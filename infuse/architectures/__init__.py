@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import bert, gpt, llama
-from infuse.architectures.bind import Bound, bind
-from infuse.architectures.layer import LayerSpec
+from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
 SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *gpt.SPECS, *bert.SPECS)
@@ -43,9 +42,9 @@ def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bou
     for spec in specs:
         wrong = [(key, value) for key, value in spec.when if getattr(config, key, None) != value]
         if not wrong:
-            return bind(spec, layer, config)
+            return spec.bind(layer, config)
         unmet += [f"config.{key} is {getattr(config, key, None)!r}, not {value!r}" for key, value in wrong]
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
 
 
-__all__ = ["SPECS", "Bound", "bind", "bind_any", "specs_for"]
+__all__ = ["SPECS", "Bound", "bind_any", "specs_for"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 # transformers' ACT2FN → the `name` of the op `activation`. Those that differ only in rounding share one.
@@ -16,3 +17,10 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
         "swish": "silu",
     }
 )
+
+
+@dataclass(frozen=True)
+class Act:
+    """An activation by its own name, where no config key names it."""
+
+    name: str

@@ -1,17 +1,35 @@
-"""The parts of a transformer layer in the words of its checkpoint, and the numbers that they come to.
+"""A layer as a spec declares it, in the words of its checkpoint, and the numbers that it comes to.
 
-A `LayerSpec` declares what is *meant* (which norm, which residual shape, which packing); `bind` in `spec/bind.py`
-reads what is *found* (biases, widths, a qk-norm, eps) and makes a `LayerShape`. Data only: no tensors, picklable.
+A `LayerSpec` declares what is *meant* (which norm, which residual shape, which packing); `LayerSpec.bind` reads what is
+*found* (biases, widths, a qk-norm, eps) and makes a `LayerShape`. Data only: no tensors, picklable.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
-from infuse.architectures.packing import BLOCKS
+from torch import nn
 
-RMS, LAYER = "rms", "layer"
+from infuse.architectures.activations import Act
+from infuse.architectures.attention import (
+    Alibi,
+    Attention,
+    AttentionShape,
+    NoPosition,
+    Packed,
+    Rotary,
+    RotaryTable,
+    Separate,
+    Window,
+)
+from infuse.architectures.bind import Binder
+from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
+from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
+from infuse.architectures.packing import Fill
+from infuse.architectures.part import Matrix, Parameter, PartShape, named
+from infuse.errors import SpecMismatch
 
 # Residual shapes, drawn in layers/block.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
@@ -19,141 +37,13 @@ PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns
 
 
-# --- what is declared ---------------------------------------------------------------------------------------------
+Held = TypeVar("Held", Matrix, Parameter)
 
 
-@dataclass(frozen=True)
-class Norm:
-    """A norm at `path`. `offset` is added to its weight (Gemma, LayerNorm1P). A `*` in the path: one norm for each
-    head.
-    """
+class FeedForward(Protocol):
+    """What a spec declares in the place of the MLP: `bind` reads it from a layer, under `name` in the new module."""
 
-    path: str
-    kind: str
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class Separate:
-    """Query, key and value each in a linear of its own."""
-
-    q: str
-    k: str
-    v: str
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Query, key and value in one linear, in the order of `packing`."""
-
-    path: str
-    packing: str = BLOCKS
-
-
-@dataclass(frozen=True)
-class NoPosition:
-    """Positions are in the embeddings, or nowhere."""
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The model passes `position_embeddings=(cos, sin)`. `switch`: a config list that says for each layer if it
-    rotates.
-    """
-
-    interleaved: bool = False
-    switch: str | None = None
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """The layer owns a buffer [positions, sin | cos] and looks its rows up by the `position_ids` that it is passed."""
-
-    buffer: str
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """The model passes a bias as the keyword `argument`: [B H, 1, L], or [H, 1, S] of which the last L columns count."""
-
-    argument: str
-
-
-Position = NoPosition | Rotary | RotaryTable | Alibi
-
-
-@dataclass(frozen=True)
-class Window:
-    """Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens, and the mask does not
-    say so.
-    """
-
-    types: str
-    value: str
-    size: str
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Self-attention. `module` is the attention module (transformers records attentions by its class).
-
-    `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number,
-    or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask
-    hides.
-    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key)
-    that it passes.
-    """
-
-    module: str
-    qkv: Separate | Packed
-    out: str
-    position: Position = NoPosition()
-    kv_heads: str | int | None = None
-    heads: str = "num_attention_heads"
-    scale: str | float | None = "scaling"
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    softcap: str | None = None
-    clip: str | None = None
-    window: Window | None = None
-    causal: bool = True
-    inverted_mask: bool = False
-    passes: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Act:
-    """An activation by its own name, where no config key names it."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class MLP:
-    """down(act(up(x)))."""
-
-    up: str
-    down: str
-    activation: str | Act = "hidden_act"
-
-
-@dataclass(frozen=True)
-class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
-
-    gate: str
-    up: str
-    down: str
-    activation: str | Act = "hidden_act"
-
-
-@dataclass(frozen=True)
-class PackedGatedMLP:
-    """The same with [gate | up] in one linear."""
-
-    gate_up: str
-    down: str
-    activation: str | Act = "hidden_act"
+    def bind(self, binder: Binder, name: str) -> PartShape: ...
 
 
 @dataclass(frozen=True)
@@ -168,7 +58,7 @@ class LayerSpec:
 
     layer: str
     attn: Attention
-    mlp: MLP | GatedMLP | PackedGatedMLP
+    mlp: FeedForward
     norm1: Norm | None = None
     norm2: Norm | None = None
     post1: Norm | None = None
@@ -188,84 +78,43 @@ class LayerSpec:
                 changes[name] = replace(getattr(self, name), **changes[name])
         return replace(self, **changes)
 
-
-# --- what it comes to ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormShape:
-    """`weight` is the shape of the weight, None without one.
-
-    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the
-    same of them as `copies` says.
-    """
-
-    kind: str
-    width: int
-    eps: float
-    offset: float
-    weight: tuple[int, ...] | None
-    bias: bool
-    whole: int = 0
-    copies: int = 1
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the
-    block.
-
-    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of
-    all ranks.
-    """
-
-    name: str
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    qkv_bias: bool
-    out_bias: bool
-    position: Position
-    scale: float
-    softcap: float
-    clip: float
-    window: int
-    causal: bool
-    inverted_mask: bool
-    q_norm: NormShape | None
-    k_norm: NormShape | None
-    first_head: int = 0
-    head_counts: tuple[int, ...] = ()
-    passes: tuple[tuple[str, str], ...] = field(
-        default=(), repr=False
-    )  # not in the fingerprint of shards: it moves no weight
-
-    @property
-    def all_heads(self) -> int:
-        return sum(self.head_counts) or self.heads
+    def bind(self, layer: nn.Module, config: Any) -> Bound:
+        """Read what is found in `layer` (live or meta) and `config`; SpecMismatch lists every difference."""
+        attention = Binder(layer, config, None, self.transposed).module(self.attn.module, optional=True)
+        index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
+        binder = Binder(layer, config, index, self.transposed)
+        for key, expected in self.expect:
+            found = getattr(config, key, expected)
+            if found != expected:
+                binder.differences.append(f"config.{key} is {found!r}; only {expected!r} is understood")
+        forward = inspect.signature(type(layer).forward)
+        after_hidden = list(forward.parameters.values())[2:]
+        shape = LayerShape(
+            attn=self.attn.bind(binder),
+            mlp=self.mlp.bind(binder, "mlp"),
+            norm1=None if self.norm1 is None else self.norm1.bind(binder, "norm1"),
+            norm2=None if self.norm2 is None else self.norm2.bind(binder, "norm2"),
+            post1=None if self.post1 is None else self.post1.bind(binder, "post1"),
+            post2=None if self.post2 is None else self.post2.bind(binder, "post2"),
+            residual=self.residual,
+            residual_scale=binder.factor(self.residual_scale) if self.residual_scale else 1.0,
+            returns=self.returns,
+            arguments=tuple(p.name for p in after_hidden if p.kind is p.POSITIONAL_OR_KEYWORD),
+            repeated=self.repeated,
+        )
+        if differences := [*binder.differences, *binder.unclaimed()]:
+            raise SpecMismatch(self.layer.rpartition(".")[2], differences)
+        return Bound(shape, tuple(binder.fills), index, self.attn.module)
 
 
 @dataclass(frozen=True)
-class MLPShape:
-    """Numbers of one MLP; `gated` has [gate | up] merged into its first linear."""
-
-    hidden: int
-    inner: int
-    gated: bool
-    activation: str
-    in_bias: bool
-    out_bias: bool
-
-
-@dataclass(frozen=True)
-class LayerShape:
+class LayerShape(PartShape):
     """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states,
     `repeated` those that say nothing new.
     """
 
     attn: AttentionShape
-    mlp: MLPShape
+    mlp: PartShape
     norm1: NormShape | None
     norm2: NormShape | None
     post1: NormShape | None
@@ -275,3 +124,45 @@ class LayerShape:
     returns: str
     arguments: tuple[str, ...]
     repeated: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, PartShape]:
+        """The parts by the fields that hold them."""
+        held = {name: getattr(self, name) for name in ("attn", "mlp", "norm1", "norm2", "post1", "post2")}
+        return {name: part for name, part in held.items() if part is not None}
+
+    def child(self, field: str) -> str:
+        """The name of a part's module in the block."""
+        return self.attn.name if field == "attn" else field
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.matrices)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.parameters)
+
+    def _inside(self, field: str, one: Held) -> Held:
+        """What a part holds, under the part's own name."""
+        return replace(one, target=named(self.child(field), one.target))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A layer as its spec sees it. `index` is its place in the cache, None where it has none; `attn` the attention's
+    path.
+    """
+
+    shape: LayerShape
+    fills: tuple[Fill, ...]
+    index: int | None
+    attn: str
+
+
+# The words of a spec, from one place.
+__all__ = [
+    "LAYER", "MLP", "PARALLEL", "POST", "PRE", "RMS", "SANDWICH", "TENSOR", "TUPLE", "Act", "Alibi", "Attention", "AttentionShape",
+    "Bound", "FeedForward", "GatedMLP", "LayerShape", "LayerSpec", "MLPShape", "NoPosition", "Norm", "NormShape", "Packed",
+    "PackedGatedMLP", "Rotary", "RotaryTable", "Separate", "Window",
+]  # fmt: skip

@@ -6,18 +6,19 @@ Those need no spec: their meaning is their own. Subclasses are left alone, since
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from infuse.architectures.adapters import adapter_parts
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import COLUMN, VOCAB, Extent, Matrix, PartShape, Share
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 @dataclass(frozen=True)
-class LinearShape:
+class LinearShape(PartShape):
     """Numbers of one linear; `transposed` weights are stored [inputs, outputs].
 
     Where ranks share its outputs, `outputs` are one rank's, and `widths` those of all ranks.
@@ -30,19 +31,33 @@ class LinearShape:
     widths: tuple[int, ...] = ()
 
     @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (Matrix("", self.outputs, self.inputs, self.bias, COLUMN, (Extent(VOCAB, self.outputs),)),)
+
+    def of_rank(self, share: Share) -> LinearShape:
+        return replace(self, outputs=share.count(VOCAB), widths=share.counts(VOCAB))
+
+    @property
     def fills(self) -> tuple[Fill, ...]:
         weight = Fill("weight", ("weight",), self.transposed)
         return (weight, Fill("bias", ("bias",))) if self.bias else (weight,)
 
 
 @dataclass(frozen=True)
-class EmbeddingShape:
+class EmbeddingShape(PartShape):
     """Numbers of one embedding table. Where ranks share it, this one has `rows` from `first_row` on, of `all_rows`."""
 
     rows: int
     width: int
     first_row: int = 0
     all_rows: int = 0
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (Matrix("", self.rows, self.width, False, COLUMN, (Extent(VOCAB, self.rows),), op="embedding"),)
+
+    def of_rank(self, share: Share) -> EmbeddingShape:
+        return replace(self, rows=share.count(VOCAB), first_row=share.own[VOCAB][0], all_rows=self.rows)
 
     @property
     def fills(self) -> tuple[Fill, ...]:

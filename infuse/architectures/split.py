@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from infuse.architectures.part import COLUMN, ROW, WHOLE, Matrix
 from infuse.parallel.slices import Range
 
-ROW, COLUMN, WHOLE = "row", "column", "whole"
+__all__ = ["COLUMN", "ROW", "WHOLE", "Count", "LinearPart", "SplitShape", "TablePart"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,6 @@ class SplitShape:
     head_counts: tuple[int, ...] = ()
     readings: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
-    def matrix(self, path: str) -> tuple[int, int]:
-        """[outputs, inputs] of the linear at `path`."""
-        return next((part.outputs, part.inputs) for part in self.linears if part.path == path)
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(Matrix(one.path, one.outputs, one.inputs, one.bias, one.role) for one in self.linears)

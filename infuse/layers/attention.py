@@ -12,25 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.layer import AttentionShape, NormShape
+from infuse.architectures.attention import AttentionShape
+from infuse.architectures.norm import NormShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
-from infuse.layers.combine import Combine
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import direct, make_linear, product
+from infuse.layers.linear import direct, product
 from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.pickling import Pickled
 from infuse.layers.position import Positions, make_positions
-from infuse.parallel.group import LOCAL, Group
-
-
-def attention_ops(shape: AttentionShape) -> tuple[str, ...]:
-    names = ["rotary", "rotary_append", "attention"]
-    for norm in (shape.q_norm, shape.k_norm):
-        if norm is not None:
-            names.append("rms_norm" if norm.kind == "rms" else "layer_norm")
-    return tuple(dict.fromkeys(names))
+from infuse.layers.surroundings import Surroundings
 
 
 class Attention(Pickled):
@@ -38,21 +30,11 @@ class Attention(Pickled):
     which each may be None, the output is residual + what it is of norm(x), in the products where they fuse.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        index: int | None,
-        formats: Mapping[str, str],
-        bodies: Mapping[str, str],
-        group: Group = LOCAL,
-        combine: Combine | None = None,
-    ):
+    def __init__(self, shape: AttentionShape, surroundings: Surroundings):
         super().__init__()
-        self.shape, self._index, self._group = shape, index, group
-        heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_width
-        qkv_format, out_format = (formats.get(f"{shape.name}.{part}.weight") for part in ("qkv", "out"))
-        self.qkv = make_linear(shape.hidden, (heads + 2 * kv_heads) * width, shape.qkv_bias, qkv_format, bodies)
-        self.out = make_linear(heads * width, shape.hidden, shape.out_bias, out_format, bodies, combine)
+        self.shape, self._index, self._group = shape, surroundings.index, surroundings.group
+        bodies, (qkv, out) = surroundings.bodies, shape.matrices
+        self.qkv, self.out = surroundings.linear(qkv), surroundings.linear(out)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.positions = make_positions(shape.position)

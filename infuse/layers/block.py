@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
-from infuse.layers.attention import Attention, attention_ops
+from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
@@ -34,10 +34,12 @@ from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import all_are_heard, direct, fuses, untouched
-from infuse.layers.mlp import MLP, mlp_ops
+from infuse.layers.mlp import MLP
 from infuse.layers.named_attention import arguments_of_named, names_ours
-from infuse.layers.norm import Norm, norm_ops
+from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
+from infuse.layers.parts import make_part
+from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 
 # Taking the tokens out and putting them back costs 1 to 2 % of a small encoder's layer.
@@ -47,8 +49,9 @@ LEAST_PADDING = 1 / 16
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
     """The names of the ops that a block of this shape calls, its linears aside."""
     fused = shape.residual in (PRE, POST) and shape.residual_scale == 1.0
-    norms = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) for name in norm_ops(norm, fused)]
-    return tuple(dict.fromkeys((*norms, *attention_ops(shape.attn), *mlp_ops(shape.mlp))))
+    alone = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) if norm for name in norm.ops]
+    norms = [each for name in alone for each in ((name, f"add_{name}") if fused else (name,))]
+    return tuple(dict.fromkeys((*norms, *shape.attn.ops, *shape.mlp.ops)))
 
 
 class Block(InferenceModule):
@@ -76,9 +79,10 @@ class Block(InferenceModule):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
         self._attention_name = shape.attn.name
-        attention = Attention(shape.attn, index, formats, bodies, group, of_attention)
-        self.add_module(shape.attn.name, attention)
-        self.mlp = MLP(shape.mlp, formats, bodies, of_mlp)
+        name = shape.attn.name
+        attention: Any = make_part(shape.attn, Surroundings(name, formats, bodies, group, of_attention, index))
+        self.add_module(name, attention)
+        self.mlp = make_part(shape.mlp, Surroundings("mlp", formats, bodies, group, of_mlp, index))
         self._run = _fused if fuses(bodies) and shape.residual in _FUSED else _RESIDUALS[shape.residual]
         self._one_call = make_one_call(shape, formats, index, bodies, attention.positions.interleaved)
         self._encoder_call = make_encoder_call(shape, formats, bodies)

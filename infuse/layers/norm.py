@@ -8,16 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.layer import RMS, NormShape
+from infuse.architectures.norm import RMS, NormShape
 from infuse.layers.pickling import Pickled
-
-
-def norm_ops(shape: NormShape | None, fused: bool) -> tuple[str, ...]:
-    """The names of the ops that a norm of this shape calls."""
-    if shape is None:
-        return ()
-    name = "rms_norm" if shape.kind == RMS else "layer_norm"
-    return (name, f"add_{name}") if fused else (name,)
 
 
 class Norm(Pickled):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infuse.architectures.layer import RMS, LayerShape, NormShape
+from infuse.architectures.layer import RMS, LayerShape, MLPShape, NormShape
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
@@ -34,6 +34,7 @@ class OneCall:
         self._absent: list[tuple[int, str]] = []  # parameters that are not there
         self._types: list[Any] = []  # of each part
         attn, mlp = shape.attn, shape.mlp
+        assert isinstance(mlp, MLPShape), mlp
         given = (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm)
         norms = tuple(self._norm(part, norm) for part, norm in enumerate(given))
         rows = (attn.heads + 2 * attn.kv_heads) * attn.head_width
@@ -168,7 +169,8 @@ def one_call_takes(shape: LayerShape, bodies: Mapping[str, str]) -> bool:
         norm.whole for norm in norms
     )
     return (
-        taken
+        isinstance(shape.mlp, MLPShape)
+        and taken
         and not attn.clip
         and not attn.head_counts
         and shape.residual_scale == 1.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.layer import Alibi, Position, Rotary, RotaryTable
+from infuse.architectures.attention import Alibi, Position, Rotary, RotaryTable
 from infuse.errors import UnsupportedCall
 from infuse.layers.inputs import Inputs
 

@@ -16,16 +16,17 @@ from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import Matrix, matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
-from infuse.architectures.ranks import Part, Shape, layer_part, output_part, table_part
+from infuse.architectures.ranks import Part, Shape, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.bytes import bytes_after, parameter_bytes
-from infuse.plan.formats import Formats, is_matrix, linear_ops, linears_of, matrix_shape
+from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
 from infuse.plan.found import config_around, path_of, shared_weights, users_own
 from infuse.plan.held import refused_bodies, without_kernels
 from infuse.plan.plan import Plan
@@ -134,21 +135,22 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        differences = [
-            text for fill in bound.fills if is_matrix(fill) and (text := self.formats.difference(fill, path))
-        ]
+        made = {matrix.weight: fill for fill, matrix in matrices_made(bound.fills, bound.shape)}
+        differences = [text for fill in made.values() if (text := self.formats.difference(fill, path))]
         if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
         parts = [Part(bound.shape, bound.fills)]
         if self.mesh.tp > 1:
-            down = next(fill for fill in bound.fills if fill.target == "mlp.down.weight")
-            multiple = self.formats.multiple(down, path, bound.shape)
+
+            def multiple(matrix: Matrix) -> int:
+                return self.formats.multiple(made[matrix.weight], path, matrix.inputs)
+
             parts = [
                 layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple)
                 for rank in self.mesh.ranks()
             ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
-        bodies = self.bodies((*block_ops(bound.shape), *linear_ops(fills)))
+        bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
         return Step(
             path,
@@ -175,7 +177,10 @@ class _Decision:
                 left: list[Left] = []
                 for whole, parts in readings:
                     shape, fills, all_of_it = self.chosen(parts, whole.shape, path)
-                    bodies, why = self.bodies(linear_ops(fills)), f"linears shared by ranks, as {roles.why} tells"
+                    bodies, why = (
+                        self.bodies(matrix_ops(fills, shape)),
+                        f"linears shared by ranks, as {roles.why} tells",
+                    )
                     steps.append(Step(path, SPLIT, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
                     left = left or list(self.left)  # what is told of the first reading speaks for all
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
@@ -214,11 +219,11 @@ class _Decision:
                 )
                 if not split:
                     continue
-            parts = [output_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
+            parts = [plain_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
             own, fills, whole = self.chosen(parts, shape, name)
             if unlike:  # the embedding stays whole, and the head has a copy of its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
-            bodies = self.bodies(linear_ops(fills))
+            bodies = self.bodies(matrix_ops(fills, own))
             if (
                 shape.transposed
                 and not fills[0].format
@@ -243,11 +248,11 @@ class _Decision:
         self.steps = [step for step in self.steps if step.path != path]
         whole = embedding_shape(self.model.get_submodule(path))
         assert whole is not None, path
-        part = table_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else Part(whole, whole.fills)
+        part = plain_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else Part(whole, whole.fills)
         fills = tuple(replace(fill, format=format) for fill in part.fills)
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
-        bodies = self.bodies(("quantized_embedding", "quantize") if format else ())
+        bodies = self.bodies(matrix_ops(fills, part.shape))
         return Step(
             path,
             EMBEDDING,
@@ -286,7 +291,7 @@ class _Decision:
         """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks
         share it.
         """
-        matrix = matrix_shape(fill, whole)
+        matrix = matrix_of(whole, fill.target)
         if matrix is None:
             return fill
         format = self.formats.of_fill(fill, path)
@@ -296,8 +301,8 @@ class _Decision:
                     Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
                 )
             return fill
-        format = format.of_part(matrix[1]) if fill.cut is not None and fill.cut.axis == 1 else format
-        widths = [matrix[1] for matrix in (matrix_shape(fill, shape) for shape in shapes) if matrix is not None]
+        format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
+        widths = [own.inputs for shape in shapes if (own := matrix_of(shape, fill.target)) is not None]
         if reason := next((reason for width in widths if (reason := format.fits(width))), None):
             self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
             return fill

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from infuse import ops
-from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.plain import EmbeddingShape, LinearShape
-from infuse.architectures.split import SplitShape
+from infuse.architectures.part import HasMatrices, Matrix, matrix_of
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -24,7 +22,6 @@ from infuse.plan.found import grouped
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
-AnyShape = LayerShape | LinearShape | EmbeddingShape | SplitShape
 _KEY = "quant.weight.post_init_quant"
 
 
@@ -72,12 +69,10 @@ class Formats:
         """The format of the matrix that `fill` makes of linears below `path`; `difference` says whether there is one."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
-    def multiple(self, fill: Fill, path: str, shape: AnyShape) -> int:
-        """The inputs that a part of `fill`'s matrix must be a multiple of, for whole groups of its format."""
-        format, matrix = self.of_fill(fill, path), matrix_shape(fill, shape)
-        if format is None or matrix is None:
-            return 1
-        return format.of_part(matrix[1]).group_size or format.pack
+    def multiple(self, fill: Fill, path: str, inputs: int) -> int:
+        """What a part of the `inputs` of `fill`'s matrix must be a multiple of, for whole groups of its format."""
+        format = self.of_fill(fill, path)
+        return 1 if format is None else format.of_part(inputs).group_size or format.pack
 
     def difference(self, fill: Fill, path: str) -> str | None:
         """Why the linears that `fill` merges cannot be one matrix: names give them different formats."""
@@ -126,57 +121,39 @@ def linears_of(fill: Fill, path: str) -> list[str]:
     return [".".join(part for part in (path, owner) if part) for owner in owners]
 
 
-def is_matrix(fill: Fill) -> bool:
-    return (
-        fill.matrix
-        or fill.target == "weight"
-        or fill.target.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
-    )
+def matrices_made(fills: Iterable[Fill], shape: HasMatrices) -> list[tuple[Fill, Matrix]]:
+    """The fills that make a matrix of `shape`, each with the matrix."""
+    found = ((fill, matrix_of(shape, fill.target)) for fill in fills)
+    return [(fill, matrix) for fill, matrix in found if matrix is not None]
 
 
-def linear_ops(fills: Iterable[Fill]) -> tuple[str, ...]:
-    """The ops of the matrices among `fills`: what multiplies with them, and what quantizes them."""
-    matrices = [fill for fill in fills if is_matrix(fill)]
-    quantized = ("quantize",) if any(fill.format for fill in matrices) else ()
-    return tuple(dict.fromkeys((*(linear_op(fill.format) for fill in matrices), *quantized)))
+def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
+    """The ops that multiply with the matrices among `fills` or look up in them, and the op that quantizes them."""
+    made = matrices_made(fills, shape)
+    multiplied = [linear_op(fill.format) for fill, matrix in made if matrix.op == "linear"]
+    looked_up = ["quantized_embedding" for fill, matrix in made if matrix.op == "embedding" and fill.format]
+    quantized = ["quantize"] if any(fill.format for fill, _ in made) else []
+    return tuple(dict.fromkeys((*multiplied, *looked_up, *quantized)))
 
 
-def matrix_shape(fill: Fill, shape: AnyShape) -> tuple[int, int] | None:
-    """[outputs, inputs] of the matrix that `fill` makes; None for norms, biases and tables."""
-    if not is_matrix(fill):
-        return None
-    if isinstance(shape, LinearShape):
-        return shape.outputs, shape.inputs
-    if isinstance(shape, EmbeddingShape):
-        return shape.rows, shape.width
-    if isinstance(shape, SplitShape):
-        return shape.matrix(fill.target.removesuffix(".weight"))
-    attn, mlp = shape.attn, shape.mlp
-    return {
-        "qkv": ((attn.heads + 2 * attn.kv_heads) * attn.head_width, attn.hidden),
-        "out": (attn.hidden, attn.heads * attn.head_width),
-        "up": (mlp.inner * (2 if mlp.gated else 1), mlp.hidden),
-        "down": (mlp.hidden, mlp.inner),
-    }[fill.target.split(".")[-2]]
-
-
-def format_bytes(fills: Iterable[Fill], shape: AnyShape | None) -> dict[str, int]:
+def format_bytes(fills: Iterable[Fill], shape: HasMatrices | None) -> dict[str, int]:
     """Target → the bytes of its quantized matrix, codes, scales and zeros."""
-    found: dict[str, int] = {}
-    for fill in fills:
-        if fill.format and shape is not None and (matrix := matrix_shape(fill, shape)):
-            found[fill.target] = quant_format(fill.format).nbytes(*matrix)
-    return found
+    made = [] if shape is None else matrices_made(fills, shape)
+    return {
+        fill.target: quant_format(fill.format).nbytes(matrix.outputs, matrix.inputs)
+        for fill, matrix in made
+        if fill.format
+    }
 
 
-def held_bytes(fills: Iterable[Fill], shape: AnyShape | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
+def held_bytes(fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
     """As format_bytes, with the values in place of the codes where the body of the product or look-up holds them."""
     fills, chosen = tuple(fills), dict(bodies)
     found = format_bytes(fills, shape)
     held = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))
     if held is not None and shape is not None:
-        for fill in fills:
-            if fill.target in found and fill.format and (matrix := matrix_shape(fill, shape)):
-                values = matrix[0] * matrix[1]
+        for fill, matrix in matrices_made(fills, shape):
+            if fill.format:
+                values = matrix.outputs * matrix.inputs
                 found[fill.target] += values * held.itemsize - values * quant_format(fill.format).bits // 8
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infuse.architectures.packing import Fill
 from infuse.architectures.ranks import Shape
-from infuse.plan.formats import held_bytes, is_matrix
+from infuse.plan.formats import held_bytes, matrices_made
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
 
@@ -50,8 +50,11 @@ class Step:
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
         """Each matrix: its target, its format, and where it has one the bytes that are held, scales and zeros included."""
+        if self.shape is None:
+            return ()
         sizes = held_bytes(self.fills, self.shape, self.bodies)
-        return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill in self.fills if is_matrix(fill))
+        made = matrices_made(self.fills, self.shape)
+        return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in made)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from infuse.architectures import specs_for
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
 from infuse.architectures.split import SplitShape
@@ -88,7 +89,9 @@ class Splits:
 
 
 def _multiple(formats: Formats, path: str, fill: Fill, whole: SplitShape) -> int:
-    return formats.multiple(fill, path, whole)
+    matrix = matrix_of(whole, fill.target)
+    assert matrix is not None, fill
+    return formats.multiple(fill, path, matrix.inputs)
 
 
 def _inside_has_spec(layer: nn.Module) -> bool:

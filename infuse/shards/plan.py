@@ -20,9 +20,9 @@ from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Tiling, taken
 from infuse.plan.decide import fallback
-from infuse.plan.formats import is_matrix, linear_ops
+from infuse.plan.formats import matrices_made, matrix_ops
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, EMBEDDING, SPLIT, Left, Step
+from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.quant.parse import quant_format
 from infuse.shards.index import SavedIndex, SavedStep
 from infuse.shards.save import is_packed, kind_of, kind_of_linear
@@ -116,12 +116,12 @@ def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | 
     """The formats in which a step was saved, taken out of `saved`, by path; None where it was not."""
     if step.depth != SPLIT:
         entry = saved.get(step.path)
-        targets = {fill.target for fill in step.fills if is_matrix(fill)}
+        targets = {fill.target for fill, _ in matrices_made(step.fills, step.shape)} if step.shape else set()
         if entry is None or not entry.formats.keys() <= targets or entry.kind != kind_of(step):
             return None
         return saved.pop(step.path).formats
     formats: dict[str, str] = {}
-    for fill in (fill for fill in step.fills if is_matrix(fill)):
+    for fill, _ in matrices_made(step.fills, step.shape) if step.shape else ():
         path = f"{step.path}.{fill.target}".removesuffix(".weight")
         entry = saved.get(path)
         if entry and "weight" in entry.formats and entry.kind == kind_of_linear(step, fill):
@@ -139,7 +139,7 @@ def _with_formats(step: Step, formats: Mapping[str, str], device: Device, dtype:
             format = str(replace(quant_format(format), activation_bits=asked))
         fills.append(replace(fill, format=format))
     chosen = dict(step.bodies)  # where a format did not fit then, or does not now, it was planned without
-    for name in linear_ops(fills) if step.depth != EMBEDDING else ():
+    for name in matrix_ops(fills, step.shape) if step.shape else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
     return replace(step, fills=tuple(fills), bodies=tuple(chosen.items()), why="as it was saved")
 

@@ -25,7 +25,7 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
-from infuse.plan.formats import is_matrix
+from infuse.plan.formats import matrices_made
 from infuse.plan.plan import Plan
 from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
 from infuse.quant.format import QuantFormat
@@ -185,7 +185,8 @@ def _entries(step: Step) -> list[dict[str, Any]]:
 
 def kind_of(step: Step) -> str:
     """A digest of what the stored tensors of all ranks together mean: the whole shape, and how matrices are made."""
-    fills = tuple(replace(fill, cut=None, format=None) for fill in step.fills if is_matrix(fill))
+    made = matrices_made(step.fills, step.shape) if step.shape else []
+    fills = tuple(replace(fill, cut=None, format=None) for fill, _ in made)
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures import bind_any, specs_for
+from infuse.architectures.part import extents_of
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Joined, TensorSource, in_words
 from infuse.weights.pieces import Packed, Shape, packed_qkv
@@ -142,9 +143,11 @@ def packings(model: nn.Module) -> dict[str, Packed]:
         except SpecMismatch:
             return
         for fill in bound.fills:
-            packed = packed_qkv(fill.packing, fill.heads) if fill.heads is not None else None
-            if fill.target.startswith("mlp.up.") and len(fill.sources) == 1 and bound.shape.mlp.gated:
-                packed = Packed((bound.shape.mlp.inner,) * 2)
+            packed, extents = None, extents_of(bound.shape, fill.target)
+            if fill.heads is not None:
+                packed = packed_qkv(fill.packing, fill.heads)
+            elif len(fill.sources) == 1 and len(extents) > 1:
+                packed = Packed(tuple(extent.length for extent in extents))
             if packed is not None:
                 found[path + fill.sources[0]] = packed
 

@@ -1,0 +1,297 @@
+"""Self-attention: what a spec declares of it, its numbers, and how they are read from a layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.norm import LAYER, Norm, NormShape
+from infuse.architectures.packing import BLOCKS, Fill, Heads
+from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, Parameter, PartShape, Share, named
+from infuse.errors import SpecMismatch
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Query, key and value each in a linear of its own."""
+
+    q: str
+    k: str
+    v: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Query, key and value in one linear, in the order of `packing`."""
+
+    path: str
+    packing: str = BLOCKS
+
+
+@dataclass(frozen=True)
+class NoPosition:
+    """Positions are in the embeddings, or nowhere."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The model passes `position_embeddings=(cos, sin)`. `switch`: a config list that says for each layer if it
+    rotates.
+    """
+
+    interleaved: bool = False
+    switch: str | None = None
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """The layer owns a buffer [positions, sin | cos] and looks its rows up by the `position_ids` that it is passed."""
+
+    buffer: str
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """The model passes a bias as the keyword `argument`: [B H, 1, L], or [H, 1, S] of which the last L columns count."""
+
+    argument: str
+
+
+Position = NoPosition | Rotary | RotaryTable | Alibi
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens, and the mask does not
+    say so.
+    """
+
+    types: str
+    value: str
+    size: str
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention. `module` is the attention module (transformers records attentions by its class).
+
+    `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number,
+    or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask
+    hides.
+    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key)
+    that it passes.
+    """
+
+    module: str
+    qkv: Separate | Packed
+    out: str
+    position: Position = NoPosition()
+    kv_heads: str | int | None = None
+    heads: str = "num_attention_heads"
+    scale: str | float | None = "scaling"
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    softcap: str | None = None
+    clip: str | None = None
+    window: Window | None = None
+    causal: bool = True
+    inverted_mask: bool = False
+    passes: tuple[tuple[str, str], ...] = ()
+
+    def bind(self, binder: Binder) -> AttentionShape:
+        heads = binder.count(self.heads)
+        if self.kv_heads is None:
+            kv_heads = heads
+        else:
+            kv_heads = self.kv_heads if isinstance(self.kv_heads, int) else binder.count(self.kv_heads)
+        hidden, width, bias = self._bind_qkv(binder, heads, kv_heads)
+        out = binder.linear(self.out)
+        binder.fill_linear(f"{self.name}.out", (self.out,), out.bias)
+        if out.columns != heads * width:
+            binder.differences.append(
+                f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}"
+            )
+        return AttentionShape(
+            name=self.name,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_width=width,
+            qkv_bias=bias,
+            out_bias=out.bias,
+            position=self._position(binder),
+            scale=self._scale(binder, width),
+            softcap=self._softcap(binder),
+            clip=self._number(binder, self.clip),
+            window=self._window(binder),
+            causal=bool(getattr(binder.module(self.module), "is_causal", self.causal)),
+            inverted_mask=self.inverted_mask,
+            q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{self.name}.q_norm", optional=True),
+            k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{self.name}.k_norm", optional=True),
+            passes=self.passes,
+        )
+
+    @property
+    def name(self) -> str:
+        """The child's name in the block: that of the outermost module around the attention."""
+        return self.module.partition(".")[0]
+
+    def _bind_qkv(self, binder: Binder, heads: int, kv_heads: int) -> tuple[int, int, bool]:
+        """The hidden width, the head width, and whether query, key and value have a bias."""
+        target = f"{self.name}.qkv"
+        if isinstance(self.qkv, Separate):
+            paths = (self.qkv.q, self.qkv.k, self.qkv.v)
+            q, k, v = linears = [binder.linear(path) for path in paths]
+            width = q.rows // heads
+            expected = (heads * width, kv_heads * width, kv_heads * width)
+            if (q.rows, k.rows, v.rows) != expected:
+                binder.differences.append(
+                    f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
+                )
+            bias = binder.all_or_no_bias(paths, linears)
+            binder.fill_linear(target, paths, bias)
+            return q.columns, width, bias
+        packed = binder.linear(self.qkv.path)
+        width = packed.rows // (heads + 2 * kv_heads)
+        if packed.rows != (heads + 2 * kv_heads) * width:
+            binder.differences.append(
+                f"{self.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them"
+            )
+        packing = None if self.qkv.packing == BLOCKS else self.qkv.packing  # [q | k | v] already: moved as it is
+        binder.fill_linear(target, (self.qkv.path,), packed.bias, packing, Heads(heads, kv_heads, width))
+        return packed.columns, width, packed.bias
+
+    def _scale(self, binder: Binder, width: int) -> float:
+        if isinstance(self.scale, str):
+            found = getattr(binder.module(self.module, optional=True), self.scale, None)
+            if isinstance(found, (int, float)):
+                return float(found)
+            binder.differences.append(f"{self.module}.{self.scale} is {found!r}, not a number")
+            return 1.0
+        return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
+
+    def _number(self, binder: Binder, name: str | None) -> float:
+        return float(binder.attribute(self.module, name) or 0.0) if name else 0.0
+
+    def _softcap(self, binder: Binder) -> float:
+        # transformers' sdpa function leaves soft caps out; newer releases do not let models with a cap run on it.
+        ignored = getattr(binder.config, "_attn_implementation", None) == "sdpa"
+        return 0.0 if ignored else self._number(binder, self.softcap)
+
+    def _position(self, binder: Binder) -> Position:
+        position = self.position
+        if isinstance(position, Rotary) and position.switch:
+            rotates = binder.of_this_layer(position.switch)
+            return Rotary(position.interleaved) if rotates else NoPosition()
+        if isinstance(position, RotaryTable):
+            if not any(name == position.buffer for name, _ in binder.layer.named_buffers()):
+                binder.differences.append(f"there is no buffer {position.buffer}")
+            binder.fills.append(Fill(f"{self.name}.positions.table", (position.buffer,)))
+        return position
+
+    def _window(self, binder: Binder) -> int:
+        if self.window is None or binder.of_this_layer(self.window.types) != self.window.value:
+            return 0
+        return binder.count(self.window.size)
+
+
+@dataclass(frozen=True)
+class AttentionShape(PartShape):
+    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the
+    block.
+
+    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of
+    all ranks.
+    """
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    qkv_bias: bool
+    out_bias: bool
+    position: Position
+    scale: float
+    softcap: float
+    clip: float
+    window: int
+    causal: bool
+    inverted_mask: bool
+    q_norm: NormShape | None
+    k_norm: NormShape | None
+    first_head: int = 0
+    head_counts: tuple[int, ...] = ()
+    passes: tuple[tuple[str, str], ...] = field(
+        default=(), repr=False
+    )  # not in the fingerprint of shards: it moves no weight
+
+    @property
+    def all_heads(self) -> int:
+        return sum(self.head_counts) or self.heads
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        width = self.head_width
+        queries, keys = Extent(HEADS, self.heads, width), Extent(KV_HEADS, self.kv_heads, width)
+        merged = (queries, keys, keys)
+        rows = sum(extent.length for extent in merged)
+        qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged, fuses=True)
+        out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,), fuses=True)
+        return qkv, out
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        found = list(super().parameters)
+        for name, norm, unit, count in self._norms():
+            extents = self._extents(norm, unit, count)
+            found += [Parameter(named(name, one.target), extents) for one in norm.parameters]
+        return tuple(found)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        norms = [op for _, norm, _, _ in self._norms() for op in norm.ops]
+        return tuple(dict.fromkeys(("rotary", "rotary_append", "attention", *norms)))
+
+    def of_rank(self, share: Share) -> AttentionShape:
+        if wide := [name for name, norm, _, _ in self._norms() if norm.kind == LAYER and self._is_wide(norm)]:
+            differences = [f"{name} is a LayerNorm over the heads of all ranks" for name in wide]
+            raise SpecMismatch(self.name, differences)
+        own, all_keys = share.own[KV_HEADS], share.ranges[KV_HEADS]
+        sharers = all_keys.count(own) if self.kv_heads < len(all_keys) else 1
+        return replace(
+            self,
+            heads=share.count(HEADS),
+            kv_heads=share.count(KV_HEADS),
+            out_bias=self.out_bias and share.is_first,
+            q_norm=self._norm_of_rank(self.q_norm, share.count(HEADS), 1),
+            k_norm=self._norm_of_rank(self.k_norm, share.count(KV_HEADS), sharers),
+            first_head=share.own[HEADS][0],
+            head_counts=share.counts(HEADS),
+        )
+
+    def _norms(self) -> list[tuple[str, NormShape, str, int]]:
+        """Name, norm, and of which heads it normalises how many."""
+        given = (("q_norm", self.q_norm, HEADS, self.heads), ("k_norm", self.k_norm, KV_HEADS, self.kv_heads))
+        return [(name, norm, unit, count) for name, norm, unit, count in given if norm is not None]
+
+    def _extents(self, norm: NormShape, unit: str, count: int) -> tuple[Extent, ...]:
+        """What ranks split of a norm's weight: one weight for each head, or one over all heads; () of one for all."""
+        if norm.weight is not None and len(norm.weight) == 2:
+            return (Extent(unit, count),)
+        return (Extent(unit, count, self.head_width),) if self._is_wide(norm) else ()
+
+    def _is_wide(self, norm: NormShape) -> bool:
+        """Whether the norm goes over all heads at once."""
+        return norm.weight is not None and len(norm.weight) == 1 and norm.width != self.head_width
+
+    def _norm_of_rank(self, norm: NormShape | None, heads: int, copies: int) -> NormShape | None:
+        if norm is None or norm.weight is None:
+            return norm
+        if len(norm.weight) == 2:
+            return replace(norm, weight=(heads, norm.weight[1]))
+        if not self._is_wide(norm):
+            return norm
+        width = heads * self.head_width
+        return replace(norm, width=width, weight=(width,), whole=norm.width, copies=copies)

@@ -1,0 +1,90 @@
+"""Feed-forward parts: what a spec declares of one, how it is read from a layer, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from infuse.architectures.activations import Act
+from infuse.architectures.bind import Binder
+from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(up(x)))."""
+
+    up: str
+    down: str
+    activation: str | Act = "hidden_act"
+
+    def bind(self, binder: Binder, name: str) -> MLPShape:
+        return _bind(binder, name, (self.up,), self.down, self.activation, gated=False)
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(act(gate(x)) * up(x))."""
+
+    gate: str
+    up: str
+    down: str
+    activation: str | Act = "hidden_act"
+
+    def bind(self, binder: Binder, name: str) -> MLPShape:
+        return _bind(binder, name, (self.gate, self.up), self.down, self.activation, gated=True)
+
+
+@dataclass(frozen=True)
+class PackedGatedMLP:
+    """The same with [gate | up] in one linear."""
+
+    gate_up: str
+    down: str
+    activation: str | Act = "hidden_act"
+
+    def bind(self, binder: Binder, name: str) -> MLPShape:
+        return _bind(binder, name, (self.gate_up,), self.down, self.activation, gated=True)
+
+
+def _bind(
+    binder: Binder, name: str, paths: tuple[str, ...], down_path: str, activation: str | Act, *, gated: bool
+) -> MLPShape:
+    """The numbers of an MLP whose first product is merged from the linears at `paths`."""
+    down = binder.linear(down_path)
+    linears = [binder.linear(path) for path in paths]
+    rows = sum(linear.rows for linear in linears)
+    if rows != down.columns * (2 if gated else 1):
+        binder.differences.append(f"{' and '.join(paths)} make {rows} rows; {down_path} takes {down.columns} columns")
+    bias = binder.all_or_no_bias(paths, linears)
+    binder.fill_linear(f"{name}.up", paths, bias)
+    binder.fill_linear(f"{name}.down", (down_path,), down.bias)
+    return MLPShape(linears[0].columns, down.columns, gated, binder.activation(activation), bias, down.bias)
+
+
+@dataclass(frozen=True)
+class MLPShape(PartShape):
+    """Numbers of one MLP; `gated` has [gate | up] merged into its first linear."""
+
+    hidden: int
+    inner: int
+    gated: bool
+    activation: str
+    in_bias: bool
+    out_bias: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        inner = Extent(INNER, self.inner)
+        merged = (inner, inner) if self.gated else (inner,)
+        rows = sum(extent.length for extent in merged)
+        up = Matrix("up", rows, self.hidden, self.in_bias, COLUMN, merged, fuses=True, activates=True)
+        down = Matrix("down", self.hidden, self.inner, self.out_bias, ROW, (inner,), fuses=True)
+        return up, down
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """What follows the first product; both are one op where nothing comes between them."""
+        return ("gated_activation" if self.gated else "activation",)
+
+    def of_rank(self, share: Share) -> MLPShape:
+        return replace(self, inner=share.count(INNER), out_bias=self.out_bias and share.is_first)

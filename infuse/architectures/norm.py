@@ -1,0 +1,78 @@
+"""Norms: what a spec declares of one, how it is read from a layer, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.packing import STACK, Fill
+from infuse.architectures.part import Parameter, PartShape
+
+RMS, LAYER = "rms", "layer"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm at `path`. `offset` is added to its weight (Gemma, LayerNorm1P). A `*` in the path: one norm for each
+    head.
+    """
+
+    path: str
+    kind: str
+    offset: float = 0.0
+
+    def bind(self, binder: Binder, name: str, optional: bool = False) -> NormShape | None:
+        """The norm's numbers; None where the layer has an Identity in its place or, if it is `optional`, nothing."""
+        path, star, _ = self.path.partition(".*")
+        module = binder.module(path, optional)
+        if module is None or isinstance(module, nn.Identity):
+            return None
+        members = [f"{path}.{i}" for i in range(len(list(module.children())))] if star else [path]
+        first = binder.module(members[0])
+        eps = getattr(first, "variance_epsilon", getattr(first, "eps", None))
+        if not isinstance(eps, float):
+            binder.differences.append(f"{members[0]} has no eps")
+            return None
+        shapes: dict[str, tuple[int, ...]] = {}
+        for kind in ("weight", "bias"):
+            names = tuple(f"{member}.{kind}" for member in members)
+            if names[0] not in binder.parameters:
+                continue
+            shapes[kind] = tuple(binder.claim(names[0]).shape)
+            for other in names[1:]:
+                binder.claim(other)
+            binder.fills.append(Fill(f"{name}.{kind}", names, merge=STACK if star else "cat"))
+            if star:
+                shapes[kind] = (len(members), *shapes[kind])
+        weight = shapes.get("weight")
+        width = weight[-1] if weight else getattr(first, "normalized_shape", (0,))[-1]
+        return NormShape(self.kind, width, eps, self.offset, weight, "bias" in shapes)
+
+
+@dataclass(frozen=True)
+class NormShape(PartShape):
+    """`weight` is the shape of the weight, None without one.
+
+    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the
+    same of them as `copies` says.
+    """
+
+    kind: str
+    width: int
+    eps: float
+    offset: float
+    weight: tuple[int, ...] | None
+    bias: bool
+    whole: int = 0
+    copies: int = 1
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        there = {"weight": self.weight is not None, "bias": self.bias}
+        return tuple(Parameter(name) for name, is_there in there.items() if is_there)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return ("rms_norm" if self.kind == RMS else "layer_norm",)

@@ -1,0 +1,25 @@
+"""The layer of each part of a block, by the type of the part's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures.attention import AttentionShape
+from infuse.architectures.mlp import MLPShape
+from infuse.architectures.part import PartShape
+from infuse.layers.attention import Attention
+from infuse.layers.mlp import MLP
+from infuse.layers.surroundings import Surroundings
+
+LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
+    {AttentionShape: Attention, MLPShape: MLP}
+)
+
+
+def make_part(shape: PartShape, surroundings: Surroundings) -> nn.Module:
+    """The layer of a part, on meta; its weights are filled in later."""
+    return LAYERS[type(shape)](shape, surroundings)
