@@ -1,5 +1,5 @@
-"""Several ranks for tests: a pool of worker processes that a whole session uses, since each costs seconds to import
-PyTorch.
+"""Several ranks for tests: a pool of worker processes that a whole session uses, forked from one that
+has imported PyTorch.
 
 `ranks.run(size, function, *args)` runs a function of a test module on ranks 0 .. size - 1, with torch.distributed
 (gloo) set up.
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 MOST = 4
+# Imported once, by the process that the workers are forked from, which starts no thread.
+PRELOADED = ["torch.distributed", "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.generation", "infuse"]
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
 GRACE_S = 60.0  # for the other ranks, once one has failed
 PAUSE_S = 1.0  # of waiting: where more has passed, this process was paused, and so may have been the workers
@@ -112,6 +114,7 @@ class Ranks:
     def close(self) -> None:
         """End the workers; the next call starts new ones."""
         self._end(list(self._workers))
+        self._size = 0
 
     def _call(
         self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
@@ -146,7 +149,8 @@ class Ranks:
 
     def _start(self, size: int) -> None:
         """Workers up to `size`, all at once."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, before the worker's first line
         fresh = {}
