@@ -14,7 +14,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.graphs.over_ranks import Together
+from infuse.graphs.rank_backend import RankBackend
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.group import Group, make_group
 from infuse.parallel.liveness import BEAT_S
@@ -70,7 +70,7 @@ def a_capture_is_refused() -> tuple[str, int, Tensor]:
     """On both ranks; afterwards one rank waits for the other for longer than it takes to look into the store."""
     with pytest.MonkeyPatch.context() as monkey:
         group = device_group(monkey)
-        together = Together(FakeBackend(), group)
+        together = RankBackend(FakeBackend(), group)
         group.all_reduce(torch.ones(2, 2), "the sum")
         with monkey.context() as inner:
             inner.setattr(dist, "all_reduce", refused)
@@ -96,7 +96,7 @@ def fails_after(sums: tuple[int, int], error: type[Exception] | None, how: str) 
     """A step that fails after so many sums on each rank; what comes of it, and whether the group is of use."""
     with pytest.MonkeyPatch.context() as monkey:
         group = device_group(monkey)
-        together = Together(FakeBackend(), group)
+        together = RankBackend(FakeBackend(), group)
         monkey.setattr(dist, "all_reduce", lambda x, group: None)  # queued, not waited for
 
         def run() -> None:
