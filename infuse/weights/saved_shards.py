@@ -77,7 +77,7 @@ class SavedTensor(Joined):
             if self.is_cut or cut:
                 there = sum(stop - start for start, stop in tiling.parts[rank])
                 like = len(shape) == len(wanted) and _without(shape, axis) == _without(wanted, axis)
-                like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == 1)
+                like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == wanted[axis] == 1)
             else:
                 like = shape == wanted
             if not like:
