@@ -181,10 +181,10 @@ class CheckpointLoader:
 
     def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """The tensor of that name, cast in parts where it has to be cast."""
-        stored = self._reader.dtype(name)
-        if dtype is None or not stored.is_floating_point or dtype == stored:
+        stored = self._reader.tensors[name]
+        if dtype is None or not stored.dtype.is_floating_point or dtype == stored.dtype:
             return self.value(name)
-        value = memory.empty(self._reader.shapes[name], dtype, self.device)
+        value = memory.empty(stored.shape, dtype, self.device)
         if value.dim() == 0:
             return value.copy_(self.value(name))
         rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))
@@ -201,7 +201,7 @@ class CheckpointLoader:
             seen.add(id(module))
             for leaf, buffer in list(module._buffers.items()):
                 name = f"{path}.{leaf}" if path else leaf
-                if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._reader:
+                if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._reader.tensors:
                     continue
                 self.put(module._buffers, leaf, self.value(name).to(buffer.dtype))
 

@@ -40,19 +40,8 @@ class SavedTensor(Joined):
     is_cut: bool
 
     @property
-    def shape(self) -> Shape:
-        """The whole tensor's."""
-        stored = next(iter(self.files.values())).stored[self.name].shape
-        axis = self.tiling.axis
-        return (*stored[:axis], self.tiling.length, *stored[axis + 1 :]) if self.is_cut else stored
-
-    @property
     def shapes(self) -> tuple[Shape, ...]:
         return (self.shape,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.files.values())).stored[self.name].dtype
 
     def are_copies(self, whole: Shape) -> bool:
         return True
