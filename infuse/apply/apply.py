@@ -119,10 +119,8 @@ class _Run:
         while refused := [
             step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused
         ]:
-            instead = fallback(
-                refused, self.model, self.config, device=Device.of(self.source.device), mesh=self.plan.mesh
-            )
-            candidates = instead
+            device = Device.of(self.source.device)
+            candidates = fallback(refused, self.model, self.config, device=device, mesh=self.plan.mesh)
             self.prove_steps(candidates, None)
             self.steps += candidates
 
@@ -144,17 +142,7 @@ class _Run:
             if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
                 self.callers, reasons = find_callers(self.model, called, self.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
-            if step.depth == SPLIT and not isinstance(found, str):
-                fault = self.split_fault(step, found)  # on which the ranks have agreed
-            else:
-                alone = (
-                    self.hook_fault(step)
-                    if step.depth == ATTENTION
-                    else found
-                    if isinstance(found, str)
-                    else self.fault(step, found)
-                )
-                fault = self.group.any_fault(alone, f"the proof of {step.path}")
+            fault = self.agreed_fault(step, found)
             if fault is not None:
                 if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")
@@ -163,15 +151,26 @@ class _Run:
                 progress(done + 1, len(steps), "proving")
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
+    def agreed_fault(self, step: Step, cases: list[proof.Case] | str) -> str | None:
+        """Why a step is refused on any rank, None if it is proven on all. `cases`: or why there are none."""
+        if step.depth == ATTENTION:
+            fault = self.hook_fault(step)
+        elif isinstance(cases, str):
+            fault = cases
+        elif step.depth == SPLIT:
+            return self.split_fault(step, cases)  # on which the ranks have agreed
+        else:
+            fault = self.fault(step, cases)
+        return self.group.any_fault(fault, f"the proof of {step.path}")
+
     def cases(self, steps: Iterable[Step]) -> dict[str, list[proof.Case] | str]:
         """The cases of each step by its path, or why there are none."""
         found: dict[str, list[proof.Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
-                owner = (
-                    model_around(self.model, step.path) if step.depth == BLOCK else None
-                )  # what is split runs in the model as a whole
+                # what is split runs in the model as a whole
+                owner = model_around(self.model, step.path) if step.depth == BLOCK else None
                 by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
                 found[step.path] = proof.embedding_cases(step.shape.all_rows or step.shape.rows, self.source.device)
@@ -196,14 +195,10 @@ class _Run:
                 found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
         return found
 
-    def was_saved(self, step: Step) -> bool:
-        """Whether a step is read back."""
-        return self.source.holds_replaced and (step.depth == ATTENTION or is_packed(step))
-
     def was_proven(self, step: Step) -> bool:
         """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
         shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
-        return self.was_saved(step) or (shared and self.source.holds_replaced)
+        return self.source.holds_replaced and (shared or step.depth == ATTENTION or is_packed(step))
 
     def fault(self, step: Step, cases: list[proof.Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
@@ -223,12 +218,10 @@ class _Run:
             wanted = proof.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
-            structure = (
-                proof.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-            )
-            return structure or proof.result_fault(
-                self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype
-            )
+            if step.depth == BLOCK and (fault := proof.structure_fault(old, self.built(plain, None), cases, wanted)):
+                return fault
+            new = self.built(step, self.plan.dtype)
+            return proof.result_fault(new, step, cases, wanted, self.plan.dtype)
 
     def in_place_fault(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""
@@ -261,9 +254,9 @@ class _Run:
 
     def filled(self, module: nn.Module, step: Step, fills: Sequence[Fill], dtype: torch.dtype | None) -> nn.Module:
         old = self.model.get_submodule(step.path)
-        stored = [
-            fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, old)
-        ]
+        stored = []
+        if self.source.holds_replaced:
+            stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
         made = [fill for fill in fills if fill not in stored]
         into = dtype or next(old.parameters()).dtype
         fill_module(module, made, self.source.reader(step.path), into, dict(step.bodies))
