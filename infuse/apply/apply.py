@@ -41,7 +41,7 @@ from infuse.proof.unknown import split_cases
 from infuse.shards.save import is_packed, packed_fill
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
-from infuse.weights.live import LayerSource, LiveModel
+from infuse.weights.layer_source import LayerSource
 from infuse.weights.state import keep_names
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
@@ -60,7 +60,7 @@ def apply(
     group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1:
         agree_on_weights(group, model, live_sums(model))
-    return carry_out(plan, LiveModel(model), config, progress, group)
+    return carry_out(plan, LayerSource(model), config, progress, group)
 
 
 def carry_out(

@@ -8,7 +8,7 @@ that it had.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from infuse import interrupts, memory
 from infuse.dtype_cast import cast_buffers
 from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
+from infuse.weights.layer_source import LayerSource
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import Part, tensor_at
 from infuse.weights.saved_shards import SavedShards
@@ -28,9 +29,8 @@ CAST_VALUES = 1 << 20  # a table is cast in parts of so many values, so that it 
 _Spot = tuple[nn.Module, str]
 
 
-class CheckpointLoader:
-    """The values of a checkpoint as a LayerSource. `with loader:` takes the model over; leaving by an exception gives
-    it back as it was.
+class CheckpointLoader(LayerSource):
+    """The values of a checkpoint. `with loader:` takes the model over; an exception gives it back as it was.
 
     `layers` are the paths of the modules that will be replaced. Raises CheckpointError, before the `with`, where a
     computed buffer that is on meta cannot be made again.
@@ -46,11 +46,11 @@ class CheckpointLoader:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.model, self.device, self.holds_replaced = model, device, reader.checkpoint.holds_replaced
-        self._reader, self._dtype, self._layers = reader, dtype, tuple(dict.fromkeys(layers))
+        super().__init__(model)
+        self.holds_replaced = reader.checkpoint.holds_replaced
+        self._reader, self._dtype, self._device, self._layers = reader, dtype, device, tuple(dict.fromkeys(layers))
         self._computed = computed_tensors(model)
         self._undo = UndoLog()
-        self.put = self._undo.put
         self._names: dict[int, str] = {}  # by placeholder
         self._spots: dict[int, list[_Spot]] = {}
 
@@ -73,7 +73,7 @@ class CheckpointLoader:
                 self.put(module._parameters, leaf, placeholder)
         try:
             for owner, leaf, value in self._computed:
-                self.put(owner, leaf, value.to(self.device))
+                self.put(owner, leaf, value.to(self._device))
             self._place_buffers()
         except BaseException as error:  # `with` does not call __exit__ then
             self.__exit__(type(error), error, None)
@@ -86,6 +86,13 @@ class CheckpointLoader:
         if kind is not None:
             self._undo.take_back()
         self._undo.forget()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        self._undo.put(mapping, key, value)
 
     def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
         self.place_rest(progress)
@@ -160,10 +167,10 @@ class CheckpointLoader:
         """A tensor of our shards by its name there, or a rank's part of it; None where they have none."""
         assert isinstance(self._reader.checkpoint, SavedShards)
         found = self._reader.checkpoint.part(name, cut)
-        return None if found is None else found.to(self.device)
+        return None if found is None else found.to(self._device)
 
     def value(self, name: str, part: Part = ()) -> Tensor:
-        return self._reader.read(name, part).to(self.device)
+        return self._reader.read(name, part).to(self._device)
 
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
         waiting = [key for key in keys if self._spots[key][0][0]._parameters[self._spots[key][0][1]].is_meta]  # type: ignore[union-attr]
@@ -184,7 +191,7 @@ class CheckpointLoader:
         stored = self._reader.tensors[name]
         if dtype is None or not stored.dtype.is_floating_point or dtype == stored.dtype:
             return self.value(name)
-        value = memory.empty(stored.shape, dtype, self.device)
+        value = memory.empty(stored.shape, dtype, self._device)
         if value.dim() == 0:
             return value.copy_(self.value(name))
         rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))
