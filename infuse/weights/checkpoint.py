@@ -86,7 +86,7 @@ class Joined:
     def _columns(self, span: Span) -> slice:
         """Where a span lies in its file. A scale that stands for all of a row is there for each part of the row."""
         stored = self.files[span.source].stored[self.name].shape[self.tiling.axis]
-        length = sum(stop - start for start, stop in self.tiling.parts[span.source])
+        length = self.tiling.part_length(span.source)
         if stored == 1 < length:
             return slice(0, 1)
         return slice(span.start * stored // length, span.stop * stored // length) if length else slice(0, 0)

@@ -64,7 +64,7 @@ class SavedTensor(Joined):
             if found != dtype if dtype else not found.is_floating_point:
                 return f"{found}, the model has {dtype or 'floating values'}"
             if self.is_cut or cut:
-                there = sum(stop - start for start, stop in tiling.parts[rank])
+                there = tiling.part_length(rank)
                 like = len(shape) == len(wanted) and _without(shape, axis) == _without(wanted, axis)
                 like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == wanted[axis] == 1)
             else:
@@ -131,7 +131,7 @@ class SavedShards:
 
 def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bool) -> None:
     """CheckpointError where the shape of a tensor is not what the index says of the rank's part."""
-    shape, own = file.stored[name].shape, sum(stop - start for start, stop in cut.parts[rank])
+    shape, own = file.stored[name].shape, cut.part_length(rank)
     if cut.axis >= len(shape):
         raise CheckpointError(f"{file.path}: {name} is {shape}, and the index cuts it on axis {cut.axis}")
     if is_plain and shape[cut.axis] != own:
