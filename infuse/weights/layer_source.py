@@ -62,6 +62,6 @@ class LayerSource:
         """The values of the module at `path`, by their names in it."""
         return LiveReader(self.model.get_submodule(path))
 
-    def stored(self, name: str, cut: Cut | None) -> Tensor | None:
-        """A tensor of a layer that was saved as replaced, or a rank's part of it; None where there is none."""
-        return None
+    def stored(self, name: str, cut: Cut | None) -> Tensor:
+        """A tensor of a layer that was saved as replaced, or a rank's part of it; a live model has none."""
+        raise KeyError(name)

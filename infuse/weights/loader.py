@@ -163,11 +163,9 @@ class CheckpointLoader(LayerSource):
         """The values of the layer at `path`, by their names in it."""
         return LayerReader(self, path)
 
-    def stored(self, name: str, cut: Cut | None) -> Tensor | None:
-        """A tensor of our shards by its name there, or a rank's part of it; None where they have none."""
+    def stored(self, name: str, cut: Cut | None) -> Tensor:
         assert isinstance(self._reader.checkpoint, SavedShards)
-        found = self._reader.checkpoint.part(name, cut)
-        return None if found is None else found.to(self._device)
+        return self._reader.checkpoint.part(name, cut).to(self._device)
 
     def value(self, name: str, part: Part = ()) -> Tensor:
         return self._reader.read(name, part).to(self._device)

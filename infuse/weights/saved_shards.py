@@ -114,11 +114,9 @@ class SavedShards:
         tensor = self.pieces[name]
         return tensor if tensor.shape == wanted else None
 
-    def part(self, name: str, cut: Cut | None) -> Tensor | None:
-        """A tensor of that name as it is stored, or a rank's part of it; None where there is none."""
-        tensor = self.pieces.get(name)
-        if tensor is None:
-            return None
+    def part(self, name: str, cut: Cut | None) -> Tensor:
+        """A tensor as it is stored, or a rank's part of it."""
+        tensor = self.pieces[name]
         return tensor.along(cut).ranges(cut.ranges) if cut else tensor.read()
 
     def fault(self, name: str, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
