@@ -153,7 +153,7 @@ def test_what_one_rank_saved_is_whole_on_each_rank(
     ("int8:groups=4", 2, 1), ("int8:groups=4", 2, 4), ("int8:groups=4", 3, 2), ("int8:groups=4", 4, 3),
 ])  # fmt: skip
 def test_other_formats(quant: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
-    keys = {"quant": quant, "tensor_parallel": {"tp_grain_size": 4}}
+    keys = {"quant": quant}
     logits, tokens = saved("per head", tmp_path, writers, ranks, keys)
     for found, others, *_, plan, shared in on(readers, ranks, read_by_rank, "per head", str(tmp_path), keys):
         assert distance(found, logits) < TOLERANCE and torch.equal(others, tokens)
