@@ -26,9 +26,9 @@ from infuse.plan.step import Step
 from infuse.proof import proof
 from infuse.weights.fill import fill_module
 from infuse.weights.reader import Reader
+from infuse.weights.undo import UndoLog
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
-_MISSING = object()
 
 
 def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
@@ -151,21 +151,12 @@ def _return_all_heads(
 @contextlib.contextmanager
 def standing_in(layer: nn.Module, step: Step, part: nn.Module, group: Group) -> Iterator[None]:
     """`layer` as a rank's part of itself, for as long as the `with` runs."""
-    before: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
-
-    def put(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        before.append((mapping, key, mapping.get(key, _MISSING)))
-        mapping[key] = value
-
+    undo = UndoLog()
     try:
-        put_part(layer, step, part, put, group, lambda new, old: None)
+        put_part(layer, step, part, undo.put, group, lambda new, old: None)
         yield
     finally:
-        for mapping, key, value in reversed(before):
-            if value is _MISSING:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = value
+        undo.take_back()
 
 
 def filled_part(step: Step, reader: Reader, dtype: torch.dtype, combine: Callable[[str], Combine]) -> nn.Module:

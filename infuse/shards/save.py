@@ -46,7 +46,7 @@ def save(
     CheckpointError on all ranks where one fails; then there is no index. Of a layer without a spec that ranks share,
     the index has each quantized linear as a step, as one rank would take it, and the interpretation of the layer.
     """
-    steps = [entry for step in plan.steps for entry in _entries(step)]
+    steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
     readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
@@ -173,14 +173,18 @@ def packed_fill(step: Step, fill: Fill) -> bool:
     return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
 
 
-def _entries(step: Step) -> list[dict[str, Any]]:
-    """What the index says of a step."""
+def _entries(step: Step) -> dict[str, dict[str, Any]]:
+    """What the index says of a step, by path."""
     if step.depth != SPLIT:
-        return [{"path": step.path, "kind": kind_of(step), "formats": step.formats}] if is_packed(step) else []
-    made = [(f"{step.path}.{fill.target}".removesuffix(".weight"), fill) for fill in step.fills if fill.format]
-    return [
-        {"path": path, "kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}} for path, fill in made
-    ]
+        return {step.path: {"kind": kind_of(step), "formats": step.formats}} if is_packed(step) else {}
+    return {
+        f"{step.path}.{fill.target}".removesuffix(".weight"): {
+            "kind": kind_of_linear(step, fill),
+            "formats": {"weight": fill.format},
+        }
+        for fill in step.fills
+        if fill.format
+    }
 
 
 def kind_of(step: Step) -> str:

@@ -45,7 +45,7 @@ def live_sums(model: nn.Module) -> dict[str, int]:
 
 def sampled_sums(reader: ModelReader) -> dict[str, int]:
     """A checksum of some rows of each tensor that the checkpoint holds for the model."""
-    return {name: _sampled(reader, name) for name in sorted(reader.shapes)}
+    return {name: _sampled(reader, name) for name in sorted(reader.tensors)}
 
 
 def index_sum(path: Path) -> dict[str, int]:
@@ -54,7 +54,7 @@ def index_sum(path: Path) -> dict[str, int]:
 
 
 def _sampled(reader: ModelReader, name: str) -> int:
-    shape = reader.shapes[name]
+    shape = reader.tensors[name].shape
     if torch.Size(shape).numel() <= SMALL_VALUES:
         return int(_sum(reader.read(name)))
     rows = max(SMALL_VALUES // SAMPLED_ROWS, 1) if len(shape) == 1 else 1
