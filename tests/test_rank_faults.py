@@ -224,7 +224,7 @@ def by_group() -> Tensor | str:
 
 def test_a_group_that_is_a_part_of_the_world(ranks: Ranks) -> None:
     outside, *found = ranks.run(3, by_group)
-    assert "this rank is not in the group" in outside
+    assert "this rank is not in the given group" in outside
     assert same(found) and distance(found[0], outputs(BY_NAME["llama"].make(), "llama")) < TOLERANCE
 
 

@@ -1,7 +1,7 @@
 """From the caller's names to canonical keys: sources, aliases, deprecated and unknown names, keys with two values.
 
-Knows no key by name: sections declare their aliases. Checks no value: pydantic does, and its errors are reworded with the
-caller's spelling.
+Knows no key by name: sections declare their aliases. Checks no value: pydantic does, and its errors are reworded with
+the caller's spelling.
 """
 
 from __future__ import annotations
