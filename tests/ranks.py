@@ -30,7 +30,7 @@ PRELOADED = [
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
-    "infuse",
+    "infuse.generate.install",
 ]
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
 GRACE_S = 60.0  # for the other ranks, once one has failed

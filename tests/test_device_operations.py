@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from infuse.errors import RankError
 from infuse.graphs.rank_backend import RankBackend
+from infuse.parallel import liveness
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.group import Group, make_group
-from infuse.parallel.liveness import BEAT_S
+from infuse.parallel.liveness import Heartbeat
 
 
 def device_group(monkey: pytest.MonkeyPatch, timeout_s: float = 30) -> Group:
@@ -66,6 +67,22 @@ def test_an_operation_that_is_refused_is_told(operation: str, ranks: Ranks) -> N
         assert "the process group failed earlier" in second
 
 
+def waited(rank: int, monkey: pytest.MonkeyPatch) -> None:
+    """On rank 0, return when rank 1 waits and has looked into the store twice."""
+    meeting, beat = dist.group.WORLD.get_group_store(), Heartbeat.beat
+    if rank == 0:
+        meeting.wait(["beats 2"], timedelta(seconds=100))
+        return
+
+    def counted(self: Heartbeat, number: int, what: str) -> int | None:
+        gave_up = beat(self, number, what)
+        meeting.set(f"beats {meeting.add('beats', 1)}", "")
+        return gave_up
+
+    monkey.setattr(liveness, "BEAT_S", 0.0)
+    monkey.setattr(Heartbeat, "beat", counted)
+
+
 def a_capture_is_refused() -> tuple[str, int, Tensor]:
     """On both ranks; afterwards one rank waits for the other for longer than it takes to look into the store."""
     with pytest.MonkeyPatch.context() as monkey:
@@ -77,8 +94,7 @@ def a_capture_is_refused() -> tuple[str, int, Tensor]:
             with pytest.raises(RuntimeError) as raised:
                 together.capture(lambda: group.all_reduce(torch.ones(2, 2), "the sum"))
         assert not isinstance(raised.value, RankError)
-        if group.rank == 0:
-            time.sleep(3 * BEAT_S)
+        waited(group.rank, monkey)
         group.barrier("what comes then")
         return str(raised.value), group.queued(), group.all_reduce(torch.ones(2, 2), "the sum")
 

@@ -1,7 +1,8 @@
-"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same graphs.
+"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same
+graphs.
 
-Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits for a
-device.
+Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits
+for a device.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _called_state(value: Any) -> Any:
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any other
-    object its class.
+    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any
+    other object its class.
     """
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)
