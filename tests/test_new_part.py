@@ -35,7 +35,7 @@ from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
 from infuse.quant.parse import quant_format
 
-HIDDEN, MIDDLE, INNER_WIDTH, LAYERS = 64, 32, 96, 3
+HIDDEN, MIDDLE, INNER_WIDTH, LAYERS = 128, 64, 192, 3
 CPU = Device("cpu", None, "a CPU", (), 2**33, (torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -209,7 +209,7 @@ def test_the_plan_names_its_matrices_formats_and_bytes(new_part: None) -> None:
     sizes = {"mid": (MIDDLE, HIDDEN), "up": (INNER_WIDTH, MIDDLE), "down": (HIDDEN, INNER_WIDTH)}
     wanted = [(f"mlp.{name}.weight", "int8", quant_format("int8").nbytes(*size)) for name, size in sizes.items()]
     assert [list(step.matrices[-3:]) for step in blocks] == [wanted] * LAYERS
-    by_name = {"quant": {"format": "int8", "weight": {"post_init_quant": {"mlp.squeeze": {"num_bits": 4}}}}}
+    by_name = {"quant": {"format": "int8", "weight": {"post_init_quant": {"mlp.squeeze": "int4:32"}}}}
     text = str(plan_of(model, **by_name))
     assert "block" in text and "model.layers.{0-2}" in text and "for mlp.mid" in text
     engine = infer(model, quant={"format": "int8"})
@@ -217,26 +217,23 @@ def test_the_plan_names_its_matrices_formats_and_bytes(new_part: None) -> None:
 
 
 def test_ranks_have_whole_and_cut_matrices(new_part: None) -> None:
-    model = new_model()
-    mesh = Mesh(tp=2)
-    whole = plan_of(model).steps[0]
-    cuts = [
-        {fill.target: fill.cut for fill in plan_of(model, rank).steps[0].fills if fill.target.startswith("mlp.")}
-        for rank in mesh.ranks()
-    ]
-    first, second = (0, 64), (64, 96)  # in steps of 64
-    for number, own in enumerate((first, second)):
+    model, mesh = new_model(), Mesh(tp=2)
+    plans = [plan_of(model, rank) for rank in mesh.ranks()]
+    layers: list[Any] = [next(step for step in plan.steps if step.path == "model.layers.0") for plan in plans]
+    for number, own in enumerate(((0, 128), (128, 192))):  # in steps of 64
         wanted = {
             "mlp.mid.weight": None,
             "mlp.up.weight": Cut(0, (own,), (INNER_WIDTH,)),
             "mlp.up.bias": Cut(0, (own,), (INNER_WIDTH,)),
             "mlp.down.weight": Cut(1, (own,), (INNER_WIDTH,)),
         }
-        assert cuts[number] == (wanted | {"mlp.down.bias": None} if number == 0 else wanted)
-    shapes: list[Any] = [plan_of(model, rank).steps[0].shape for rank in mesh.ranks()]
-    assert [shape.mlp.inner for shape in shapes] == [64, 32]
-    assert [shape.mlp.biases for shape in shapes] == [(False, True, True), (False, True, False)]
-    assert {plan_of(model, rank).steps[0].whole for rank in mesh.ranks()} == {whole.shape}
+        wanted |= {"mlp.down.bias": None} if number == 0 else {}  # added to the sum once
+        found = {fill.target: fill.cut for fill in layers[number].fills if fill.target.startswith("mlp.")}
+        assert found == wanted
+    assert [layer.shape.mlp.inner for layer in layers] == [128, 64]
+    assert [layer.shape.mlp.biases for layer in layers] == [(False, True, True), (False, True, False)]
+    whole = plan_of(model).steps[0].shape
+    assert [layer.whole for layer in layers] == [whole, whole] and plans[0].digest() == plans[1].digest()
 
 
 def logits_on_rank(keys: dict[str, Any]) -> tuple[Tensor, str]:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes
 from infuse.plan.shared import Sharing
-from infuse.plan.step import Step
+from infuse.plan.step import SPLIT, Step
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -43,7 +42,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
                 total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        if not isinstance(step.shape, SplitShape):  # of which the rest stays
+        if step.depth != SPLIT:  # of which the rest stays
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:

@@ -31,7 +31,7 @@ from infuse.plan.found import config_around, path_of, shared_weights, users_own
 from infuse.plan.held import refused_bodies, without_kernels
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR, SPLIT, Left, Step
+from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
 
 
@@ -152,19 +152,8 @@ class _Decision:
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
-        return Step(
-            path,
-            BLOCK,
-            name,
-            shape,
-            fills,
-            bodies,
-            f"spec of {name}",
-            bound.index,
-            bound.attn,
-            whole=whole,
-            skips_padding=skips,
-        )
+        why, index, attn = f"spec of {name}", bound.index, bound.attn
+        return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
         """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot
@@ -177,11 +166,9 @@ class _Decision:
                 left: list[Left] = []
                 for whole, parts in readings:
                     shape, fills, all_of_it = self.chosen(parts, whole.shape, path)
-                    bodies, why = (
-                        self.bodies(matrix_ops(fills, shape)),
-                        f"linears shared by ranks, as {roles.why} tells",
-                    )
-                    steps.append(Step(path, SPLIT, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
+                    bodies = self.bodies(matrix_ops(fills, shape))
+                    why = f"linears shared by ranks, as {roles.why} tells"
+                    steps.append(Step(path, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
                     left = left or list(self.left)  # what is told of the first reading speaks for all
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 self.left = [*left] + [
@@ -231,9 +218,7 @@ class _Decision:
             ):
                 self.left.append(Left(name, "its adapter (peft) merges into a transposed weight"))
             elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
-                self.steps.append(
-                    Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole)
-                )
+                self.steps.append(Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
                     tied = [
                         self.embedding(other, name, fills[0].format) for other in others
@@ -253,17 +238,8 @@ class _Decision:
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
         bodies = self.bodies(matrix_ops(fills, part.shape))
-        return Step(
-            path,
-            EMBEDDING,
-            "Embedding",
-            part.shape,
-            fills,
-            bodies,
-            why,
-            shares=head,
-            whole=whole if self.mesh.tp > 1 else None,
-        )
+        shared = whole if self.mesh.tp > 1 else None
+        return Step(path, "Embedding", part.shape, fills, bodies, why, shares=head, whole=shared)
 
     def hook(self, model: nn.Module) -> None:
         """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains
@@ -285,7 +261,7 @@ class _Decision:
             )
         elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
             why = "attention of layers that stay, by transformers' attention interface"
-            self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
+            self.steps.append(Step("", type(model).__name__, None, (), bodies, why))
 
     def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
         """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
+from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.ranks import Shape
+from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes, matrices_made
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
+_DEPTHS: Mapping[type, str] = MappingProxyType(
+    {LayerShape: BLOCK, SplitShape: SPLIT, LinearShape: LINEAR, EmbeddingShape: EMBEDDING, type(None): ATTENTION}
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `depth` is "block", "split", "linear", "embedding" or "attention" (no
-    shape).
+    """One replacement. `path` names the module, `shape` has the numbers of the new one; only attention has no shape.
 
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
     cache; `shares` is the path of the head whose weight an embedding looks its rows up in. Where ranks share the
@@ -24,7 +31,6 @@ class Step:
     """
 
     path: str
-    depth: str
     layer: str
     shape: Shape | None
     fills: tuple[Fill, ...]
@@ -36,6 +42,11 @@ class Step:
     whole: Shape | None = None
     others: tuple[Step, ...] = ()
     skips_padding: bool = False
+
+    @property
+    def depth(self) -> str:
+        """How much of the module is replaced, in the word of the plan's text: that of what the step holds."""
+        return _DEPTHS[type(self.shape)]
 
     @property
     def kind(self) -> tuple:
