@@ -1,4 +1,4 @@
-"""The memory that a plan will take, known before anything is loaded."""
+"""Memory that a plan will take, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from infuse.plan.step import SPLIT, Step
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones once."""
+    """Bytes of all parameters and buffers, counting tied ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
-    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
+    """What `parameter_bytes` will return after `steps`, with all other parameters cast to `dtype`."""
     steps = list(steps)
     total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
     for step in steps:

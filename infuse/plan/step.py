@@ -21,13 +21,13 @@ _DEPTHS: Mapping[type, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `shape` has the numbers of the new one; only attention has no shape.
+    """Replace the module at `path` by one with the numbers of `shape`; only the step for attention has no shape.
 
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
-    cache; `shares` is the path of the head whose weight an embedding looks its rows up in. Where ranks share the
-    module, `shape` and `fills` are this rank's, and `whole` is the shape of all of it; `others` are further readings of
-    a layer that is split, for the proof to choose from. `skips_padding`: an encoder's layer returns zeros at the
-    padding instead of computing it.
+    cache. `shares` is the path of the head whose weight an embedding looks its rows up in. If ranks share the module,
+    `shape` and `fills` are this rank's and `whole` is the shape of all of it; `others` are further interpretations of a
+    layer without a spec, and the proof picks one. `skips_padding`: an encoder's layer returns zeros at the padding
+    instead of computing it.
     """
 
     path: str
@@ -45,12 +45,12 @@ class Step:
 
     @property
     def depth(self) -> str:
-        """How much of the module is replaced, in the word of the plan's text: that of what the step holds."""
+        """How much of the module is replaced, in the plan's words."""
         return _DEPTHS[type(self.shape)]
 
     @property
     def kind(self) -> tuple:
-        """Steps of one kind differ in their weights and place only: one proof speaks for all."""
+        """Equal for steps that differ only in their weights and place, so that one proof covers all of them."""
         return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
 
     @property
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
-        """Each matrix: its target, its format, and where it has one the bytes that are held, scales and zeros included."""
+        """Target, format and bytes of each matrix; the bytes include scales and zeros, and are 0 without a format."""
         if self.shape is None:
             return ()
         sizes = held_bytes(self.fills, self.shape, self.bodies)
