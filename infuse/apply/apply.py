@@ -19,7 +19,6 @@ from infuse.apply.shared import Made
 from infuse.apply.unknown import proven, put_part, together
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.packing import Fill
-from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -172,10 +171,9 @@ class _Run:
                 # what is split runs in the model as a whole
                 owner = model_around(self.model, step.path) if step.depth == BLOCK else None
                 by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
-            elif isinstance(step.shape, EmbeddingShape):
-                found[step.path] = proof.embedding_cases(step.shape.all_rows or step.shape.rows, self.source.device)
-            elif isinstance(step.shape, LinearShape):
-                found[step.path] = proof.linear_cases(step.shape.inputs, self.source.device)
+            elif step.shape is not None:
+                (matrix,) = (step.whole or step.shape).matrices
+                found[step.path] = proof.matrix_cases(matrix, self.source.device)
         for (owner, decodes), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:

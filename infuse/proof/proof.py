@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from infuse import interrupts
+from infuse.architectures.part import Matrix
 from infuse.dtype_cast import in_dtype
 from infuse.errors import CheckpointError, RankError, UnsupportedCall
 from infuse.layers.cache import KVCache
@@ -469,16 +470,15 @@ def hook_fault(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tenso
     return None
 
 
-def linear_cases(inputs: int, device: torch.device) -> list[Case]:
-    """Random rows for a linear: one, some, and more than kernels for few rows take."""
+def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
+    """For a table, random rows of it and its first and last one; for a linear, random inputs: one, some, and more rows
+    than kernels for few rows take.
+    """
     generator = torch.Generator().manual_seed(SEED)
-    return [_one_call(torch.randn(1, rows, inputs, generator=generator), device) for rows in (1, 7, 33)]
-
-
-def embedding_cases(rows: int, device: torch.device) -> list[Case]:
-    """Random rows of a table, and its first and last one."""
-    index = torch.randint(rows, (1, 30), generator=torch.Generator().manual_seed(SEED))
-    return [_one_call(torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1), device)]
+    if matrix.op == "embedding":
+        index = torch.randint(matrix.outputs, (1, 30), generator=generator)
+        return [_one_call(torch.cat((torch.tensor([[0, matrix.outputs - 1]]), index), dim=1), device)]
+    return [_one_call(torch.randn(1, rows, matrix.inputs, generator=generator), device) for rows in (1, 7, 33)]
 
 
 def _one_call(x: Tensor, device: torch.device) -> Case:

@@ -27,7 +27,7 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.formats import matrices_made
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
+from infuse.plan.step import BLOCK, SPLIT, Step
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.shards.files import Bundle, write_shards
@@ -200,4 +200,4 @@ def kind_of_linear(step: Step, fill: Fill) -> str:
     path = fill.target.removesuffix(".weight")
     part = next(part for part in step.whole.linears if part.path == path)
     shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
-    return kind_of(Step(path, LINEAR, "Linear", shape, shape.fills, (), ""))
+    return kind_of(Step(path, "Linear", shape, shape.fills, (), ""))
