@@ -1,4 +1,4 @@
-"""Make a new module stand where an old one stood: its attributes, hooks, requires_grad and, for a block, its class."""
+"""Let a new module take the place of an old one: its attributes, hooks, requires_grad and, for a block, its class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infuse.layers.block import Block
 
 
 def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
-    """Make `new` stand where `old` stood: its attributes, hooks, requires_grad and, for a block, its class.
+    """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
     transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
     instance of the class that it replaces; models read attributes such as `attention_type` from their layers.

@@ -109,7 +109,7 @@ class _Run:
         return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
 
     def prove(self, progress: Progress | None) -> None:
-        """Prove one step of each kind (or all), before anything is swapped; the refused are remembered with the reason."""
+        """Prove one step of each kind (or all) before anything is swapped, and remember why steps are refused."""
         self.steps = candidates = list(self.plan.steps)
         off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
         self.prove_steps(

@@ -1,4 +1,4 @@
-"""Load: a checkpoint into a model, live or on meta. Everything that can be judged without values is judged first."""
+"""Load a checkpoint into a model, live or on meta. All that can be checked without reading values is checked first."""
 
 from __future__ import annotations
 

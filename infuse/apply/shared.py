@@ -1,4 +1,4 @@
-"""What was made of weights that several layers share, so that the next of these layers gets it, too."""
+"""Keep what was made of weights that several layers share, so that the next of these layers shares it too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The plan that the index of our shards holds, for this model on these ranks: the steps of then, in the formats of then.
+"""The plan in the index of our shards, for this model on these ranks: the same steps, in the same formats.
 
-Nothing is proven or quantized again, so what the index does not tell is refused: a layer of another kind, and a part
+Nothing is proven or quantized again, so what the index does not cover is refused: a layer of another kind, and a part
 that would cut a group of inputs.
 """
 

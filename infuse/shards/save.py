@@ -1,7 +1,7 @@
-"""Saved: our own shards, written from a replaced model and read back without quantizer and without proof.
+"""Save a replaced model as our own shards, and open them again: nothing is quantized or proven twice.
 
-The index says which steps were carried out, and in which formats; the same steps are taken again, filled with what they
-held. Their structure was proven when the shards were saved: an index of other specs or layouts is refused.
+The index lists the steps that were carried out and their formats. Loading carries out the same steps with the saved
+tensors. Their structure was proven when the shards were saved; an index of other specs or layouts is refused.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def cuts(plan: Plan) -> dict[str, Cut]:
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
-    """All that `model` holds, quantized matrices as their format defines them, tied tensors once: outside of layers if
-    anywhere.
+    """All tensors of `model`: quantized matrices as their format defines them, tied tensors once, outside of layers if
+    they are there too.
     """
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
@@ -130,10 +130,9 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
-    """`config` with the dtype and the format of the shards where it asks for none; ConfigError where it asks for
-    another format.
+    """`config` with the dtype and the format of the shards where it asks for none. ConfigError: it asks for others.
 
-    Of formats that store the same, the one that is asked for.
+    A format that stores the same (with other activations) may be asked for.
     """
     asked = config.weight_format
     stored, quant = index.format_of_weights, index.quant
@@ -152,12 +151,12 @@ def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
 
 
 def as_stored(format: str) -> QuantFormat:
-    """The format without what is not in shards: how activations are rounded."""
+    """The format without the rounding of activations, which shards do not depend on."""
     return replace(quant_format(format), activation_bits=16)
 
 
 def packed_paths(step: Step) -> tuple[str, ...]:
-    """The new modules of a step whose tensors are not the old ones': these are what is read back."""
+    """The paths of a step's new modules whose tensors are not the original's: they are read back as they were saved."""
     if step.depth == SPLIT:
         return tuple(f"{step.path}.{target.removesuffix('.weight')}" for target in step.formats)
     return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()

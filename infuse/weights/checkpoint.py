@@ -1,6 +1,6 @@
-"""A checkpoint's tensors by name, whatever its files: whole ones, or pieces that ranks saved, merged as they are read.
+"""The tensors of a checkpoint by name. Pieces that ranks saved are merged as they are read.
 
-A name has one value: that of the file that the index names, or the same one in every file that holds it.
+A name has one value: from the file that the index names, or the same in every file that holds it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
 from infuse.weights.torch_file import TorchFile
 
-_COMPARED_ROWS = 4096  # of two copies of a tensor: compared in parts
+_COMPARED_ROWS = 4096  # two copies of a tensor are compared in parts
 
 
 class TensorFile(Protocol):
@@ -154,7 +154,7 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """All files of a checkpoint, open, with their headers read and judged. Values come when they are asked for."""
+    """All files of a checkpoint, open, with their headers read and checked. Values are read on demand."""
 
     holds_replaced = False
 
@@ -219,7 +219,7 @@ def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
 
 
 def in_words(pieces: Sequence[Shape]) -> str:
-    """The shapes of pieces for an error text."""
+    """The shapes of pieces, for an error."""
     return (
         str(pieces[0])
         if len(pieces) == 1

@@ -1,4 +1,4 @@
-"""What no checkpoint has: tensors that a model computes itself when it is made, such as rotary frequencies."""
+"""Tensors that no checkpoint holds: a model computes them when it is made, such as rotary frequencies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from infuse.errors import CheckpointError
 
 
 def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str, Tensor]]:
-    """Where the model has tensors that it computes itself (rotary frequencies), and their values: anew where they are
-    on meta.
+    """Each tensor that the model computes itself: its mapping, its key and its value, computed anew if it is on meta.
 
-    They are those that a new model of the same class and config has: its parameters are made on meta, so that it costs
-    nothing.
+    Values on meta are taken from a new model of the same class and config, whose parameters are made on meta.
     """
     found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     lost: list[str] = []
@@ -52,7 +50,7 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
 
 
 def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are made from a config alone."""
+    """The outermost modules that can be made from a config alone."""
     if hasattr(model, "config") and hasattr(model, "base_model_prefix"):
         yield path, model
         return

@@ -141,7 +141,7 @@ class CheckpointLoader(LayerSource):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The model can run: each layer is read before its turn and dropped after it, so that one is there at a time."""
+        """The model can run: each layer is read before it runs and dropped after it, one at a time."""
         with contextlib.ExitStack() as undo:
             for path in self._layers:
                 layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
@@ -171,18 +171,22 @@ class CheckpointLoader(LayerSource):
         return self._reader.read(name, part).to(self._device)
 
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
-        waiting = [key for key in keys if self._spots[key][0][0]._parameters[self._spots[key][0][1]].is_meta]  # type: ignore[union-attr]
+        waiting = [key for key in keys if self._placeholder(key).is_meta]
         for done, key in enumerate(waiting):
             interrupts.check()
-            owner, leaf = self._spots[key][0]
-            placeholder = owner._parameters[leaf]
-            assert placeholder is not None
+            placeholder = self._placeholder(key)
             value = self._value(self._names[key], self._dtype)
             placed = nn.Parameter(value, requires_grad=placeholder.requires_grad)
             for spot, name in self._spots[key]:
                 self.put(spot._parameters, name, placed)
             if progress:
                 progress(done + 1, len(waiting), "loading")
+
+    def _placeholder(self, key: int) -> nn.Parameter:
+        owner, leaf = self._spots[key][0]
+        found = owner._parameters[leaf]
+        assert found is not None
+        return found
 
     def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """The tensor of that name, cast in parts where it has to be cast."""

@@ -1,7 +1,6 @@
-"""How the names in a checkpoint meet the names in a model, and what is wrong between them: all of it in one error.
+"""Match the names in a checkpoint to the names in a model, and report all that is wrong between them in one error.
 
-Prefixes and renamed parts are resolved as transformers does it; its own table of renamed parts is asked where there is
-one.
+Prefixes and renamed parts are resolved as transformers does, with its own table of renamed parts where it has one.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ from infuse.weights.checkpoint import Joined, TensorSource, in_words
 from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Part
 
-_FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
-_COMPARED_ROWS = 4096  # of tied tables that are both in a checkpoint: compared in parts
+_FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
+_COMPARED_ROWS = 4096  # tied tables that are both in a checkpoint are compared in parts
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by all their names: tied ones have several."""
+    """All parameters and persistent buffers by all their names; tied ones have several."""
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
 def placed(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers of a replaced model by their places in it; its state dict has the
-    original's names.
-    """
+    """All parameters and persistent buffers by their paths; a replaced model's state dict has the original's names."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         persistent = {
@@ -46,7 +43,7 @@ def placed(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class ModelReader:
-    """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
+    """A checkpoint by the names of a model. `notes` lists tensors that the model has no place for."""
 
     checkpoint: TensorSource
     tensors: dict[str, Joined] = field(default_factory=dict)
@@ -62,8 +59,7 @@ def model_reader(
 ) -> ModelReader:
     """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
 
-    Names for which `without` holds are not looked for, nor looked at. A persistent buffer that transformers lets be
-    missing may be missing.
+    Names for which `without` holds are ignored on both sides. Buffers that transformers allows to be missing may be.
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
@@ -120,7 +116,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def packings(model: nn.Module) -> dict[str, Packed]:
-    """What is packed in one matrix, by its name in the model: what the specs say of q, k, v and of gate and up."""
+    """Matrices that hold several (q, k and v; gate and up), by name in the model, as the specs declare them."""
     found: dict[str, Packed] = {}
 
     def visit(module: nn.Module, path: str, config: Any) -> None:
@@ -150,7 +146,7 @@ def packings(model: nn.Module) -> dict[str, Packed]:
 def _matched(
     model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], list[str]]:
-    """Name in the model → name in the checkpoint, and the names that fit nowhere."""
+    """Name in the model → name in the checkpoint, and the names that match nothing."""
     names = {name: name for name in given if name in expected}
     renamed, prefix, left = _renaming(model), getattr(model, "base_model_prefix", ""), []
     for name in given:
@@ -168,9 +164,7 @@ def _matched(
 
 
 def _variants(name: str, prefix: str) -> Iterator[str]:
-    """The name, and with what wraps a model added or taken away: `module.` of parallel training, the base model's own
-    attribute.
-    """
+    """The name with and without prefixes of wrappers: `module.` of parallel training, the base model's attribute."""
     for bare in (name, name.removeprefix("module.")):
         yield bare
         if prefix:
@@ -179,7 +173,7 @@ def _variants(name: str, prefix: str) -> Iterator[str]:
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """transformers' renaming of parts that had other names when a checkpoint was saved."""
+    """transformers' renaming of parts that had other names in older checkpoints."""
     if not hasattr(model, "base_model_prefix"):
         return lambda name: name
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -196,10 +190,10 @@ def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
 
 
 def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
-    """Of the names that fit nowhere: those that speak of another model, and those of parts beside this one.
+    """Sort the names that match nothing: those of another model, and those of heads that this class does not have.
 
-    A name inside a list of layers says that the layers are others: more of them, or with other parts. Names elsewhere
-    are heads that this class does not have. Buffers that are computed anew are neither.
+    A name inside a list of layers means other layers: more of them, or with other parts. Buffers that are computed anew
+    are neither.
     """
     prefix = getattr(model, "base_model_prefix", "")
     lists = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and path)

@@ -1,6 +1,4 @@
-"""Where values come from: one interface, `read(name, part)`. A live module is a source here; files come by the same
-door.
-"""
+"""Reader: tensors by name from a live module or from files, through one interface, `read(name, part)`."""
 
 from __future__ import annotations
 
@@ -15,21 +13,21 @@ Part = tuple[slice, ...]  # of the first axes, steps of 1; () is the whole tenso
 
 @dataclass(frozen=True)
 class Stored:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Reader(Protocol):
-    """A source of tensors by name. `part` is the piece that is wanted: a rank asks for its shard, and no more is read."""
+    """Tensors by name. `part` selects a slice: a rank asks for its shard, and no more is read."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, part: Part = ()) -> Tensor: ...
 
 
 class LiveReader:
-    """The parameters and buffers of a module in memory. Tensors are handed out as they are, not copied."""
+    """The parameters and buffers of a module in memory, not copied."""
 
     def __init__(self, module: nn.Module):
         self._module = module

@@ -1,7 +1,7 @@
 """One safetensors file: an eight-byte length, a JSON header with the place of each tensor, then their bytes.
 
 The safetensors library validates the header. Tensors are read with plain reads into their own memory: only the bytes
-that were asked for, and no mapped pages that count as ours.
+that were asked for, without mapped pages that would count as the process's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "C64": torch.complex64,
     }
 )
-BLOCK_BYTES = 1 << 22  # read and checked by one thread at a time; large enough to be worth starting a thread for
+BLOCK_BYTES = 1 << 22  # read and checked by one thread; large enough to be worth a thread
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
 _UNCHECKED: Checksums = MappingProxyType({})
 _T = TypeVar("_T")
@@ -64,8 +64,8 @@ def block_checksums(memory: memoryview) -> tuple[int, ...]:
 
 
 def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T]:
-    """work(first, last) for each block of the bytes from `start` to `stop`, by all threads: one alone has half of a
-    memory's bandwidth.
+    """work(first, last) for each block of the bytes from `start` to `stop`, on all threads: one thread reaches half of
+    the memory's bandwidth.
     """
     limits = [(at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES)]
     threads = min(torch.get_num_threads(), len(limits))
@@ -76,10 +76,9 @@ def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T
 
 
 class SafetensorsFile:
-    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever is not such a file.
+    """`stored` lists the tensors, `read` reads them. CheckpointError, with the path: it is not such a file.
 
-    With `checksums` the file must hold exactly these tensors, and each block is checked the first time that something
-    of it is read.
+    With `checksums` the file must hold exactly these tensors; each block is checked when it is first read.
     """
 
     def __init__(self, path: Path, checksums: Checksums | None = None):
@@ -119,9 +118,9 @@ class SafetensorsFile:
         return math.prod(self.stored[name].shape) * self.stored[name].dtype.itemsize
 
     def read(self, name: str, part: Part = ()) -> Tensor:
-        """The tensor or that part of it, in memory of its own; rows that are not wanted are not read, nor are columns.
+        """The tensor or that part of it, in memory of its own; other rows and columns are not read.
 
-        A tensor that is asked for whole is there to stay, and lies on large memory.
+        A tensor that is read whole is there to stay, so it is allocated on huge pages.
         """
         stored = self.stored[name]
         bounds = [
@@ -140,7 +139,7 @@ class SafetensorsFile:
         return tensor
 
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
-        """Runs of neighbouring bytes: over the last axis that is cut, one for each index of the axes before it."""
+        """Read contiguous bytes: over the last axis that is cut, once for each index of the axes before it."""
         shape, itemsize = self.stored[name].shape, self.stored[name].dtype.itemsize
         cut = max(axis for axis, bound in enumerate(bounds) if bound != (0, shape[axis]))
         inner = math.prod(shape[cut + 1 :]) * itemsize
@@ -162,7 +161,7 @@ class SafetensorsFile:
             _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), 0, len(memory))
 
     def _check(self, name: str, start: int, stop: int) -> None:
-        """Check the blocks that hold these bytes of a tensor, those that were not checked before."""
+        """Check the blocks that hold these bytes of a tensor, unless they were checked before."""
         if name not in self._checksums:
             return
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):

@@ -1,7 +1,7 @@
-"""Which files a checkpoint is: a folder in one of the usual forms, a list, a glob, or DeepSpeed's JSON description.
+"""Find the files of a checkpoint: a folder in one of the usual forms, a list, a glob, or DeepSpeed's JSON description.
 
-Nothing is read here but indexes and descriptions. CheckpointError names what was looked for and all that is missing.
-What an index names lies inside of its folder; paths of a description are the user's own and may lie anywhere.
+Only indexes and descriptions are read here. CheckpointError names what was looked for and all that is missing. An index
+may only name files inside its folder; paths in a description are the user's own and may be anywhere.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Files:
-    """`groups`: each is one file, or the files of several ranks, in their order, that hold the pieces of the same
-    tensors.
+    """`groups`: each is one file, or the files of several ranks, in order, with pieces of the same tensors.
 
-    `version` is that of a Megatron checkpoint, by which its packed q, k, v lie. `where`: tensor → its file, where an
-    index says so.
+    `version` is a Megatron checkpoint's, which decides how its q, k, v are packed. `where`: tensor → the file that an
+    index names.
     """
 
     form: str
@@ -97,9 +96,7 @@ def read_json(path: Path) -> Any:
 
 
 def inside(folder: Path, name: str, index: Path) -> Path:
-    """The file that an index names. CheckpointError for a name that leads out of the folder; links of the user's own
-    may.
-    """
+    """The file that an index names. CheckpointError for a name that leads out of the folder; symbolic links may."""
     named = PurePath(name)
     if not named.parts or named.is_absolute() or ".." in named.parts:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
@@ -161,9 +158,7 @@ def _listed(paths: Sequence[Path], form: str) -> Files:
 
 
 def _described(given: Any, base: Path, name: str) -> Files:
-    """DeepSpeed's JSON. A list holds whole tensors or, of type Megatron or with parallelization "tp", one file for each
-    rank.
-    """
+    """DeepSpeed's JSON. A list has whole tensors; of type Megatron or parallelization "tp", a file for each rank."""
     if not isinstance(given, Mapping) or not given.get("checkpoints"):
         raise CheckpointError(f'{name}: has no "checkpoints": a list of files, or a dict of lists')
     try:

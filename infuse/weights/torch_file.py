@@ -1,4 +1,4 @@
-"""One file that torch.save wrote (.bin, .pt): tensors by name, never code. Mapped where its format allows, so that
+"""One file written by torch.save (.bin, .pt): tensors by name, never code. It is mapped if its format allows, so that
 parts can be read.
 """
 
@@ -17,15 +17,12 @@ from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
 _INNER = ("module", "model", "state_dict")  # where training checkpoints have the model's own tensors
-_MAPPED_BYTES = (
-    1 << 22
-)  # mapped pages that were read stay ours until the file is mapped anew, which takes about a millisecond
+# Pages that were read stay resident until the file is mapped anew, which takes about a millisecond.
+_MAPPED_BYTES = 1 << 22
 
 
 class TorchFile:
-    """`stored` tells what is inside, `read` gets it. CheckpointError, with the path, for whatever cannot be read as
-    tensors alone.
-    """
+    """`stored` lists the tensors, `read` reads them. CheckpointError, with the path: it is not tensors alone."""
 
     def __init__(self, path: Path):
         self.path, self.bytes_read, self._since = path, 0, 0
