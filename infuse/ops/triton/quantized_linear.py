@@ -1,5 +1,5 @@
-"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights lie in words
-(words.py), brought there once.
+"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights are converted
+once, to words of 32 bits (words.py).
 
 One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py);
 many take PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile
