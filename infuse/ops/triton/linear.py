@@ -25,8 +25,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
 
 
 def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
-    """Normalise x by the norm's own kernel if the product's kernel cannot, or not as fast. Return x and what remains to be
-    done around the product.
+    """Normalise x by the norm's own kernel if the product's kernel cannot, or would be slower. Return x and what remains
+    to be done around the product.
     """
     if around.norm is None:
         return x, around
@@ -52,9 +52,8 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     """The product of up to FEW_ROWS rows with what stands around it; None where PyTorch's product is the better one."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
-    most = (
-        1 if x.dtype is torch.float32 else FEW_ROWS
-    )  # more rows in float32 have no tensor cores: PyTorch's is as good
+    # More rows in float32 have no tensor cores: PyTorch's product is as good.
+    most = 1 if x.dtype is torch.float32 else FEW_ROWS
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
     if weight.stride(1) != 1 or (gated and outputs % 2):

@@ -45,9 +45,8 @@ def _quantized_linear(
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
         return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
     x, around = normed_before(x, around)
-    most = (
-        FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
-    )  # float32 tiles of more rows fit no shared memory
+    # Tiles of more rows in float32 fit no shared memory.
+    most = FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
     if not 0 < rows <= most or outputs == 0:
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
         bias = None if bias is None else bias.to(dtype)
