@@ -258,7 +258,7 @@ def test_plans_tell_where_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) ->
     model = nn.Sequential(nn.Linear(64, 64))
     told = "int8:a8: activations keep 16 bits here: "
     assert (told in str(infuse.plan(model, quant="int8:a8", dtype="fp32"))) != rounds(torch.float32)
-    monkeypatch.setattr(infuse.ops.cpu, "isa", lambda: "avx2")
+    monkeypatch.setattr(infuse.native, "isa", lambda: "avx2")
     assert f"{told}avx2 has no products of bytes" in str(infuse.plan(model, quant="int8:a8", dtype="fp32"))
     assert told not in str(infuse.plan(model, quant="int8", dtype="fp32"))
 

@@ -59,7 +59,9 @@ def test_who_declines_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert needs(GPU, torch.bfloat16) is None and registered()[name].choose(GPU, torch.float16).body == "triton"
     assert needs(replace(GPU, kind="cpu"), torch.bfloat16) == "the device is cpu"
     assert str(needs(GPU, torch.float64)).startswith("torch.float64 is not one of torch.float32")
-    assert needs(replace(GPU, features=("sm_75",)), torch.float16) == "a GPU (sm_75) has not compute capability 8.0"
+    assert needs(replace(GPU, features=("sm_75",)), torch.float16) == (
+        "a GPU (sm_75): Triton needs compute capability 8.0 or newer"
+    )
     assert needs(replace(GPU, features=("sm_120",)), torch.float16) is None
     monkeypatch.setattr("infuse.ops.triton._missing", lambda: "triton is not installed")
     assert needs(GPU, torch.bfloat16) == "triton is not installed"

@@ -1,4 +1,4 @@
-"""The embeddings that are put in: over a quantized head's table, and over the rows that a rank has of a table."""
+"""Our embeddings: over the quantized table of a head, and over a rank's rows of a table."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
 
 def fix_vocabulary(module: nn.Module) -> None:
-    """Let each model in `module` whose head or table is quantized refuse to resize it, before anything is changed."""
+    """Make each model in `module` with a quantized head or table refuse to resize it, before it changes anything."""
     model: Any
     for model in module.modules():
         if not hasattr(model, "resize_token_embeddings"):
@@ -102,7 +102,7 @@ def fix_vocabulary(module: nn.Module) -> None:
 def _refuse_resizing(
     table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """resize_token_embeddings of a model whose vocabulary is quantized: the size that it has is no change."""
+    """resize_token_embeddings of a model whose vocabulary is quantized. Resizing to the present size changes nothing."""
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
@@ -112,7 +112,7 @@ def _refuse_resizing(
 
 
 class RankEmbedding(InferenceModule):
-    """index [...] → rows [..., width] of a table of which each rank has some rows."""
+    """index [...] → rows [..., width] of a table whose rows are split over ranks."""
 
     weight: nn.Parameter
 
@@ -138,7 +138,7 @@ class RankEmbedding(InferenceModule):
 def looked_up(
     index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None
 ) -> Tensor:
-    """The rows of a table; of one that ranks share, each gives its own, and zeros for the others'."""
+    """Rows of a table. If ranks share it, each gives its own rows and zeros for the others, and `combine` adds them up."""
     if combine is None:
         return rows(index)
     if index.device.type == "cpu" and index.numel():  # elsewhere the host would wait for the device

@@ -1,6 +1,4 @@
-"""The linear layer that is put in, over a plain weight or a quantized one, and its product in one op with what stands
-around it.
-"""
+"""Our linear layers, over a plain weight and over a quantized one, and their products with what stands around them."""
 
 from __future__ import annotations
 
@@ -24,18 +22,14 @@ from infuse.quant.parse import quant_format
 
 
 def direct(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), less nn.Module's own dispatch where no hook is listening: 1.5 us of host time for each of some hundred
-    calls.
-    """
+    """module(x), without nn.Module's dispatch if the module has no hooks: it takes 1.5 us in each of some hundred calls."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module(x)
     return module.forward(x)
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether nothing listens to the module's calls or replaces its forward, so that what it does may be done without
-    it.
-    """
+    """Whether the module has no hooks and no patched forward, so that we may do its work without calling it."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -43,8 +37,8 @@ def product(
     module: nn.Module, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """residual + act(module(norm(x))): one op for all that nothing listens to. Give an `activation` only to a module
-    that `takes_around`.
+    """residual + act(module(norm(x))), in one op where neither norm nor module has hooks. Pass an `activation` only with
+    a module that `takes_around`.
     """
     if norm is not None and not (takes_around(module) and isinstance(norm, Norm) and untouched(norm)):
         x, norm = direct(norm, x), None
@@ -60,7 +54,7 @@ def product(
 
 
 def takes_around(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
-    """Whether `product` may give norm, activation and residual to the module's op: it is ours, and nothing listens."""
+    """Whether `product` may give norm, activation and residual to the module's op: it is ours, and has no hooks."""
     return isinstance(module, (Linear, QuantizedLinear)) and untouched(module)
 
 
@@ -72,7 +66,7 @@ def fuses(bodies: Mapping[str, str]) -> bool:
 
 
 def all_are_heard() -> bool:
-    """Whether hooks for all modules are there."""
+    """Whether PyTorch's global module hooks are set."""
     modules = torch.nn.modules.module
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
@@ -85,9 +79,9 @@ def linear_op(format: str | None) -> str:
 def make_linear(
     inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str], combine: Combine | None = None
 ) -> Linear | QuantizedLinear:
-    """A linear layer to be filled; `format` names a quantization format, None keeps the compute dtype.
+    """An empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
-    A rank's part of a layer has its own numbers, and makes with `combine` what the whole layer gives.
+    `inputs` and `outputs` are this rank's; `combine` turns its result into the whole layer's.
     """
     if format is None:
         return Linear(inputs, outputs, bias, bodies, combine)
@@ -95,30 +89,34 @@ def make_linear(
 
 
 def part_rows(body: Body, format: QuantFormat, inputs: int) -> int | None:
-    """What the parts of a weight that `body` takes have to be multiples of; None: it takes a weight whole."""
+    """The number of rows of which each part of a weight must have a multiple; None: `body` takes whole weights only."""
     layout = body.layout
     return None if layout is None or layout.declines(format, inputs) else layout.part_rows
 
 
 def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> tuple[QuantizedWeight, bool]:
-    """The weight of these parts in the layout of `body`, and whether that layout takes it."""
+    """The weight of these parts in the layout of `body`, or as it is; and whether the layout takes it."""
     layout, parts = body.layout, iter(parts)
     first = next(parts)
     if first.shape != shape:
         assert layout is not None and layout.gather is not None, (first.shape, shape)
-        return layout.gather(chain([first], parts), shape), True
-    prepared = layout.prepare(first) if layout else first
-    return prepared or first, prepared is not None
+        gathered = layout.gather(chain([first], parts), shape)
+        assert gathered is not None, "weights with codes that the layout declines are not made in parts"
+        return gathered, True
+    prepared = layout.prepare(first) if layout is not None else first
+    return (first, False) if prepared is None else (prepared, True)
 
 
 class Product(InferenceModule, Pickled):
-    """A linear over the chosen body of its op; `combine` makes of a rank's part what the whole layer gives."""
+    """A linear layer that calls the chosen body of its op, then `combine`, which turns a rank's result into the whole
+    layer's.
+    """
 
     _body: Callable[..., Tensor]
     _combine: Combine | None
 
     def arguments(self) -> tuple:
-        """What the op takes of the weight, and the bias: its arguments after x."""
+        """The op's arguments from x to what stands around: the weight and the bias."""
         raise NotImplementedError
 
     def with_around(self, x: Tensor, *around: Any) -> Tensor:
@@ -127,7 +125,7 @@ class Product(InferenceModule, Pickled):
 
 
 class Linear(Product, nn.Linear):
-    """x @ weight.T + bias. An nn.Linear, so that whoever looks for one finds it."""
+    """x @ weight.T + bias. An nn.Linear, so that code which looks for one finds it."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
@@ -150,7 +148,7 @@ class Linear(Product, nn.Linear):
 
 
 class QuantizedLinear(Product):
-    """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for those who ask for its device."""
+    """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for code that asks for its device."""
 
     data: Tensor
     scale: Tensor
@@ -181,14 +179,14 @@ class QuantizedLinear(Product):
 
     @property
     def part_rows(self) -> int | None:
-        """What `hold` takes parts of multiples of; None: it takes a weight whole."""
+        """The number of rows of which each part for `hold` must have a multiple; None: it takes whole weights only."""
         return part_rows(self._chosen, self.format, self.in_features)
 
     def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Take a quantized weight [out_features, in_features], in the layout of the body; where it has none for it, the
-        reference runs.
+        """Take a quantized weight [out_features, in_features] and convert it to the body's layout. If the layout declines
+        it, the reference runs.
 
-        `parts` are its rows, in order, in as many parts as one likes where there are `part_rows`.
+        `parts` are its rows, in order; more than one part needs `part_rows`.
         """
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
         self.prepared = prepared
@@ -196,7 +194,7 @@ class QuantizedLinear(Product):
         self.data, self.scale, self.zero = held.data, held.scale, held.zero
 
     def share(self, other: QuantizedLinear) -> None:
-        """Take the weight of `other`, which has the same shape, format and body."""
+        """Share the weight of `other`, which has the same shape, format and body."""
         assert (other.out_features, other.in_features, other.format) == (
             self.out_features,
             self.in_features,

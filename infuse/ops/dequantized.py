@@ -1,9 +1,8 @@
-"""Quantized weights on CPUs without kernels: dequantized once, when they are put in, so that products cost what
-PyTorch's own cost.
+"""Quantized weights on CPUs without kernels: dequantized once, when a layer takes its weight, so that products cost as
+much as PyTorch's own.
 
-The values are those of the reference, which dequantizes at every call. They take the memory of a plain weight; the
-codes can be had back.
-There is a body for each dtype, since a layout does not know for which activations it is made.
+The values are the reference's, which dequantizes in every call. They take the memory of a plain weight; the codes can
+be recovered. There is one body for each dtype, since a layout does not know the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
 
 
 def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The weight with its values in place of the codes; None where the codes could not be had back, as of scales that
+    """The weight with its values in place of the codes; None if the codes could not be recovered, as with scales that
     are not finite.
     """
     held = _gathered(dtype, [weight], weight.shape)
@@ -42,7 +41,7 @@ def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | No
 
 
 def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
-    """The same from parts of the rows, one after the other. Unchecked: in float32 and bfloat16 the codes come back."""
+    """The same from parts of the rows, in order. Not checked: from float32 and bfloat16 the codes can be recovered."""
     whole: QuantizedWeight | None = None
     first = 0
     for part in parts:

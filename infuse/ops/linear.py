@@ -20,8 +20,8 @@ from infuse.ops.op import REFERENCE, Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
-# Tokens up to which blocks give norms and sums to the products of a body that fuses: a tile of the tensor cores. Beyond,
-# plain products are PyTorch's, which reads the weight as fast, and one kernel for addition and norm is better.
+# Tokens up to which blocks give norms and sums to the products of a body that fuses: a tile of the tensor cores.
+# Beyond, plain products are PyTorch's, which reads the weight as fast, and one kernel for addition and norm is better.
 FEW_ROWS = 16
 
 
@@ -72,7 +72,10 @@ _AROUND = (
 
 @op(f"linear(Tensor x, Tensor weight, Tensor? bias, {_AROUND}) -> Tensor")
 def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any) -> Tensor:
-    """residual + act(norm(x) @ weight.T + bias). `around` are the fields of Around: none, or from the first on."""
+    """residual + act(norm(x) @ weight.T + bias), each step rounded to x.dtype, which a body need not do.
+
+    `around` are the fields of Around, from the first on.
+    """
     if not around:
         return F.linear(x_RI, weight_OI, bias_O)
     return Around(*around).separately(lambda x: F.linear(x, weight_OI, bias_O), x_RI, REFERENCE)

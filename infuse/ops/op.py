@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from infuse.device import Device
 from infuse.errors import UnsupportedCall
-from infuse.quant.format import QuantizedWeight
+from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
 REFERENCE = "reference"
@@ -35,25 +35,24 @@ Needs = Callable[[Device, torch.dtype], str | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a body wants a weight to lie: `prepare` brings it there once (None: this one it leaves to the reference),
-    `restore` back.
+    """The layout in which a body reads quantized weights. `prepare` converts a weight once (None: the body leaves this
+    weight to the reference), `restore` converts it back.
 
-    Where there are `part_rows`, `gather(parts, shape)` does it for parts of multiples of so many rows, one after the
-    other.
-    `declines(format, inputs)` is why weights of a format and width are left to the reference, None where they are not.
+    `gather(parts, shape)` converts a weight that comes in parts, each of a multiple of `part_rows` rows; None: only a
+    whole weight can be converted. `declines(format, inputs)` says why weights of that format and width are left to the
+    reference.
     """
 
-    prepare: Callable[[Any], Any]
-    restore: Callable[[Any], Any]
-    declines: Callable[[Any, int], str | None] = lambda format, inputs: None
+    prepare: Callable[[QuantizedWeight], QuantizedWeight | None]
+    restore: Callable[[QuantizedWeight], QuantizedWeight]
+    declines: Callable[[QuantFormat, int], str | None] = lambda format, inputs: None
     part_rows: int | None = None
-    gather: Callable[[Iterable[Any], tuple[int, int]], Any] | None = None
+    gather: Callable[[Iterable[QuantizedWeight], tuple[int, int]], QuantizedWeight | None] | None = None
 
 
 @dataclass(frozen=True)
 class Body:
-    """One implementation. `needs(device, dtype)` is None where it can run, else the reason why it declines ("": not
-    worth a word).
+    """One implementation. `needs(device, dtype)` returns None where it can run, else why not ("": not worth reporting).
 
     `fuses`: a product's body that runs the norm before it and the addition after it in its own kernel. Bodies that
     don't take them as well, by calls of their own; layers then do better with a kernel for addition and norm.
@@ -68,7 +67,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Choice:
-    """The body taken for an op, and who declined before it, with reasons."""
+    """The body chosen for an op, and the bodies that declined before it, with reasons."""
 
     op: str
     body: str
@@ -87,8 +86,8 @@ CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 
 
 class Bound:
-    """An op with its body, as layers call it: the body itself, or the registered op while a graph is traced. Pickles by
-    name.
+    """An op with its chosen body, as layers call it: the body directly, or the registered op while a graph is traced.
+    Pickled by name.
     """
 
     __slots__ = ("_op", "_body", "_function")
@@ -113,7 +112,7 @@ class Bound:
 
 
 def _bound(op: str, body: str) -> Bound:
-    """What a pickle makes of a Bound; UnsupportedCall where the body cannot run in this process."""
+    """Unpickle a Bound; UnsupportedCall if its body cannot run in this process."""
     _runnable(op, body)
     return Bound(op, body)
 
@@ -194,8 +193,8 @@ class Op:
         return declare
 
     def choose(self, device: Device, dtype: torch.dtype, refused: Mapping[str, str] = MappingProxyType({})) -> Choice:
-        """The body to run on `device` for activations of `dtype`, and who declined, with reasons. `refused`: body → why
-        not here.
+        """Choose the body for activations of `dtype` on `device`; tell which bodies declined, and why. `refused`: body →
+        why not here.
         """
         declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
@@ -227,14 +226,14 @@ def op(schema: str) -> Callable[[Callable], Op]:
 
 @dataclass(frozen=True)
 class BodyName:
-    """What a pickle has of a body (`whole`) or of its function."""
+    """Stands in a pickle for a body (`whole`) or for its function."""
 
     op: str
     body: str
     whole: bool
 
     def found(self) -> Any:
-        """The body, or its function; UnsupportedCall where it cannot run in this process."""
+        """The body, or its function; UnsupportedCall if it cannot run in this process."""
         body = _runnable(self.op, self.body)
         return body if self.whole else body.function
 
@@ -253,7 +252,7 @@ def _runnable(op: str, name: str) -> Body:
 
 
 def by_name(value: Any) -> Any:
-    """A body or its function by name; any other value as it is."""
+    """Replace a body or its function by its name, for pickling; return any other value unchanged."""
     if isinstance(value, (Body, FunctionType)):
         for op in _OPS.values():
             for body in op.bodies.values():
@@ -263,7 +262,7 @@ def by_name(value: Any) -> Any:
 
 
 def _own(result: Tensor | None, given: tuple) -> Tensor | None:
-    """`result` contiguous, in a storage that none of the arguments has."""
+    """`result`, contiguous and in a storage that it shares with no argument."""
     if result is None:
         return None
     storage = result.untyped_storage().data_ptr()
@@ -273,5 +272,5 @@ def _own(result: Tensor | None, given: tuple) -> Tensor | None:
 
 
 def registered() -> dict[str, Op]:
-    """All ops by name (the rooms of `infuse.ops` must have been imported)."""
+    """All ops by name. Import `infuse.ops` first: that registers them."""
     return dict(_OPS)

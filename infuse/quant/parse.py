@@ -1,4 +1,4 @@
-"""The formats by their text, as a configuration writes them."""
+"""The one parser of formats: from the text that a configuration has to QuantFormat."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from infuse.quant.format import POSSIBLE, QuantFormat
 
 
 def quant_format(text: str) -> QuantFormat:
-    """The format that a text of the configuration names: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row",
-    "int8:groups=2", "int8:a8".
+    """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2", "int8:a8".
 
     Refused with ConfigError: an unknown text, with what is possible; numbers that the format cannot have.
     """

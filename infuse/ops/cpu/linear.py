@@ -58,16 +58,15 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @cache
 def takes_tiles() -> bool:
-    """Whether products by tiles are ours. With AMX, PyTorch's (oneDNN) uses it too, and which is faster has not been
-    measured: compare
-    `INFUSE_CPU_ISA=avx512_amx! python bench/ops.py --op linear --set llama`, which takes ours, with the same without
-    the variable.
+    """Whether many rows take our tiles. With AMX they do not: PyTorch's product (oneDNN) uses AMX too, and nobody has
+    measured which is faster. To compare, run `python bench/ops.py --op linear --set llama` with and without
+    INFUSE_CPU_ISA=avx512_amx!, which takes our tiles.
     """
     return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
-    """The product by tiles; None where it cannot be had or F.linear is the better choice."""
+    """The product by tiles; None where there are none, or F.linear is faster."""
     if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2 or not takes_tiles():
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)

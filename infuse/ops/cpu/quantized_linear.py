@@ -1,5 +1,5 @@
-"""The product with quantized weights in C++, and the look-up of their rows. Weights lie in panels of 16 interleaved
-rows (src/panels.h), brought there once.
+"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in C++. Weights are converted
+once, to panels of 16 interleaved rows (src/panels.h).
 
 Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h),
 with an activation on the way out. Formats with :a8 let them round x to 8 bits and multiply integers
@@ -54,7 +54,7 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight | None:
-    """As _in_panels, from parts of the rows of a weight of `shape`, one after the other: whole panels but for the last."""
+    """As _in_panels, for a weight of `shape` that comes in parts of its rows: whole panels, but for the last part."""
     (outputs, inputs), first = shape, 0
     panels = -(-outputs // PANEL_ROWS)
     whole: QuantizedWeight | None = None
@@ -130,7 +130,7 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    if scale.dtype is not SCALE_DTYPE:  # whoever casts the model casts it too
+    if scale.dtype is not SCALE_DTYPE:  # casting the model casts its scales too
         scale = scale.to(SCALE_DTYPE)
     y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, -1, False)
     if y is not None:
@@ -141,7 +141,7 @@ def _quantized_linear(
 
 
 def _with_around(x: Tensor, weight: tuple, around: Around) -> Any:
-    """`weight`: what the op takes of it, and the bias."""
+    """`weight`: the op's arguments from data to format."""
     data, scale, zero, bias, outputs, _, format = weight
     x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")
     fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE

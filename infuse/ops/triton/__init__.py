@@ -27,14 +27,14 @@ def kernels(name: str) -> Any:
 
 
 def needs(device: Device, dtype: torch.dtype) -> str | None:
-    """Why the Triton bodies cannot run there, None where they can."""
+    """Why the Triton bodies cannot run there, or None."""
     if device.kind != "cuda":
         return f"the device is {device.kind}"
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(str(d) for d in DTYPES)}"
     capability = next((int(feature[3:]) for feature in device.features if feature.startswith("sm_")), 0)
     if torch.version.hip is not None or capability < LOWEST_CAPABILITY:
-        return f"{device.name} ({', '.join(device.features)}) has not compute capability 8.0"
+        return f"{device.name} ({', '.join(device.features)}): Triton needs compute capability 8.0 or newer"
     return _missing()
 
 
@@ -43,5 +43,5 @@ def _missing() -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "triton finds no C compiler (CC, gcc or clang), which it starts kernels with"
+        return "triton finds no C compiler (CC, gcc or clang), which it needs to start kernels"
     return None

@@ -25,8 +25,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
 
 
 def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
-    """x by a kernel for the norm alone where the product is not to have it, and what is then left; else both as they
-    are.
+    """Normalise x by the norm's own kernel if the product's kernel cannot, or would be slower. Return x and what remains
+    to be done around the product.
     """
     if around.norm is None:
         return x, around
@@ -38,7 +38,7 @@ def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
 
 
 def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
-    """What a kernel for `rows` rows in a tile is compiled for."""
+    """The compile-time constants of a kernel whose tiles have `rows` rows."""
     norm = around.norm
     return {
         "NORM": norm,
@@ -49,12 +49,11 @@ def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
-    """The product of up to FEW_ROWS rows with what is around it; None where PyTorch's is to be used."""
+    """The product of up to FEW_ROWS rows with what stands around it; None where PyTorch's product is the better one."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
-    most = (
-        1 if x.dtype is torch.float32 else FEW_ROWS
-    )  # more rows in float32 have no tensor cores: PyTorch's is as good
+    # More rows in float32 have no tensor cores: PyTorch's product is as good.
+    most = 1 if x.dtype is torch.float32 else FEW_ROWS
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
     if weight.stride(1) != 1 or (gated and outputs % 2):
@@ -91,8 +90,8 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
 
 
 def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Around) -> None:
-    """The sum over the first axis of parts [SPLITS, rows, outputs], with what comes after it, into `out`: always in the
-    same order.
+    """Add up parts [SPLITS, rows, outputs] over the first axis, always in the same order, and write them to `out` with
+    bias, activation and residual.
     """
     splits, rows, outputs = parts.shape
     grid = (-(-around.outputs(outputs) // COMBINED_BLOCK), rows)

@@ -1,5 +1,5 @@
-"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights lie in words
-(words.py), brought there once.
+"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights are converted
+once, to words of 32 bits (words.py).
 
 One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py);
 many take PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile
@@ -45,9 +45,8 @@ def _quantized_linear(
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
         return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
     x, around = normed_before(x, around)
-    most = (
-        FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
-    )  # float32 tiles of more rows fit no shared memory
+    # Tiles of more rows in float32 fit no shared memory.
+    most = FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
     if not 0 < rows <= most or outputs == 0:
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
         bias = None if bias is None else bias.to(dtype)

@@ -1,4 +1,4 @@
-"""Quantized weights as words of 32 bits, for the kernels (kernels/words.py has the drawing): brought there once, and
+"""The conversion of quantized weights to words of 32 bits, which the kernels read (kernels/words.py has the drawing), and
 back.
 
 Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a word.
