@@ -17,7 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import infuse
 from infuse.architectures import SPECS, Bound, bind_any, specs_for
 from infuse.architectures.layer import LayerSpec
+from infuse.architectures.part import COLUMN, ROW
+from infuse.architectures.ranks import Part, layer_part
 from infuse.errors import SpecMismatch
+from infuse.parallel.mesh import Mesh
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -58,15 +61,11 @@ def differences(layer: nn.Module, config: Any) -> tuple[str, ...]:
     return ()
 
 
-def sources(found: Bound, *ends: str) -> list[str]:
-    """The source modules of the matrices whose targets end so."""
-    targets = tuple(f"{end}.weight" for end in ends)
-    return [
-        source.removesuffix(".weight")
-        for fill in found.fills
-        if fill.target.endswith(targets)
-        for source in fill.sources
-    ]
+def sources(found: Bound, split: str | None = None) -> list[str]:
+    """The source modules of the layer's matrices: of those that ranks split so, or of all."""
+    targets = {matrix.weight for matrix in found.shape.matrices if split in (None, matrix.split)}
+    made = [fill for fill in found.fills if fill.target in targets]
+    return [source.rpartition(".")[0] for fill in made for source in fill.sources]
 
 
 def owner_of(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -117,7 +116,7 @@ def test_an_extra_parameter_is_a_difference(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_missing_matrix_is_a_difference(name: str) -> None:
     _, layer, config = next(layers_of(on_meta(name)))
-    paths = sources(bound(layer, config), ".qkv", ".out", "mlp.up", "mlp.down")
+    paths = sources(bound(layer, config))
     assert len(paths) >= 4
     for path in paths:
         module = layer.get_submodule(path)
@@ -137,7 +136,7 @@ def test_a_renamed_module_is_missing_and_unclaimed(name: str) -> None:
         for fill in found.fills
         if fill.target in ("norm1.weight", "norm2.weight")
     ]
-    for path in (*sources(found, ".out", "mlp.down"), *norms):
+    for path in (*sources(found, ROW), *norms):
         parent, leaf = owner_of(layer, path)
         parent._modules["renamed"] = parent._modules.pop(leaf)
         told = "; ".join(differences(layer, config))
@@ -267,13 +266,11 @@ def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, rea
 # ---- the free oracle ----
 
 # What each value of transformers' tensor-parallel plans does with a weight: splits its outputs, its inputs, or nothing.
-COLUMN, ROW = "column", "row"
 TP_VALUES = {
     "colwise": COLUMN, "colwise_gather_output": COLUMN, "colwise_rep": COLUMN, "local_colwise": COLUMN,
     "rowwise": ROW, "rowwise_split_input": ROW, "rowwise_rep": ROW, "local_rowwise": ROW,
     "replicated_with_grad_allreduce": None, "local": None, "gather": None,
 }  # fmt: skip
-OURS = {".qkv": COLUMN, ".out": ROW, "mlp.up": COLUMN, "mlp.down": ROW}
 
 
 def tp_plan(model: nn.Module, path: str) -> dict[str, str]:
@@ -294,6 +291,56 @@ def test_columns_and_rows_are_those_of_the_tp_plan(name: str) -> None:
     model = on_meta(name)
     path, layer, config = next(layers_of(model))
     found = bound(layer, config)
-    ours = {source: role for end, role in OURS.items() for source in sources(found, end)}
+    ours = {source: split for split in (COLUMN, ROW) for source in sources(found, split)}
     theirs = {inside: TP_VALUES[value] for inside, value in tp_plan(model, path).items()}
     assert ours == {inside: role for inside, role in theirs.items() if role is not None}
+
+
+# ---- what parts say of themselves, against what is built and cut
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_describe_every_parameter_that_a_layer_is_filled_with(name: str) -> None:
+    for _, layer, config in layers_of(on_meta(name)):
+        found = bound(layer, config)
+        described = {parameter.target for parameter in found.shape.parameters}
+        computed = {f"{found.shape.attn.name}.positions.table"}  # a buffer
+        assert described == {fill.target for fill in found.fills} - computed
+        sizes = {matrix.weight: matrix.shape for matrix in found.shape.matrices}
+        for fill in (fill for fill in found.fills if fill.target in sizes):
+            shapes = [tuple(layer.get_parameter(source).shape) for source in fill.sources]
+            shapes = [shape[::-1] if fill.transposed else shape for shape in shapes]
+            assert sizes[fill.target] == (sum(rows for rows, _ in shapes), shapes[0][1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_together_have_all_of_every_parameter(name: str, size: int) -> None:
+    for _, layer, config in layers_of(on_meta(name)):
+        found = bound(layer, config)
+        if size > found.shape.attn.heads:
+            continue
+        try:
+            parts = [
+                layer_part(found.shape, found.fills, rank, grain=16, multiples={}) for rank in Mesh(tp=size).ranks()
+            ]
+        except SpecMismatch as mismatch:  # of norms over all heads
+            assert all("is a LayerNorm over the heads of all ranks" in text for text in mismatch.differences)
+            continue
+        for parameter in found.shape.parameters:
+            assert_covered(parameter.target, parts)
+
+
+def assert_covered(target: str, parts: list[Part]) -> None:
+    """One rank or more has each position of the target; shapes and cuts of a rank agree."""
+    held = [fill for part in parts for fill in part.fills if fill.target == target]
+    cuts = [fill.cut for fill in held if fill.cut is not None]
+    if not cuts:  # whole on every rank, or added once
+        assert len(held) in (1, len(parts))
+        return
+    assert len(cuts) == len(parts) and len({(cut.axis, cut.sizes) for cut in cuts}) == 1
+    positions = {place for cut in cuts for start, stop in cut.ranges for place in range(start, stop)}
+    assert positions == set(range(cuts[0].whole_length))
+    for cut, part in zip(cuts, parts, strict=True):
+        shapes = [matrix.shape for matrix in part.shape.matrices if matrix.weight == target]
+        assert all(shape[cut.axis] == cut.length > 0 for shape in shapes)

@@ -99,47 +99,41 @@ class Attention:
     inverted_mask: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
-    def bind(self, binder: Binder) -> AttentionShape:
+    def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
         if self.kv_heads is None:
             kv_heads = heads
         else:
             kv_heads = self.kv_heads if isinstance(self.kv_heads, int) else binder.count(self.kv_heads)
-        hidden, width, bias = self._bind_qkv(binder, heads, kv_heads)
+        hidden, width, bias = self._bind_qkv(binder, f"{name}.qkv", heads, kv_heads)
         out = binder.linear(self.out)
-        binder.fill_linear(f"{self.name}.out", (self.out,), out.bias)
+        binder.fill_linear(f"{name}.out", (self.out,), out.bias)
         if out.columns != heads * width:
             binder.differences.append(
                 f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}"
             )
         return AttentionShape(
-            name=self.name,
+            name=name,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
             head_width=width,
             qkv_bias=bias,
             out_bias=out.bias,
-            position=self._position(binder),
+            position=self._position(binder, name),
             scale=self._scale(binder, width),
             softcap=self._softcap(binder),
             clip=self._number(binder, self.clip),
             window=self._window(binder),
             causal=bool(getattr(binder.module(self.module), "is_causal", self.causal)),
             inverted_mask=self.inverted_mask,
-            q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{self.name}.q_norm", optional=True),
-            k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{self.name}.k_norm", optional=True),
+            q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{name}.q_norm", optional=True),
+            k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{name}.k_norm", optional=True),
             passes=self.passes,
         )
 
-    @property
-    def name(self) -> str:
-        """The child's name in the block: that of the outermost module around the attention."""
-        return self.module.partition(".")[0]
-
-    def _bind_qkv(self, binder: Binder, heads: int, kv_heads: int) -> tuple[int, int, bool]:
+    def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
         """The hidden width, the head width, and whether query, key and value have a bias."""
-        target = f"{self.name}.qkv"
         if isinstance(self.qkv, Separate):
             paths = (self.qkv.q, self.qkv.k, self.qkv.v)
             q, k, v = linears = [binder.linear(path) for path in paths]
@@ -179,15 +173,15 @@ class Attention:
         ignored = getattr(binder.config, "_attn_implementation", None) == "sdpa"
         return 0.0 if ignored else self._number(binder, self.softcap)
 
-    def _position(self, binder: Binder) -> Position:
+    def _position(self, binder: Binder, name: str) -> Position:
         position = self.position
         if isinstance(position, Rotary) and position.switch:
             rotates = binder.of_this_layer(position.switch)
             return Rotary(position.interleaved) if rotates else NoPosition()
         if isinstance(position, RotaryTable):
-            if not any(name == position.buffer for name, _ in binder.layer.named_buffers()):
+            if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
                 binder.differences.append(f"there is no buffer {position.buffer}")
-            binder.fills.append(Fill(f"{self.name}.positions.table", (position.buffer,)))
+            binder.fills.append(Fill(f"{name}.positions.table", (position.buffer,)))
         return position
 
     def _window(self, binder: Binder) -> int:

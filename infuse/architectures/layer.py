@@ -36,6 +36,8 @@ PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
 TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns
 
+_NORMS = ("norm1", "norm2", "post1", "post2")
+
 
 Held = TypeVar("Held", Matrix, Parameter)
 
@@ -87,20 +89,20 @@ class LayerSpec:
             found = getattr(config, key, expected)
             if found != expected:
                 binder.differences.append(f"config.{key} is {found!r}; only {expected!r} is understood")
-        forward = inspect.signature(type(layer).forward)
-        after_hidden = list(forward.parameters.values())[2:]
+        attn = self.attn.bind(binder, self.attn.module.partition(".")[0])
+        mlp = self.mlp.bind(binder, "mlp")
+        declared = {name: getattr(self, name) for name in _NORMS}
+        norms = {name: None if norm is None else norm.bind(binder, name) for name, norm in declared.items()}
+        after_hidden = list(inspect.signature(type(layer).forward).parameters.values())[2:]
         shape = LayerShape(
-            attn=self.attn.bind(binder),
-            mlp=self.mlp.bind(binder, "mlp"),
-            norm1=None if self.norm1 is None else self.norm1.bind(binder, "norm1"),
-            norm2=None if self.norm2 is None else self.norm2.bind(binder, "norm2"),
-            post1=None if self.post1 is None else self.post1.bind(binder, "post1"),
-            post2=None if self.post2 is None else self.post2.bind(binder, "post2"),
+            attn=attn,
+            mlp=mlp,
             residual=self.residual,
             residual_scale=binder.factor(self.residual_scale) if self.residual_scale else 1.0,
             returns=self.returns,
             arguments=tuple(p.name for p in after_hidden if p.kind is p.POSITIONAL_OR_KEYWORD),
             repeated=self.repeated,
+            **norms,
         )
         if differences := [*binder.differences, *binder.unclaimed()]:
             raise SpecMismatch(self.layer.rpartition(".")[2], differences)
@@ -108,7 +110,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class LayerShape(PartShape):
+class LayerShape:
     """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states,
     `repeated` those that say nothing new.
     """
@@ -128,7 +130,7 @@ class LayerShape(PartShape):
     @property
     def parts(self) -> dict[str, PartShape]:
         """The parts by the fields that hold them."""
-        held = {name: getattr(self, name) for name in ("attn", "mlp", "norm1", "norm2", "post1", "post2")}
+        held = {name: getattr(self, name) for name in ("attn", "mlp", *_NORMS)}
         return {name: part for name, part in held.items() if part is not None}
 
     def child(self, field: str) -> str:

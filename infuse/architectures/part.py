@@ -120,7 +120,7 @@ class Share:
 
 
 class PartShape:
-    """The numbers of one part. A part says here what it holds; each property has the answer of a part without any."""
+    """The numbers of one part, which says here what it holds. By default it holds nothing and is whole on each rank."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -138,11 +138,6 @@ class PartShape:
     def of_rank(self, share: Share) -> Self:
         """A rank's numbers; SpecMismatch where ranks cannot share the part."""
         return self
-
-
-def extents_of(shape: PartShape, target: str) -> tuple[Extent, ...]:
-    """What lies along the axis of `target` that ranks split; () where it is whole on each, or no parameter of `shape`."""
-    return next((one.extents for one in shape.parameters if one.target == target), ())
 
 
 class HasMatrices(Protocol):

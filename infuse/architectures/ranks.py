@@ -1,18 +1,18 @@
-"""One rank's part of what a plan builds: shapes with its heads and widths, fills cut to them. Pure: numbers only.
+"""One rank's part of what a plan builds: shapes with its heads and widths, and fills cut to them. Numbers only.
 
-What ranks split is said by each part's parameters; those that lie in no unit that ranks split stay whole.
+Each part's parameters say in what units ranks split them; parameters without such units stay whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import HEADS, KV_HEADS, ROW, VOCAB, Matrix, Parameter, PartShape, Share, named
+from infuse.architectures.part import HEADS, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.errors import SpecMismatch
@@ -32,28 +32,25 @@ class Part:
 
 
 def layer_part(
-    shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiple: Callable[[Matrix], int]
+    shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
 ) -> Part:
     """`mesh.tp_rank`'s part of a layer. SpecMismatch: what cannot be shared by so many ranks.
 
-    Inner widths are split in steps of `grain`, whole groups of what `multiple` says of each matrix that reads them.
+    Inner widths are split in steps of `grain`, and in whole groups of the formats of the matrices that read them:
+    `multiples` by their weights.
     """
     own: dict[str, Any] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
     for field, part in shape.parts.items():
         name = shape.child(field)
-
-        def group(matrix: Matrix, name: str = name) -> int:
-            return multiple(replace(matrix, target=named(name, matrix.target)))
-
         try:
-            share = share_of(part, mesh, grain=grain, multiple=group)
+            share = share_of(part, mesh, grain=grain, multiples=_inside(name, multiples))
             own[field] = part.of_rank(share)
         except SpecMismatch as mismatch:
             differences += mismatch.differences
-            continue
-        cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
+        else:
+            cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
     if differences:
         raise SpecMismatch(f"tensor parallelism over {mesh.tp} ranks", differences)
     return Part(replace(shape, **own), _cut_fills(fills, cuts))
@@ -61,15 +58,15 @@ def layer_part(
 
 def plain_part(shape: Plain, mesh: Mesh, grain: int) -> Part:
     """A rank's outputs of a linear, or its rows of a table: the same rows of a head and of the table that shares it."""
-    share = share_of(shape, mesh, grain=grain)
+    share = share_of(shape, mesh, grain=grain, multiples={})
     cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
     return Part(shape.of_rank(share), _cut_fills(shape.fills, cuts))
 
 
-def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiple: Callable[[Matrix], int] | None = None) -> Share:
+def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str, int]) -> Share:
     """Each rank's range of every unit that the part's parameters are split in. SpecMismatch: too few for the ranks.
 
-    Of key/value heads ranks may have the same; of a small vocabulary some ranks may have nothing.
+    Ranks may have the same key/value heads. Of a small vocabulary some ranks may have nothing.
     """
     counts = {extent.unit: extent.count for one in part.parameters for extent in one.extents}
     scarce = [unit for unit, count in counts.items() if count < mesh.tp and unit not in (KV_HEADS, VOCAB)]
@@ -80,22 +77,29 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiple: Callable[[Mat
     if HEADS in counts:
         shares = split_heads(counts.pop(HEADS), counts.pop(KV_HEADS), mesh.tp)
         assert shares is not None
-        ranges[HEADS], ranges[KV_HEADS] = (tuple(one.heads for one in shares), tuple(one.kv_heads for one in shares))
+        ranges[HEADS] = tuple(one.heads for one in shares)
+        ranges[KV_HEADS] = tuple(one.kv_heads for one in shares)
     for unit, count in counts.items():
-        readers = [one for one in part.matrices if one.split == ROW and one.extents[0].unit == unit]
-        groups = [multiple(matrix) for matrix in readers] if multiple is not None else []
-        ranges[unit] = split(count, mesh.tp, grain=grain, multiple=math.lcm(*groups))
+        readers = [matrix for matrix in part.matrices if matrix.split == ROW and matrix.extents[0].unit == unit]
+        groups = math.lcm(*(multiples.get(matrix.weight, 1) for matrix in readers))
+        ranges[unit] = split(count, mesh.tp, grain=grain, multiple=groups)
     return Share(mesh.tp_rank, ranges)
 
 
+def _inside(name: str, multiples: Mapping[str, int]) -> dict[str, int]:
+    """Those of the matrices in the part `name`, by the part's own names."""
+    return {weight.removeprefix(f"{name}."): one for weight, one in multiples.items() if weight.startswith(f"{name}.")}
+
+
 def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]]) -> tuple[Fill, ...]:
-    """The fills of a rank: cut, whole, or none where only the first rank adds a bias. `cuts` are by target."""
+    """A rank's fills: cut, whole, or left out if only the first rank adds them. `cuts` are by target."""
     found = []
     for fill in fills:
-        parameter, share = cuts.get(fill.target, (None, None))
-        if parameter is None or share is None:
+        if fill.target not in cuts:
             found.append(fill)
-        elif parameter.extents:
+            continue
+        parameter, share = cuts[fill.target]
+        if parameter.extents:
             found.append(replace(fill, cut=parameter.cut(share.own, len(fill.sources))))
         elif share.is_first or not parameter.added_once:
             found.append(fill)

@@ -16,7 +16,7 @@ from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import Matrix, matrix_of
+from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import Part, Shape, layer_part, plain_part
@@ -136,18 +136,15 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        made = {matrix.weight: fill for fill, matrix in matrices_made(bound.fills, bound.shape)}
-        differences = [text for fill in made.values() if (text := self.formats.difference(fill, path))]
+        made = matrices_made(bound.fills, bound.shape)
+        differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
         if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
         parts = [Part(bound.shape, bound.fills)]
         if self.mesh.tp > 1:
-
-            def multiple(matrix: Matrix) -> int:
-                return self.formats.multiple(made[matrix.weight], path, matrix.inputs)
-
+            multiples = {matrix.weight: self.formats.multiple(fill, path, matrix.inputs) for fill, matrix in made}
             parts = [
-                layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiple=multiple)
+                layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
                 for rank in self.mesh.ranks()
             ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)

@@ -10,7 +10,7 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import HasMatrices, Matrix, matrix_of
+from infuse.architectures.part import HasMatrices, Matrix
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -119,8 +119,8 @@ def linears_of(fill: Fill, path: str) -> list[str]:
 
 def matrices_made(fills: Iterable[Fill], shape: HasMatrices) -> list[tuple[Fill, Matrix]]:
     """The fills of `shape`'s matrices, each with its matrix."""
-    found = ((fill, matrix_of(shape, fill.target)) for fill in fills)
-    return [(fill, matrix) for fill, matrix in found if matrix is not None]
+    by_weight = {matrix.weight: matrix for matrix in shape.matrices}
+    return [(fill, by_weight[fill.target]) for fill in fills if fill.target in by_weight]
 
 
 def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import Matrix
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.ranks import Shape
 from infuse.architectures.split import SplitShape
@@ -59,13 +60,15 @@ class Step:
         return {fill.target: fill.format for fill in self.fills if fill.format}
 
     @property
+    def made(self) -> list[tuple[Fill, Matrix]]:
+        """The fills that make a matrix, each with its matrix."""
+        return [] if self.shape is None else matrices_made(self.fills, self.shape)
+
+    @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
         """Target, format and bytes of each matrix; the bytes include scales and zeros, and are 0 without a format."""
-        if self.shape is None:
-            return ()
         sizes = held_bytes(self.fills, self.shape, self.bodies)
-        made = matrices_made(self.fills, self.shape)
-        return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in made)
+        return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in self.made)
 
 
 @dataclass(frozen=True)

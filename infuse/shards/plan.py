@@ -20,7 +20,7 @@ from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Tiling, taken
 from infuse.plan.decide import fallback
-from infuse.plan.formats import matrices_made, matrix_ops
+from infuse.plan.formats import matrix_ops
 from infuse.plan.plan import Plan
 from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.quant.parse import quant_format
@@ -116,13 +116,13 @@ def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | 
     """The formats in which a step was saved, taken out of `saved`, by path; None where it was not."""
     if step.depth != SPLIT:
         entry = saved.get(step.path)
-        targets = {fill.target for fill, _ in matrices_made(step.fills, step.shape)} if step.shape else set()
+        targets = {fill.target for fill, _ in step.made}
         if entry is None or not entry.formats.keys() <= targets or entry.kind != kind_of(step):
             return None
         return saved.pop(step.path).formats
     formats: dict[str, str] = {}
-    for fill, _ in matrices_made(step.fills, step.shape) if step.shape else ():
-        path = f"{step.path}.{fill.target}".removesuffix(".weight")
+    for fill, matrix in step.made:
+        path = f"{step.path}.{matrix.target}"
         entry = saved.get(path)
         if entry and "weight" in entry.formats and entry.kind == kind_of_linear(step, fill):
             formats[fill.target] = saved.pop(path).formats["weight"]

@@ -25,7 +25,6 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
-from infuse.plan.formats import matrices_made
 from infuse.plan.plan import Plan
 from infuse.plan.step import BLOCK, SPLIT, Step
 from infuse.quant.format import QuantFormat
@@ -158,7 +157,7 @@ def as_stored(format: str) -> QuantFormat:
 def packed_paths(step: Step) -> tuple[str, ...]:
     """The paths of a step's new modules whose tensors are not the original's: they are read back as they were saved."""
     if step.depth == SPLIT:
-        return tuple(f"{step.path}.{target.removesuffix('.weight')}" for target in step.formats)
+        return tuple(f"{step.path}.{matrix.target}" for fill, matrix in step.made if fill.format)
     return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()
 
 
@@ -177,19 +176,15 @@ def _entries(step: Step) -> dict[str, dict[str, Any]]:
     if step.depth != SPLIT:
         return {step.path: {"kind": kind_of(step), "formats": step.formats}} if is_packed(step) else {}
     return {
-        f"{step.path}.{fill.target}".removesuffix(".weight"): {
-            "kind": kind_of_linear(step, fill),
-            "formats": {"weight": fill.format},
-        }
-        for fill in step.fills
+        f"{step.path}.{matrix.target}": {"kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}}
+        for fill, matrix in step.made
         if fill.format
     }
 
 
 def kind_of(step: Step) -> str:
     """A digest of what the stored tensors of all ranks together mean: the whole shape, and how matrices are made."""
-    made = matrices_made(step.fills, step.shape) if step.shape else []
-    fills = tuple(replace(fill, cut=None, format=None) for fill, _ in made)
+    fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
 
 

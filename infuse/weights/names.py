@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures import bind_any, specs_for
-from infuse.architectures.part import extents_of
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Joined, TensorSource, in_words
 from infuse.weights.pieces import Packed, packed_qkv
@@ -130,8 +129,9 @@ def packings(model: nn.Module) -> dict[str, Packed]:
             bound = bind_any(specs, module, config)
         except SpecMismatch:
             return
+        lying = {parameter.target: parameter.extents for parameter in bound.shape.parameters}
         for fill in bound.fills:
-            packed, extents = None, extents_of(bound.shape, fill.target)
+            packed, extents = None, lying.get(fill.target, ())
             if fill.heads is not None:
                 packed = packed_qkv(fill.packing, fill.heads)
             elif len(fill.sources) == 1 and len(extents) > 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
+from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
@@ -54,14 +55,12 @@ class Original:
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
         """Take the target of `fill` out of `state`; None if another module has taken its place."""
-        owner = fill.target.rpartition(".")[0]
-        if fill.format is None:
-            return state.pop(prefix + fill.target, None)
-        at = f"{prefix}{owner}." if owner else prefix
-        if f"{at}data" not in state:
+        names = _stored(fill)
+        if prefix + names[0] not in state:
             return None
-        for name in _BUFFERS:
-            state.pop(f"{at}{name}", None)
+        found, *_ = [state.pop(prefix + name, None) for name in names]
+        if fill.format is None:
+            return found
         if self.dequantized is None:
             raise UnsupportedCall(
                 f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have them as "
@@ -69,13 +68,13 @@ class Original:
                 "save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, with the rounding that they have: "
                 "`with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
             )
-        weight = module.get_submodule(owner).held()  # type: ignore[operator]
-        place = module.get_submodule(owner)._buffers["data"]
-        assert place is not None
-        found = self.dequantized.get(place.data_ptr())
-        if found is None:
-            found = self.dequantized[place.data_ptr()] = weight.format.dequantize(weight, self.dtype)
-        return found
+        place: Any = module.get_submodule(_owner(fill))
+        address = place.data.data_ptr()
+        value = self.dequantized.get(address)
+        if value is None:
+            weight = place.held()
+            value = self.dequantized[address] = weight.format.dequantize(weight, self.dtype)
+        return value
 
     @torch.no_grad()
     def load(
@@ -103,8 +102,7 @@ class Original:
         self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
     ) -> None:
         """Put the target of `fill` into `state`; sources that are not given keep the values that the module has."""
-        owner = fill.target.rpartition(".")[0]
-        place: Any = module.get_submodule(owner)
+        place: Any = module.get_submodule(_owner(fill))
         if any(name not in given for name in fill.sources):
             there = (
                 module.get_parameter(fill.target)
@@ -126,20 +124,17 @@ class Original:
 
     def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         """Put the target of `fill` into `state` as the module has it, unless it is there."""
-        owner, _, leaf = fill.target.rpartition(".")
-        place, at = module.get_submodule(owner), f"{prefix}{owner}." if owner else prefix
-        for name in (leaf,) if fill.format is None else _BUFFERS:
-            held = place._parameters.get(name, place._buffers.get(name))
+        place = module.get_submodule(_owner(fill))
+        for name in _stored(fill):
+            leaf = name.rpartition(".")[2]
+            held = place._parameters.get(leaf, place._buffers.get(leaf))
             if held is not None:
-                state.setdefault(f"{at}{name}", held.detach())
+                state.setdefault(prefix + name, held.detach())
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
         """Whether `state` has, under our own name, the target that `name` is a source of."""
         fill = next(fill for fill in self.fills if name in fill.sources)
-        return (
-            prefix + (fill.target if fill.format is None else f"{fill.target.rpartition('.')[0]}.data".lstrip("."))
-            in state
-        )
+        return prefix + _stored(fill)[0] in state
 
     def _refuse_parts(self, what: str) -> None:
         if any(fill.cut is not None for fill in self.fills):
@@ -147,6 +142,16 @@ class Original:
                 f"{what} needs whole tensors, and this rank holds a part of {self.path or 'the model'}. Save with init_inference(..., "
                 "save_mp_checkpoint_path=FOLDER) or `infuse shard`, which any number of ranks reads; load with checkpoint=FOLDER"
             )
+
+
+def _owner(fill: Fill) -> str:
+    """The path of the module that holds the target."""
+    return fill.target.rpartition(".")[0]
+
+
+def _stored(fill: Fill) -> tuple[str, ...]:
+    """The names of the target in our module's own state dict: several for a quantized weight, its codes first."""
+    return (fill.target,) if fill.format is None else tuple(named(_owner(fill), leaf) for leaf in _BUFFERS)
 
 
 class _Given:
