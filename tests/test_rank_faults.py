@@ -287,7 +287,9 @@ def uneven(name: str, changes: dict) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("name", "changes"), UNEVEN, ids=str)
-def test_sizes_that_do_not_divide_give_the_outputs_of_one_rank(name: str, changes: dict, size: int, ranks: Ranks) -> None:
+def test_sizes_that_do_not_divide_give_the_outputs_of_one_rank(
+    name: str, changes: dict, size: int, ranks: Ranks
+) -> None:
     found = ranks.run(size, uneven, name, changes)
     assert same(found) and distance(found[0], outputs(BY_NAME[name].make(**changes), name)) < TOLERANCE
 
