@@ -1,6 +1,4 @@
-"""Ranks that do not come to an operation over torch.distributed are named with it by those that wait, on whatever host
-they are.
-"""
+"""Ranks that wait over torch.distributed name the absent ones, on any host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Groups of ranks: sums, gathers and broadcasts by each transport, and what becomes of ranks that differ, die or do not
-come.
-"""
+"""Groups of ranks: sums, gathers and broadcasts by each transport; ranks that differ, die or do not come."""
 
 from __future__ import annotations
 
@@ -233,7 +231,7 @@ def what_rank_0_says(transport: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_0_is_the_truth(ranks: Ranks, transport: str) -> None:
+def test_broadcasts_give_rank_0s_values(ranks: Ranks, transport: str) -> None:
     found = ranks.run(3, what_rank_0_says, transport)
     for values in zip(*found, strict=True):
         assert same(values)
@@ -342,7 +340,7 @@ KINDS = ["shape", "same number of elements", "small and large", "dtype", "place"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_differ_are_told(ranks: Ranks, transport: str, kind: str) -> None:
+def test_ranks_in_different_collectives_are_named(ranks: Ranks, transport: str, kind: str) -> None:
     found = ranks.run_expecting_errors(3, different, transport, kind)
     for rank, error in enumerate(found):
         assert isinstance(error, RankError), error

@@ -1,6 +1,4 @@
-"""Ranks that were given different caches, settings or weights say so, on every rank, instead of computing the same
-wrong numbers.
-"""
+"""Ranks with different caches, settings or weights raise RankError on every rank."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def another_cache(kind: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "how"), [("ours", "crop"), ("ours", "crop rows"), ("dynamic", "crop"), ("static", "empty")]
 )
-def test_caches_that_differ_are_told(kind: str, how: str, ranks: Ranks) -> None:
+def test_caches_that_differ_are_named_on_every_rank(kind: str, how: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, another_cache, kind, how), "the caches (tokens, rows, crops)")
 
 
@@ -101,7 +99,7 @@ def other_generation(how: str) -> Tensor:
     ("own config", "the generation configs"), ("given config", "the generation configs"), ("cap", "the caps on tokens"),
     ("processor", "the logits processors and stopping criteria"), ("criterion", "the logits processors and stopping criteria"),
 ])  # fmt: skip
-def test_what_generate_goes_by_and_differs_is_told(how: str, what: str, ranks: Ranks) -> None:
+def test_settings_of_generate_that_differ_are_named_on_every_rank(how: str, what: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_generation, how), what)
 
 
@@ -133,7 +131,7 @@ def other_weights(how: str, keys: dict[str, Any]) -> None:
     ("order", "the weights: model.layers.1.self_attn.q_proj.weight"), ("config", "the model's config"),
     ("frequencies", "the weights: model.rotary_emb.inv_freq"),
 ])  # fmt: skip
-def test_models_that_differ_are_told_without_a_proof(how: str, where: str, ranks: Ranks) -> None:
+def test_models_that_differ_are_named_without_a_proof(how: str, where: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_weights, how, {"verify": "off"}), where)
 
 
@@ -144,7 +142,7 @@ def loading_another(folder: str, keys: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def test_checkpoints_that_differ_in_what_ranks_share_are_told(tmp_path: Path, ranks: Ranks) -> None:
+def test_checkpoints_that_differ_are_named_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
     """As with an adapter that was merged on one host: norms, embeddings and headers are the same."""
     model: Any = BY_NAME["llama"].make()
     model.save_pretrained(tmp_path / "0")

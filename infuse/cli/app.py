@@ -19,19 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
+from infuse.cli.messages import FAILED, WRONG_USE, bar, fail, remarks, without_tracebacks
 from infuse.cli.model_folder import (
-    FAILED,
-    WRONG_USE,
-    bar,
     copy_rest,
     empty_model,
-    fail,
     load_generative,
     read_config,
     read_tokenizer,
-    remarks,
     start_engine,
-    told_errors,
 )
 from infuse.cli.ranks import as_ranks, rank_device
 
@@ -96,7 +91,7 @@ def show_plan(
     plan.
     """
     config = read_config(model_dir)
-    with told_errors():
+    with without_tracebacks():
         import infuse
 
         print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp)))
@@ -130,7 +125,7 @@ def generate(
     config = read_config(model_dir, weights=True)
     if not as_ranks(context, tp):
         return
-    with told_errors():
+    with without_tracebacks():
         import torch
         import transformers
 
@@ -185,7 +180,7 @@ def bench(
         fail("--against with --tp: transformers alone runs on one rank", WRONG_USE)
     if not as_ranks(context, tp):
         return
-    with told_errors():
+    with without_tracebacks():
         import torch
 
         products = multiplications(empty_model(model_dir, config))
@@ -225,7 +220,7 @@ def shard(
         fail("OUT is MODEL_DIR; give another folder for the shards", WRONG_USE)
     if not as_ranks(context, tp):
         return
-    with told_errors():
+    with without_tracebacks():
         import infuse
 
         paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
@@ -243,7 +238,7 @@ def build(
     again: Annotated[bool, typer.Option("--again", help="Build even if there are kernels already.")] = False,
 ) -> None:
     """Build the C++ kernels for CPUs now instead of at their first use, into INFUSE_CACHE_DIR or ~/.cache."""
-    with told_errors():
+    with without_tracebacks():
         from infuse.native import BINARY, first_use
 
         if BINARY.exists() and not again:
@@ -260,7 +255,7 @@ def build(
 @app.command()
 def env() -> None:
     """Print what this machine offers: devices, instruction sets, compiler, versions."""
-    with told_errors():
+    with without_tracebacks():
         import torch
 
         from infuse.device import Device

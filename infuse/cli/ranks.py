@@ -18,7 +18,7 @@ from typing import Any
 
 import typer
 
-from infuse.cli.model_folder import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
+from infuse.cli.messages import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
