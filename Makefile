@@ -23,7 +23,7 @@ demo: $(VENV)/.infuse
 	$(PY) examples/demo.py
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n auto --dist loadfile
+	$(PY) -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

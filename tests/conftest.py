@@ -1,5 +1,5 @@
-"""What holds for every test: no network, quiet libraries, one thread, and random numbers that do not depend on what ran
-before.
+"""What holds for every test: no network, quiet libraries, one thread, the slow ones first, and random numbers that do
+not depend on what ran before.
 """
 
 import os
@@ -15,6 +15,12 @@ os.environ.setdefault(
 import pytest
 import torch
 from ranks import Ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: the last to end decides when processes that share the tests are done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits for the first
 

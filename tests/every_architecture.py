@@ -19,9 +19,10 @@ NUMBERS: dict[int, str] = {
         emb_dim text_embed_dim projection_dim hidden_dim attention_hidden_size lru_width backbone_hidden_size head_hidden_size""",
     48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size moe_intermediate_size inner_dim
         shared_expert_intermediate_size moe_shared_expert_intermediate_size dim_feedforward mlp_dim encoder_feed_forward_size
-        intermediate_size_mlp""",
+        intermediate_size_mlp mamba_d_ssm mamba_chunk_size""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads
         num_encoder_attention_heads num_decoder_attention_heads num_local_experts num_experts n_routed_experts moe_num_experts""",
+    6: "mamba_n_heads",
     2: """num_hidden_layers n_layer n_layers num_layers hidden_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers
         num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token top_k moe_topk moe_k""",
     8: """head_dim d_kv attention_head_size kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim q_lora_rank kv_lora_rank
@@ -43,6 +44,8 @@ def tiny_config(cls: type) -> Any:
     for name, value in plain.to_dict().items():
         if name in BY_NAME and (type(value) is int or name in NEEDED):
             values[name] = BY_NAME[name]
+        elif name == "image_size" and isinstance(value, list):
+            values[name] = [BY_NAME[name]] * len(value)
         elif name in TOKEN_IDS and isinstance(value, (int, list)):
             values[name] = TOKEN_IDS[name]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types") and isinstance(value, list):

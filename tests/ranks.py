@@ -7,8 +7,6 @@ has imported PyTorch.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 import sys
 import tempfile
@@ -18,20 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
+
 MOST = 4
-# Imported once, by the process that the workers are forked from, which starts no thread.
-PRELOADED = [
-    "torch.distributed",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "transformers.generation",
-    "infuse.generate.install",
-]
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
 GRACE_S = 60.0  # for the other ranks, once one has failed
 PAUSE_S = 1.0  # of waiting: where more has passed, this process was paused, and so may have been the workers
@@ -155,21 +147,12 @@ class Ranks:
 
     def _start(self, size: int) -> None:
         """Workers up to `size`, all at once."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, before the worker's first line
         fresh = {}
         for rank in set(range(size)) - set(self._workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, str(Path(__file__).parent)), daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            process = forked.start(work, theirs, str(Path(__file__).parent))
             theirs.close()  # so that the end of the worker is the end of the pipe
             fresh[rank] = Worker(process, ours)
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
         self._workers |= fresh
         for worker in fresh.values():
             assert worker.pipe.poll(START_S), f"a worker did not start within {START_S} s"

@@ -120,7 +120,7 @@ def peak_ratio(held: torch.dtype, layers: int, spare_bytes: int = 0, **keys: Any
 @pytest.mark.parametrize("verify", ["sample", "all", "off"])
 @pytest.mark.parametrize(("held", "keys"), PLAIN, ids=str)
 def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys: dict[str, Any], verify: str) -> None:
-    ratio = peak_ratio(held, 6, verify=verify, **keys)
+    ratio = peak_ratio(held, 3, verify=verify, **keys)
     assert 0 < ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
 
 
@@ -136,7 +136,7 @@ def test_peak_memory_while_quantizing_by_the_references(
     held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "kernels", lambda: "not built here")
-    ratio = peak_ratio(held, 2, BLOCK_BYTES, **keys)
+    ratio = peak_ratio(held, 1, BLOCK_BYTES, **keys)
     # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized
     # in one part.
     assert 1 < ratio <= 1.5, f"{ratio:.2f} of the largest layer beyond the model and a block"

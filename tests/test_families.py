@@ -1,4 +1,5 @@
-"""Every family as whole blocks gives what the original gives: outputs, caches, generated tokens, and errors in 16 bits.
+"""Every family gives what the original gives, block by block, with a layer in one call, and by graphs: outputs, caches,
+generated tokens, and errors in 16 bits. Over ranks: test_tensor_parallel.py.
 
 The original is always transformers' own model with the same weights; nothing is compared with itself.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from functools import cache
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from families import BY_NAME, DECODERS, FAMILIES, Family, inputs
+from families import BY_NAME, DECODERS, FAMILIES, inputs
+from graphed import graphed
+from one_calls import part_by_part
+from side_by_side import injected, pair
 from torch import Tensor, nn
 
 import infuse
@@ -30,6 +34,12 @@ PADDED = [family.name for family in FAMILIES if family.kind != "vision"]
 # Where a layer is applied more than once, or its list is not named `layers`, counting classes is not enough.
 LAYER_LISTS = ("layers", "layer", "h", "blocks", "albert_layers")
 CACHES = {"of the model": lambda: None, "KVCache": KVCache}
+# Every decoder with either cache, one of them with padding, in turn.
+DECODED = [
+    (name, (None, "left")[(family + turn) % 2], cache)
+    for family, name in enumerate(DECODER_NAMES)
+    for turn, cache in enumerate(CACHES)
+]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "beams": dict(do_sample=False, num_beams=3),
@@ -37,19 +47,16 @@ MODES: dict[str, dict[str, Any]] = {
     "penalty": dict(do_sample=False, repetition_penalty=1.4),
 }
 NEW_TOKENS = 8
+# Every decoder in all three ways; each way has all modes in turn.
+GENERATED = [
+    (name, way, tuple(MODES)[(family + turn) % len(MODES)])
+    for family, name in enumerate(DECODER_NAMES)
+    for turn, way in enumerate(("one call", "block by block", "graphs"))
+]
+# Frequencies that are read at each step; beams over a cache of another kind.
+NOT_CAPTURED = ("llama-dynamic", "mpt")
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)
-
-
-@cache
-def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
-    """The original in float32, and the same model injected."""
-    family = BY_NAME[name]
-    return family.make(), injected(family, "fp32")
-
-
-def injected(family: Family, dtype: str) -> infuse.InferenceEngine:
-    return infuse.init_inference(family.make(), dtype=dtype, replace_with_kernel_inject=True)
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -145,9 +152,7 @@ def test_small_batches(name: str, batch: int, tokens: int) -> None:
     assert_close(run(engine, given), run(original, given))
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("name", DECODER_NAMES)
+@pytest.mark.parametrize(("name", "padding", "cache"), DECODED)
 def test_decode(name: str, padding: str | None, cache: str) -> None:
     """A prefill of 7 tokens, then 3 at once, then 1 and 1, each on the cache of the one before."""
     original, engine = pair(name)
@@ -170,18 +175,24 @@ def test_decode(name: str, padding: str | None, cache: str) -> None:
 # ---- float32: generation ----
 
 
-def generated(model: Any, given: dict[str, Tensor], **mode: Any) -> Any:
+def generated(model: Any, name: str, mode: str, **more: Any) -> Any:
     torch.manual_seed(5)
-    return model.generate(**given, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True, **mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", DECODER_NAMES)
-def test_generated_tokens(name: str, mode: str) -> None:
-    original, engine = pair(name)
     given = inputs(BY_NAME[name], tokens=9, padding="left", seed=4)
-    exact, found = generated(original, given, **MODES[mode]), generated(engine, given, **MODES[mode])
+    return model.generate(**given, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, **MODES[mode], **more)
+
+
+@pytest.mark.parametrize(("name", "way", "mode"), GENERATED)
+def test_generated_tokens(name: str, way: str, mode: str) -> None:
+    original, engine = pair(name)
+    exact = generated(original, name, mode, output_logits=True)
     assert exact.sequences.shape == (2, 9 + NEW_TOKENS)
+    if way == "graphs":  # which give no logits
+        engine, backend = graphed(BY_NAME[name].make())
+        assert torch.equal(generated(engine, name, mode).sequences, exact.sequences)
+        assert backend.captures or name in NOT_CAPTURED
+        return
+    with part_by_part(engine.module) if way == "block by block" else nullcontext():
+        found = generated(engine, name, mode, output_logits=True)
     assert torch.equal(found.sequences, exact.sequences)
     assert_close(found.logits, exact.logits)  # some of the tiny models repeat one token, whatever their layers do
 
@@ -190,8 +201,7 @@ def test_generated_tokens(name: str, mode: str) -> None:
 def test_modes_differ(name: str) -> None:
     """Guards the test above: on these models each mode gives tokens of its own, so that a mode ignored would be seen."""
     original, _ = pair(name)
-    given = inputs(BY_NAME[name], tokens=9, padding="left", seed=4)
-    results = {tuple(generated(original, given, **mode).sequences.flatten().tolist()) for mode in MODES.values()}
+    results = {tuple(generated(original, name, mode).sequences.flatten().tolist()) for mode in MODES}
     assert len(results) == len(MODES)
 
 
@@ -229,7 +239,7 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
     kinds = (None, "left") if name in PADDED else (None, None)
     given = [inputs(family, padding=kinds[seed % 2], seed=seed) for seed in ROUNDING_SEEDS]
     exact = [dict(tensors(run(original, values))) for values in given]
-    engine, cast = injected(family, short), cast_parameters(family.make(), dtype)
+    engine, cast = injected(family.make(), dtype=short), cast_parameters(family.make(), dtype)
     buffers, whole = dict(engine.module.named_buffers()), dict(family.make().to(dtype).named_buffers())
     for path, buffer in cast.named_buffers():  # too little to show in the errors of models this small
         wanted = buffer if "inv_freq" in path else whole[path]

@@ -27,7 +27,7 @@ import infuse
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TRACED = (str(Path(infuse.__file__).parent), "contextlib.py", "torch/utils/hooks.py", "torch/nn/modules/module.py")
 GIVEN = inputs(BY_NAME["llama"])
-POINTS, MANY = 16, 100  # in each test; in each slow one
+POINTS, MANY = 16, 48  # in each test; in each slow one
 
 
 class Interrupted:

@@ -1,4 +1,4 @@
-"""Several ranks give what one gives: every dense family, two to four ranks, outputs, caches and generated tokens.
+"""Several ranks give what one gives: every dense family over three ranks, some over two and four; outputs and tokens.
 
 The original is transformers' own model, whole, in this process.
 """
@@ -16,6 +16,7 @@ import torch
 import transformers as t
 from families import BY_NAME, FAMILIES, Family, inputs
 from ranks import Ranks, same
+from side_by_side import original
 from torch import Tensor
 
 import infuse
@@ -26,7 +27,11 @@ from infuse.plan.step import BLOCK, SPLIT
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
-WAYS = ((3, GLOO), (2, SHARED_MEMORY), (4, SHARED_MEMORY))  # how many ranks, and how they add up
+# Every family over three ranks, which divide neither its heads nor its features; one of each way in which matrices are
+# cut over other numbers of ranks, and by the other way to add up.
+EVERY = [(family.name, 3, SHARED_MEMORY) for family in FAMILIES]
+CUTS = ("llama", "gemma2", "gpt2", "bloom", "falcon-7b", "falcon-40b", "bert", "clip")
+OTHER_WAYS = [(name, *way) for way in ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY)) for name in CUTS]
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
@@ -63,19 +68,17 @@ def on_rank(name: str, padding: str | None, way: str) -> Found:
     return Found(found, tokens, depths, refused, sum(p.nbytes for p in model.parameters()))
 
 
-@pytest.mark.parametrize(("size", "way"), WAYS)
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+@pytest.mark.parametrize(("name", "size", "way"), [*EVERY, *OTHER_WAYS])
 def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, ranks: Ranks) -> None:
     family: Family = BY_NAME[name]
     padding = {"decoder": "left", "encoder": "right"}.get(family.kind)
     results = ranks.run(size, on_rank, name, padding, way)
-    model = family.make()
     given = inputs(family, padding=padding)
     mask = given.get("attention_mask")
     assert all(BLOCK in result.depths and SPLIT not in result.depths and not result.refused for result in results), (
         results[0].refused
     )
-    for i, exact in enumerate(outputs(model, given)):
+    for i, exact in enumerate(outputs(original(name), given)):
         found = [result.outputs[i] for result in results]
         assert same(found)
         if mask is not None and exact.shape[:2] == mask.shape:
@@ -83,13 +86,16 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, rank
         error = (found[0] - exact).abs().max() / exact.square().mean().sqrt()
         assert error < TOLERANCE, f"output {i}: {error:.1e}"
     if family.kind == "decoder":
-        with torch.no_grad():
-            wanted = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
+        wanted = original(name).generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert all(torch.equal(result.tokens, wanted) for result in results)
 
 
 FORMATS = ("int8:8", "int8:8:a8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
-QUANTIZED = ("llama", "gpt2", "bloom", "falcon-40b", "bert")
+# One family in every format, the others in two each.
+QUANTIZED = [("llama", format) for format in FORMATS]
+QUANTIZED += [
+    (name, FORMATS[(2 * i + j) % 5]) for i, name in enumerate(("gpt2", "bloom", "falcon-40b", "bert")) for j in (0, 1)
+]
 
 
 def logits(name: str, **settings: Any) -> tuple[Tensor, set[str]]:
@@ -104,8 +110,7 @@ def logits_on_rank(name: str, format: str) -> tuple[Tensor, set[str]]:
     return logits(name, quant=format, tensor_parallel={"tp_size": torch.distributed.get_world_size()})
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("name", "format"), QUANTIZED)
 def test_shards_that_are_quantized_are_shards_of_the_quantized(name: str, format: str, ranks: Ranks) -> None:
     """Groups of 8 lie within each rank's part: the same codes and scales on one rank and on two, so the same result."""
     results = ranks.run(2, logits_on_rank, name, format)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, inputs
+from families import BY_NAME
 from graphed import graphed
+from side_by_side import arguments, first
 from tolerance import assert_near
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -28,29 +28,13 @@ from infuse.ops import registered
 TIMES = 8  # as in test_compile.py
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(
-        logging.getLogger("torch.__trace"), "disabled", True
-    )  # pytest would keep each of its thousands of lines
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def pair(name: str, **keys: Any) -> tuple[nn.Module, nn.Module]:
     """The original, of one layer, and a replaced copy of it."""
     original = BY_NAME[name].make(num_hidden_layers=1)
     return original, infuse.init_inference(copy.deepcopy(original), **{"dtype": "fp32", **keys}).module
-
-
-def arguments(name: str, **how: Any) -> dict[str, Any]:
-    family = BY_NAME[name]
-    return {**inputs(family, **how), **({"use_cache": False} if family.kind == "decoder" else {})}
-
-
-def first(model: Any, given: dict[str, Any]) -> Tensor:
-    with torch.no_grad():
-        out = model(**given)[0]
-    return out[given["attention_mask"].bool()]
 
 
 def exported(model: nn.Module, name: str, strict: bool) -> ExportedProgram:

@@ -5,6 +5,7 @@ without infuse.
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import transformers as t
 from families import BY_NAME, FAMILIES, Family, inputs
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from side_by_side import original
 from torch import Tensor, nn
 
 import infuse
 
 NAMES = [family.name for family in FAMILIES]
 QUANTIZED = ["int8:16", "int4:16:asymmetric", "fp8:16", "fp6:16"]
+# A tied head in every format, the others in one each.
+FAMILIES_AND_FORMATS = [("llama-bias", format) for format in QUANTIZED]
+FAMILIES_AND_FORMATS += zip(("llama", "gpt2", "bloom", "bert", "mpt"), cycle(QUANTIZED))
 
 
 def replaced(name: str, **keys: Any) -> infuse.InferenceEngine:
@@ -41,10 +46,13 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 2
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_dict_is_the_originals(name: str) -> None:
-    """Names in their order, shapes and bits; tied tensors share their memory as they did; every tensor is contiguous."""
-    wanted = BY_NAME[name].make().state_dict()
-    found = replaced(name).module.state_dict()
+def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> None:
+    """Names in their order, shapes and bits; tied tensors share their memory as they did; every tensor is contiguous.
+    transformers loads what is saved, and what the original had is loaded.
+    """
+    family = BY_NAME[name]
+    engine, wanted = replaced(name), original(name).state_dict()
+    found = engine.module.state_dict()
     assert list(found) == list(wanted)
     assert all(torch.equal(found[key], wanted[key]) and found[key].is_contiguous() for key in wanted)
 
@@ -53,25 +61,15 @@ def test_the_state_dict_is_the_originals(name: str) -> None:
 
     assert tied(dict(found)) == tied(dict(wanted))
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_model_loads_in_transformers(name: str, tmp_path: Path) -> None:
-    family = BY_NAME[name]
-    engine = replaced(name)
     engine.module.save_pretrained(tmp_path)
     again, info = family.model.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    assert_close(outputs(again.eval(), family), outputs(family.make(), family), 0)
+    assert_close(outputs(again.eval(), family), outputs(original(name), family), 0)
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_dict_of_the_original_is_loaded(name: str) -> None:
-    family = BY_NAME[name]
     other = family.make()
     with torch.no_grad():
         for tensor in other.parameters():
             tensor.mul_(0.9)
-    engine = replaced(name)
     result = engine.module.load_state_dict(other.state_dict())
     assert not result.missing_keys and not result.unexpected_keys
     assert_close(outputs(engine.module, family), outputs(other, family))
@@ -88,8 +86,7 @@ def test_the_file_of_safetensors_is_the_originals(keys: dict[str, Any], tmp_path
     assert {key: tensor.shape for key, tensor in found.items()} == {key: tensor.shape for key, tensor in wanted.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bloom", "bert", "mpt"])
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(("name", "format"), FAMILIES_AND_FORMATS)
 def test_quantized_weights_are_saved_only_when_asked_for(name: str, format: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     engine = replaced(name, quant=format)
@@ -114,8 +111,7 @@ def test_quantized_weights_are_saved_only_when_asked_for(name: str, format: str,
     assert_close(outputs(again.eval(), family), outputs(engine.module, family))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bloom", "bert"])
-@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(("name", "format"), FAMILIES_AND_FORMATS)
 def test_values_that_are_loaded_are_quantized(name: str, format: str) -> None:
     """As if they had been there before the layers were replaced; in place, so that tied tables follow."""
     family = BY_NAME[name]

@@ -1,0 +1,84 @@
+"""Fresh Python processes for tests without the seconds that imports take: forked from one that has imported PyTorch,
+transformers and infuse, and has started no thread and loaded no kernels.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+        "transformers.generation",
+        "infuse.generate.install",
+    ]
+)
+
+
+def start(target: Callable[..., Any], *args: Any) -> BaseProcess:
+    """A process that calls `target(*args)` and ends with this one."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, by the first process
+    process = CONTEXT.Process(target=target, args=args, daemon=True)
+    process.start()
+    if threads is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        os.environ["OMP_NUM_THREADS"] = threads
+    return process
+
+
+class Program:
+    """`python ARGUMENTS` in a folder, with these environment variables and no others; used like a subprocess.Popen.
+
+    The arguments are `-c CODE`, `-m MODULE …` or `FILE …`.
+    """
+
+    def __init__(self, *arguments: str, folder: Path, environment: Mapping[str, str]):
+        self._outputs = tempfile.TemporaryDirectory()
+        self._process = start(_run, self._outputs.name, arguments, str(folder), dict(environment))
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed to its standard output and error, once it has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("the program", timeout or 0)
+        out, err = (Path(self._outputs.name, name).read_text() for name in ("out", "err"))
+        return out, err
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(outputs: str, arguments: tuple[str, ...], folder: str, environment: dict[str, str]) -> None:
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{outputs}/{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
