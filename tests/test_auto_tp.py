@@ -259,7 +259,7 @@ def strict_on_rank(name: str) -> tuple[str, bool]:
 
 def test_an_error_leaves_the_model_unharmed(ranks: Ranks) -> None:
     for told, unharmed in ranks.run(2, strict_on_rank, "fixed"):
-        assert told.startswith("layers.0: rank 0: ") and "other readings of it" in told and unharmed
+        assert told.startswith("layers.0: rank 0: ") and "other interpretations of it" in told and unharmed
 
 
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96)

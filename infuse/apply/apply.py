@@ -17,10 +17,11 @@ from infuse import interrupts, memory
 from infuse.apply.adopt import adopt
 from infuse.apply.build import build
 from infuse.apply.shared import Made
-from infuse.apply.unknown import proven, put_part, together
+from infuse.apply.unknown import proven, together
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.quantized_elsewhere import quantized_by
+from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.dtype_cast import cast_buffers, cast_parameters
@@ -35,10 +36,12 @@ from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Step
-from infuse.proof import proof
-from infuse.proof.in_place import Caller, find_callers, in_place_fault, proven_alone
-from infuse.proof.unknown import split_cases
+from infuse.proof import compare
+from infuse.proof.cases import Case, embedding_cases, linear_cases, recorded_cases
+from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
+from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import is_packed, packed_fill
+from infuse.unknown.install import put_part
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.placing import Placing
@@ -101,7 +104,7 @@ class _Run:
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    readings: dict[tuple, int] = field(default_factory=dict)
+    interpretations: dict[tuple, int] = field(default_factory=dict)
     made: Made | None = None
     callers: dict[str, Caller] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -132,7 +135,7 @@ class _Run:
         for step in candidates:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
-        cases: dict[str, list[proof.Case] | str] = {}
+        cases: dict[str, list[Case] | str] = {}
         # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes
         # are not the model's.
         in_place = self.group.size == 1 and self.placing is None
@@ -164,28 +167,29 @@ class _Run:
                 progress(done + 1, len(steps), "proving")
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
-    def cases(self, steps: Iterable[Step]) -> dict[str, list[proof.Case] | str]:
+    def cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
         """The cases of each step by its path, or why there are none."""
-        found: dict[str, list[proof.Case] | str] = {}
+        found: dict[str, list[Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
                 owner = (
                     model_around(self.model, step.path) if step.depth == BLOCK else None
                 )  # what is split runs in the model as a whole
-                by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
+                by_owner.setdefault((owner, decodes(step)), []).append(step)
             elif isinstance(step.shape, EmbeddingShape):
-                found[step.path] = proof.embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
+                found[step.path] = embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
             elif isinstance(step.shape, LinearShape):
-                found[step.path] = proof.linear_cases(step.shape.inputs, self.device())
-        for (owner, decodes), members in by_owner.items():
+                found[step.path] = linear_cases(step.shape.inputs, self.device())
+        for (owner, on_cache), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:
                 with self.running():
                     if owner is None:
-                        recorded = split_cases(self.model, layers)
+                        recorded = recorded_cases(self.model, layers, model_sessions(self.model))
                     else:
-                        recorded = proof.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+                        model = self.model.get_submodule(owner)
+                        recorded = recorded_cases(model, layers, block_sessions(model, on_cache))
             except CheckpointError:
                 raise
             except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
@@ -217,7 +221,7 @@ class _Run:
         """Where the module that `step` replaces has its values."""
         return nullcontext() if self.placing is None else self.placing.loaded(step.path, None)
 
-    def fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+    def fault(self, step: Step, cases: list[Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
         try:
             fault = self.alone_fault(step, cases)
@@ -228,17 +232,17 @@ class _Run:
         except Exception as error:  # a body or an op that raises is a fault like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
-    def alone_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+    def alone_fault(self, step: Step, cases: list[Case]) -> str | None:
         """The same by what the module makes of `cases`."""
         old = self.model.get_submodule(step.path)
         with self.original(step):
-            wanted = proof.expected(old, cases, self.plan.dtype)
+            wanted = compare.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
             structure = (
-                proof.structure_fault(old, self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
+                compare.structure_mismatch(self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
             )
-            return structure or proof.result_fault(
+            return structure or compare.result_mismatch(
                 self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype
             )
 
@@ -248,14 +252,14 @@ class _Run:
         with self.original(step):  # in the model's own dtype, for which the chosen bodies need not be
             new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
         with self.running():
-            return in_place_fault(caller, new)
+            return in_place_mismatch(caller, new)
 
-    def split_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
-        """Why no reading of a layer that is split is the original, None if one is, which is remembered."""
+    def split_fault(self, step: Step, cases: list[Case]) -> str | None:
+        """Why no interpretation of a layer that is split is the original, None if one is, which is remembered."""
         with self.original(step):
             layer = self.model.get_submodule(step.path)
             number, fault = proven(layer, step, cases, self.source(step), self.plan.dtype, self.group)
-        self.readings[self.key(step)] = number
+        self.interpretations[self.key(step)] = number
         return fault
 
     def source(self, step: Step) -> Reader:
@@ -290,7 +294,7 @@ class _Run:
             if step.shares and all(other.path != step.shares for other in accepted):
                 reason = reason or f"{step.shares}, whose weight it shares, was refused"
             if reason is None:
-                accepted.append((step, *step.others)[self.readings.get(self.key(step), 0)])
+                accepted.append((step, *step.others)[self.interpretations.get(self.key(step), 0)])
             else:
                 self.left.append(Left(step.path, f"refused: {reason}"))
         return accepted
@@ -301,11 +305,11 @@ class _Run:
         before = model.config._attn_implementation
         try:
             with self.running():
-                wanted = proof.model_outputs(model)
+                wanted = compare.model_outputs(model)
                 body = dict(step.bodies)["attention"]
                 model.set_attn_implementation(hook_name(body))
                 before_ran = ran[body]
-                fault = proof.hook_fault(proof.model_outputs(model), wanted)
+                fault = compare.hook_mismatch(compare.model_outputs(model), wanted)
             return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
         except CheckpointError:
             raise
@@ -330,10 +334,12 @@ class _Run:
             install_hook(self.model, dict(step.bodies)["attention"], self.put)
             return
         old = self.model.get_submodule(step.path)
-        if step.depth == SPLIT:
+        if isinstance(step.shape, SplitShape):
             part = self.built(step, self.plan.dtype)
             keep_names(old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
-            put_part(old, step, part, self.put, self.group, adopt)
+            for linear in step.shape.linears:
+                adopt(part.get_submodule(linear.path), old.get_submodule(linear.path))
+            put_part(old, step.shape, part, self.put, self.group, step.path)
             return
         parameters = dict(old.named_parameters())
         for fill in step.fills if self.placing is None else ():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
-from infuse.apply.unknown import build_part, over
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.plain import EmbeddingShape
-from infuse.architectures.split import SplitShape
+from infuse.architectures.split import ROW, SplitShape
 from infuse.layers.block import Block
-from infuse.layers.combine import SideBySide, Sum
+from infuse.layers.combine import Combine, SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import make_linear
 from infuse.parallel.group import LOCAL, Group
@@ -25,10 +27,41 @@ def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
             skips = step.skips_padding
             return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
         if isinstance(shape, SplitShape):
-            return build_part(step, over(group))
+            return build_part(step, partial(Sum, group))
         if isinstance(shape, EmbeddingShape):
             of_all = Sum(group, step.path) if shape.all_rows else None
             return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
         assert shape is not None, step
         joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
         return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
+
+
+def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
+    """The linears and tables of a rank's part of a layer, on meta, under their paths in it; `combine(path)` ends a row
+    linear.
+    """
+    assert isinstance(step.shape, SplitShape)
+    root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
+    for linear in step.shape.linears:
+        combined = combine(f"{step.path}.{linear.path}") if linear.role == ROW else None
+        format = formats.get(f"{linear.path}.weight")
+        owner, _, leaf = linear.path.rpartition(".")
+        made = make_linear(linear.inputs, linear.outputs, linear.bias, format, bodies, combined)
+        _owner(root, owner).add_module(leaf, made)
+    for table in step.shape.tables:
+        owner, _, leaf = table.path.rpartition(".")
+        empty = torch.empty(table.shape, device="meta")
+        if table.buffer:
+            _owner(root, owner).register_buffer(leaf, empty)
+        else:
+            _owner(root, owner).register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+    return root
+
+
+def _owner(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made with those above it where it is not there."""
+    for name in filter(None, path.split(".")):
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root

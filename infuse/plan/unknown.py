@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.packing import Fill
-from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
-from infuse.architectures.split import SplitShape
 from infuse.config import keys as config_keys
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
@@ -35,25 +32,21 @@ from infuse.unknown.trace import Trace, traced
 
 
 class Splits:
-    """The layers of a model that have no spec of their own, and how each is shared by the ranks of `mesh`."""
+    """The layers of a model without a spec, or that a policy names, and how each is shared by the ranks of `mesh`."""
 
     def __init__(self, model: nn.Module, policy: Policy | None, mesh: Mesh, grain: int):
         self._model, self._policy, self._mesh, self._grain = model, policy, mesh, grain
         if problems := policy_problems(policy, model):
             raise config_keys.failure(problems)
-        self.layers = (
-            {path: layer for path, layer in layer_paths(model).items() if not _inside_has_spec(layer)}
-            if mesh.tp > 1
-            else {}
-        )
-        named = {
-            path: layer for path, layer in model.named_modules() if policy and policy_names(policy, layer) is not None
-        }
-        for path in named if mesh.tp > 1 else ():
-            self.layers = {other: layer for other, layer in self.layers.items() if not _nested(path, other)} | {
-                path: named[path]
-            }
-        self._named = set(named)
+        self._named: dict[str, nn.Module] = {}
+        self.layers: dict[str, nn.Module] = {}
+        if mesh.tp > 1:
+            modules = model.named_modules() if policy else ()
+            self._named = {path: module for path, module in modules if policy_names(policy, module) is not None}
+            for path, layer in layer_paths(model).items():
+                if not _inside_has_spec(layer) and not any(_nested(path, named) for named in self._named):
+                    self.layers[path] = layer
+            self.layers |= self._named
 
     def takes(self, path: str) -> bool:
         """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer
@@ -62,17 +55,23 @@ class Splits:
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
-        """The roles of the layer's linears, and for each reading the whole and every rank's part. SpecMismatch: it
-        cannot be split.
+        """The roles of the layer's linears, and for each interpretation the whole and every rank's part.
+
+        SpecMismatch: it cannot be split.
         """
         refuse_shared(self._model, path, self._shared)
         layer = self._model.get_submodule(path)
+        names = [name for name, _ in linears(layer)]
         rows = policy_names(self._policy, layer)
-        if rows is not None and not any(matches(name, row) for name, _ in linears(layer) for row in rows):
+        if rows is not None and not any(matches(name, row) for name in names for row in rows):
             raise SpecMismatch(type(layer).__name__, ["injection_policy names none of its linears"])
-        planned = planned_roles(self._plan, path, [name for name, _ in linears(layer)])
+        planned = planned_roles(self._plan, path, names)
         roles = find_roles(layer, self._traces.get(path), rows, planned)
-        multiple = partial(_multiple, formats, path)
+
+        def multiple(linear: str, inputs: int) -> int:
+            format = formats.of(f"{path}.{linear}")
+            return 1 if format is None else format.of_part(inputs).group_size or format.pack
+
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
 
     @cached_property
@@ -86,12 +85,6 @@ class Splits:
     @cached_property
     def _traces(self) -> dict[str, Trace]:
         return traced(self._model, self.layers)
-
-
-def _multiple(formats: Formats, path: str, fill: Fill, whole: SplitShape) -> int:
-    matrix = matrix_of(whole, fill.target)
-    assert matrix is not None, fill
-    return formats.multiple(fill, path, matrix.inputs)
 
 
 def _inside_has_spec(layer: nn.Module) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.model_inputs import SEED, random_inputs, watched
 from infuse.errors import CheckpointError
 from infuse.plan.found import model_around
-from infuse.proof.proof import SEED, STRUCTURE_TOLERANCE, distance
-from infuse.proof.unknown import random_inputs
+from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,8 @@ class _Recorder:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        around = {parent: None for path in self.linears for parent in _around(path)}
-        with ExitStack() as undo:
-            for path in around:
-                module = self.model.get_submodule(path)
-                undo.callback(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(self._leave).remove)
-            for path, linear in self.linears.items():
-                undo.callback(linear.register_forward_pre_hook(partial(self._called, path)).remove)
-                undo.callback(linear.register_forward_hook(self._returned).remove)
+        around = {parent: self.model.get_submodule(parent) for path in self.linears for parent in _around(path)}
+        with watched(around, self._enter, self._leave), watched(self.linears, self._called, self._returned):
             yield
 
     def note_caller(self, path: str, among: Iterable[str]) -> None:
@@ -76,17 +69,17 @@ class _Recorder:
             inside = path.removeprefix(f"{innermost}.") if innermost else path
             self.found[path] = Caller(self.model.get_submodule(innermost), inside, *self.given[innermost], self.short)
 
-    def _enter(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         self.running.append(path)
         self.given[path] = copy.deepcopy((args, kwargs))  # as they are now: caches fill, and some are written to
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, path: str, args: tuple, output: Any) -> None:
         self.running.pop()
 
-    def _called(self, path: str, linear: nn.Module, args: Any) -> None:
+    def _called(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         self.note_caller(path, self.running)
 
-    def _returned(self, linear: nn.Module, args: Any, output: Any) -> None:
+    def _returned(self, path: str, args: tuple, output: Any) -> None:
         if len(self.found) == len(self.linears):
             raise _Reached
 
@@ -199,7 +192,7 @@ def _hand_on(returned: list[Any], *args: Any, **kwargs: Any) -> Any:
     return (hidden, *output[1:]) if returned and isinstance(output := returned[0], tuple) else hidden
 
 
-def in_place_fault(caller: Caller, new: nn.Module) -> str | None:
+def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     """Why `caller` does not do with `new` what it does with the linear that is there, None if it does."""
     where, _, name = caller.path.rpartition(".")
     holder = caller.module.get_submodule(where)
