@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -142,13 +142,19 @@ def like(model: nn.Module) -> Tensor:
     return min(model.parameters(), key=lambda parameter: parameter.is_meta)
 
 
+class StopModel(Exception):
+    """Raised by what watches a model once it has seen enough."""
+
+
 @contextmanager
 def watched(
     modules: Mapping[str, nn.Module],
     before: Callable[[str, tuple, dict[str, Any]], None],
     after: Callable[[str, tuple, Any], None],
 ) -> Iterator[None]:
-    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules."""
+    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules. StopModel ends the
+    `with`.
+    """
 
     def enter(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before(path, args, kwargs)
@@ -156,7 +162,7 @@ def watched(
     def leave(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         after(path, args, output)
 
-    with ExitStack() as undo:
+    with suppress(StopModel), ExitStack() as undo:
         for path, module in modules.items():
             undo.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(partial(leave, path)).remove)

@@ -8,27 +8,14 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
 from infuse.config import keys as config_keys
-from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.plan.formats import Formats
 from infuse.plan.found import shared_weights
 from infuse.plan.shared import refuse_shared
 from infuse.unknown.cut import split_parts
-from infuse.unknown.roles import (
-    Policy,
-    Roles,
-    find_roles,
-    layer_paths,
-    matches,
-    own_plan,
-    planned_roles,
-    policy_names,
-    policy_problems,
-)
-from infuse.unknown.trace import Trace, traced
+from infuse.unknown.roles import ModelRoles, Policy, Roles, layer_paths, policy_names, policy_problems
 
 
 class Splits:
@@ -47,6 +34,7 @@ class Splits:
                 if not _inside_has_spec(layer) and not any(_nested(path, named) for named in self._named):
                     self.layers[path] = layer
             self.layers |= self._named
+        self._roles = ModelRoles(model, self.layers, policy)
 
     def takes(self, path: str) -> bool:
         """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer
@@ -60,31 +48,18 @@ class Splits:
         SpecMismatch: it cannot be split.
         """
         refuse_shared(self._model, path, self._shared)
-        layer = self._model.get_submodule(path)
-        names = [name for name, _ in linears(layer)]
-        rows = policy_names(self._policy, layer)
-        if rows is not None and not any(matches(name, row) for name in names for row in rows):
-            raise SpecMismatch(type(layer).__name__, ["injection_policy names none of its linears"])
-        planned = planned_roles(self._plan, path, names)
-        roles = find_roles(layer, self._traces.get(path), rows, planned)
+        roles = self._roles.of(path)
 
         def multiple(linear: str, inputs: int) -> int:
             format = formats.of(f"{path}.{linear}")
             return 1 if format is None else format.of_part(inputs).group_size or format.pack
 
+        layer = self._model.get_submodule(path)
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
 
     @cached_property
     def _shared(self) -> dict[str, tuple[str, ...]]:
         return shared_weights(self._model)
-
-    @cached_property
-    def _plan(self) -> dict[str, str]:
-        return own_plan(self._model)
-
-    @cached_property
-    def _traces(self) -> dict[str, Trace]:
-        return traced(self._model, self.layers)
 
 
 def _inside_has_spec(layer: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from infuse import interrupts
-from infuse.architectures.model_inputs import SEED, watched
+from infuse.architectures.model_inputs import SEED, StopModel, watched
 from infuse.errors import CheckpointError, RankError
 from infuse.proof.sessions import Session, session_inputs, short_window
 
@@ -40,10 +39,6 @@ class Case:
     calls: tuple[Call, ...]
     caches: tuple[Callable[[], Cache] | None, ...]
     refusable: bool = False
-
-
-class _Reached(Exception):
-    """Raised once the last layer of interest has run."""
 
 
 def recorded_cases(
@@ -107,9 +102,9 @@ def _run_and_record(
     def reached(path: str, args: tuple, output: Any) -> None:
         remaining.discard(path)
         if not remaining:
-            raise _Reached
+            raise StopModel
 
-    with watched(layers, record, reached), suppress(_Reached):
+    with watched(layers, record, reached):
         model(**inputs)
 
 

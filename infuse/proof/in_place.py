@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import SEED, random_inputs, watched
+from infuse.architectures.model_inputs import SEED, StopModel, random_inputs, watched
 from infuse.errors import CheckpointError
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
@@ -39,10 +39,6 @@ class Caller:
     short: bool
 
 
-class _Reached(Exception):
-    """Raised by a hook once all linears have been called."""
-
-
 @dataclass
 class _Recorder:
     """Hooks on the linears and on the modules around them: which of these run, with which arguments, when a linear is
@@ -56,11 +52,11 @@ class _Recorder:
     running: list[str] = field(default_factory=list)
     given: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)  # of the last call of each
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def run(self) -> None:
+        """Run the model on random inputs until all linears have been called."""
         around = {parent: self.model.get_submodule(parent) for path in self.linears for parent in _around(path)}
         with watched(around, self._enter, self._leave), watched(self.linears, self._called, self._returned):
-            yield
+            self.model(**random_inputs(self.model))
 
     def note_caller(self, path: str, among: Iterable[str]) -> None:
         """Note the innermost of the modules around the linear that are `among` those given."""
@@ -81,7 +77,7 @@ class _Recorder:
 
     def _returned(self, path: str, args: tuple, output: Any) -> None:
         if len(self.found) == len(self.linears):
-            raise _Reached
+            raise StopModel
 
 
 def _around(path: str) -> Iterator[str]:
@@ -142,8 +138,7 @@ def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Ca
 
 def _recorded(model: nn.Module, linears: Mapping[str, nn.Module], short: bool) -> dict[str, Caller]:
     recorder = _Recorder(model, linears, short)
-    with recorder.listening(), suppress(_Reached):
-        model(**random_inputs(model))
+    recorder.run()
     for path in linears:
         recorder.note_caller(path, recorder.given)
     return recorder.found

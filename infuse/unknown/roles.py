@@ -8,9 +8,10 @@ residual.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -91,57 +92,72 @@ def _layers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str,
             yield from _layers(child, at, seen)
 
 
-def own_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan for tensor parallelism, pattern of a path (`*` any number) → style; of all models inside."""
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        prefix = getattr(module, "base_model_prefix", None)  # of the model whose config the plan is for
-        if isinstance(plan, dict) and prefix is not None and not hasattr(module, prefix):
-            found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
-    return found
-
-
-def planned_roles(plan: Mapping[str, str], path: str, names: Iterable[str]) -> dict[str, str]:
-    """The roles that the model's own plan gives to linears of the layer at `path`, WHOLE for styles of other kinds."""
-    at = {name: f"{path}.{name}" for name in names}
-    styles = {name: plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", full)) or plan.get(full) for name, full in at.items()}
-    return {name: _STYLES.get(style, WHOLE) for name, style in styles.items() if style is not None}
-
-
-def find_roles(layer: nn.Module, trace: Trace | None, rows: Sequence[str] | None, planned: Mapping[str, str]) -> Roles:
-    """The roles of the layer's linears: of a policy's `rows`, else as `planned`, else from the trace.
-
-    SpecMismatch: there are none, or they cannot be.
+class ModelRoles:
+    """The roles of the linears in `layers` of a model: told by a policy, by the model's own plan for tensor
+    parallelism, or found by a trace on meta.
     """
-    paths = [path for path, _ in linears(layer) if path]
-    if rows is not None:
-        fixed = {path: ROW if any(matches(path, name) for name in rows) else COLUMN for path in paths}
-        why = "injection_policy"
-    elif ROW in planned.values():
-        fixed, why = {path: planned.get(path, WHOLE) for path in paths}, "the model's own plan"
-    elif trace is None:
-        raise SpecMismatch("roles", ["a run of the model on meta does not reach it; injection_policy can name them"])
-    else:
-        fixed, why = {}, "structure"
-    chains = _in_order(fixed) if trace is None else _settled(trace, fixed)
-    if not chains:
-        raise SpecMismatch("roles", ["no linear reads what others make of the hidden state"])
-    split = {path for chain in chains for path in (*chain.columns, *chain.rows)}
-    return Roles(chains, tuple(path for path in paths if path not in split), why)
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], policy: Policy | None = None):
+        self._model, self._layers, self._policy = model, layers, policy
+
+    def of(self, path: str) -> Roles:
+        """The roles of the layer at `path`. SpecMismatch: there are none, or they cannot be."""
+        layer, trace = self._model.get_submodule(path), self._traces.get(path)
+        names = [name for name, _ in linears(layer) if name]
+        rows, planned = policy_names(self._policy, layer), self._planned(path, names)
+        if rows is not None:
+            fixed = {name: ROW if any(matches(name, row) for row in rows) else COLUMN for name in names}
+            why = "injection_policy"
+            if ROW not in fixed.values():
+                raise SpecMismatch(type(layer).__name__, ["injection_policy names none of its linears"])
+        elif ROW in planned.values():
+            fixed, why = {name: planned.get(name, WHOLE) for name in names}, "the model's own plan"
+        elif trace is None:
+            raise SpecMismatch(
+                "roles", ["a run of the model on meta does not reach it: injection_policy may name them"]
+            )
+        else:
+            fixed, why = {}, "structure"
+        chains = _in_order(fixed) if trace is None else _settled(trace, fixed)
+        if not chains:
+            raise SpecMismatch("roles", ["no linear reads what others make of the hidden state"])
+        split = {name for chain in chains for name in (*chain.columns, *chain.rows)}
+        return Roles(chains, tuple(name for name in names if name not in split), why)
+
+    @cached_property
+    def _traces(self) -> dict[str, Trace]:
+        return traced(self._model, self._layers)
+
+    @cached_property
+    def _plan(self) -> dict[str, str]:
+        """Pattern of a path (`*` any number) → style, of all models inside."""
+        found: dict[str, str] = {}
+        for path, module in self._model.named_modules():
+            plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+            prefix = getattr(module, "base_model_prefix", None)  # of the model whose config the plan is for
+            if isinstance(plan, dict) and prefix is not None and not hasattr(module, prefix):
+                found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
+        return found
+
+    def _planned(self, path: str, names: Iterable[str]) -> dict[str, str]:
+        """The roles that the model's own plan gives to linears of a layer, WHOLE for styles of other kinds."""
+        found = {}
+        for name in names:
+            full = f"{path}.{name}"
+            style = self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", full)) or self._plan.get(full)
+            if style is not None:
+                found[name] = _STYLES.get(style, WHOLE)
+        return found
 
 
 def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
     """For each class of repeated layers the names of its row linears, from the last number in their paths on."""
-    layers, plan = layer_paths(model), own_plan(model)
-    traces = traced(model, layers)
+    layers = layer_paths(model)
+    roles = ModelRoles(model, layers)
     found: dict[type[nn.Module], dict[str, None]] = {}
     for path, layer in layers.items():
-        planned = planned_roles(plan, path, [name for name, _ in linears(layer)])
         with suppress(SpecMismatch):
-            for row in (
-                row for chain in find_roles(layer, traces.get(path), None, planned).chains for row in chain.rows
-            ):
+            for row in (row for chain in roles.of(path).chains for row in chain.rows):
                 found.setdefault(type(layer), {})[re.sub(r"^(.*\.)?\d+\.", "", row)] = None
     return [(cls, list(rows)) for cls, rows in found.items()]
 
