@@ -337,8 +337,8 @@ class _Run:
         if isinstance(step.shape, SplitShape):
             part = self.built(step, self.plan.dtype)
             keep_names(old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
-            for linear in step.shape.linears:
-                adopt(part.get_submodule(linear.path), old.get_submodule(linear.path))
+            for matrix in step.shape.matrices:
+                adopt(part.get_submodule(matrix.target), old.get_submodule(matrix.target))
             put_part(old, step.shape, part, self.put, self.group, step.path)
             return
         parameters = dict(old.named_parameters())

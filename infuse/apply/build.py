@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape
-from infuse.architectures.split import ROW, SplitShape
+from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
 from infuse.layers.combine import Combine, SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
@@ -42,11 +43,11 @@ def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
     """
     assert isinstance(step.shape, SplitShape)
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
-    for linear in step.shape.linears:
-        combined = combine(f"{step.path}.{linear.path}") if linear.role == ROW else None
-        format = formats.get(f"{linear.path}.weight")
-        owner, _, leaf = linear.path.rpartition(".")
-        made = make_linear(linear.inputs, linear.outputs, linear.bias, format, bodies, combined)
+    for matrix in step.shape.matrices:
+        combined = combine(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
+        format = formats.get(matrix.weight)
+        owner, _, leaf = matrix.target.rpartition(".")
+        made = make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined)
         _owner(root, owner).add_module(leaf, made)
     for table in step.shape.tables:
         owner, _, leaf = table.path.rpartition(".")

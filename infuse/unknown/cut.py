@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.packing import BLOCKS, FOUR_PARTS, Fill, block_starts
+from infuse.architectures.part import COLUMN, ROW, Matrix
 from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
-from infuse.architectures.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
+from infuse.architectures.split import Count, SplitShape, TablePart
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import Cut, Range, split, split_heads
@@ -34,7 +35,7 @@ def split_parts(
     """
     name = f"{type(module).__name__} over {mesh.tp} ranks"
     shapes = {path: shape for path, shape in linears(module) if path}
-    chains = [LayerChain(chain, module, shapes, config) for chain in roles.chains]
+    chains = [LayerChain(chain.columns, chain.rows, module, shapes, config) for chain in roles.chains]
     choices = [chain.interpretations() for chain in chains]
     if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
         raise SpecMismatch(name, wrong)
@@ -50,7 +51,7 @@ def split_parts(
 
 def _named(whole: Part, names: list[str]) -> Part:
     assert isinstance(whole.shape, SplitShape)
-    return replace(whole, shape=replace(whole.shape, readings=tuple(names)))
+    return replace(whole, shape=replace(whole.shape, interpretations=tuple(names)))
 
 
 def _products(choices: list[list[Interpretation]]) -> Iterator[Ways]:
@@ -66,40 +67,29 @@ def _products(choices: list[list[Interpretation]]) -> Iterator[Ways]:
 
 
 def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> Part:
-    shape = SplitShape(())
-    fills: tuple[Fill, ...] = ()
-    shares = [(cutter, cutter.share(mesh)) for cutter in cutters]
-    for cutter, share in shares:
-        own, of_chain = cutter.part(share, mesh)
-        shape = replace(
-            shape,
-            linears=shape.linears + own.linears,
-            tables=shape.tables + own.tables,
-            counts=shape.counts + own.counts,
-        )
-        fills += of_chain
-    by_heads = [(cutter, share) for cutter, share in shares if share.own is not None]
-    if len({(share.own, cutter.way.heads.query) for cutter, share in by_heads}) == 1:
-        cutter, share = by_heads[0]
-        assert share.own is not None
-        attentions = tuple(owner_of(cutter.chain.chain.columns) for cutter, _ in by_heads)
-        all_heads = cutter.way.heads.query
-        shape = replace(shape, heads=share.own, all_heads=all_heads, attentions=attentions, head_counts=share.counts)
-    return Part(shape, fills)
+    parts = [cutter.part(mesh) for cutter in cutters]
+    shapes = [shape for shape, _ in parts]
+    by_heads = [shape for shape in shapes if shape.all_heads]
+    alike = len({(shape.heads, shape.all_heads) for shape in by_heads}) == 1
+    shape = replace(
+        by_heads[0] if alike else SplitShape(()),
+        matrices=tuple(one for shape in shapes for one in shape.matrices),
+        tables=tuple(one for shape in shapes for one in shape.tables),
+        counts=tuple(one for shape in shapes for one in shape.counts),
+        attentions=tuple(path for shape in by_heads for path in shape.attentions) if alike else (),
+    )
+    return Part(shape, tuple(fill for _, fills in parts for fill in fills))
 
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's query and key/value heads (or inner features, which are both); `counts` are the heads of each rank."""
+    """A rank's query and key/value heads (or inner features, which are both); `counts` are the heads of each rank where
+    each has neighbours.
+    """
 
     query: tuple[Range, ...]
     key: tuple[Range, ...]
     counts: tuple[int, ...] = ()
-
-    @property
-    def own(self) -> Range | None:
-        """The heads, where they are neighbours."""
-        return self.query[0] if self.counts else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class _Cutter:
             what = "inner features" if self.way.by_features else "heads"
             raise SpecMismatch(self.name, [f"{heads.query} {what}{' in four parts' * (parts > 1)} are too few"])
         if self.way.by_features:
-            multiple = max(self.multiple(path, heads.query) for path in self.chain.chain.rows)
+            multiple = max(self.multiple(path, heads.query) for path in self.chain.rows)
             own = split(heads.query, mesh.tp, grain=self.grain, multiple=multiple)[rank]
             return _Share((own,), (own,))
         if self.way.packing == FOUR_PARTS:
@@ -131,31 +121,37 @@ class _Cutter:
         counts = tuple(share.heads[1] - share.heads[0] for share in found)
         return _Share((found[rank].heads,), (found[rank].kv_heads,), counts)
 
-    def part(self, share: _Share, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
-        linears, fills, tables = [], [], []
-        for path in (*self.chain.chain.columns, *self.chain.chain.rows):
-            linear, row = self.chain.shapes[path], path in self.chain.chain.rows
+    def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
+        """A rank's part of the chain."""
+        share, heads = self.share(mesh), self.way.heads.query
+        lengths = _length(share.query), _length(share.key)
+        matrices, fills, tables = [], [], []
+        for path in (*self.chain.columns, *self.chain.rows):
+            linear, row = self.chain.shapes[path], path in self.chain.rows
             size = linear.inputs if row else linear.outputs
             ranges = self.ranges(share, size)
-            length = _length(ranges)
             cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
             bias = linear.bias and not (row and mesh.tp_rank)
-            own = (length, linear.outputs) if row else (linear.inputs, length)
-            linears.append(LinearPart(path, ROW if row else COLUMN, *own, bias))
-            fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut, matrix=True))
+            own = (linear.outputs, _length(ranges)) if row else (_length(ranges), linear.inputs)
+            matrices.append(Matrix(path, *own, bias, ROW if row else COLUMN))
+            fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut))
             if bias:
                 fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
-        for table, axis in self.tables() if share.own is not None else ():
-            sizes = (*table.shape[:axis], _length(share.query), *table.shape[axis + 1 :])
-            tables.append(replace(table, shape=sizes))
-            fills.append(Fill(table.path, (table.path,), cut=Cut(axis, share.query, (table.shape[axis],))))
-        lengths = _length(share.query), _length(share.key)
+        for table, axis in self.tables() if share.counts else ():
+            tables.append(replace(table, shape=(*table.shape[:axis], lengths[0], *table.shape[axis + 1 :])))
+            fills.append(Fill(table.path, (table.path,), cut=Cut(axis, share.query, (heads,))))
         counts = [
             Count(module, name, count)
             for module, name, value in self.chain.counts(self.way.config)
             if (count := self.way.own_count(name, value, *lengths)) is not None
         ]
-        return SplitShape(tuple(linears), tuple(tables), tuple(counts)), tuple(fills)
+        shape = SplitShape(tuple(matrices), tuple(tables), tuple(counts))
+        if share.counts:
+            attention = owner_of(self.chain.columns)
+            shape = replace(
+                shape, heads=share.query[0], all_heads=heads, attentions=(attention,), head_counts=share.counts
+            )
+        return shape, tuple(fills)
 
     def ranges(self, share: _Share, size: int) -> tuple[Range, ...]:
         """What a rank has of an axis of `size`: of the outputs of a column linear, or of the inputs of a row linear."""

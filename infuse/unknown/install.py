@@ -21,8 +21,8 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
     """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each. `what` is the layer,
     for errors.
     """
-    for linear in shape.linears:
-        old, new = layer.get_submodule(linear.path), part.get_submodule(linear.path)
+    for matrix in shape.matrices:
+        old, new = layer.get_submodule(matrix.target), part.get_submodule(matrix.target)
         for module in list(layer.modules()):
             for name, child in module._modules.items():
                 if child is old:

@@ -68,10 +68,9 @@ class Interpretation:
 
 
 @dataclass(frozen=True)
-class LayerChain:
+class LayerChain(Chain):
     """A chain in its layer, whose linears are `shapes`, and the config of the model around it."""
 
-    chain: Chain
     layer: nn.Module
     shapes: Mapping[str, LinearShape]
     config: Any
@@ -79,19 +78,19 @@ class LayerChain:
     @property
     def width(self) -> int:
         """What the rows read."""
-        return self.shapes[self.chain.rows[0]].inputs
+        return self.shapes[self.rows[0]].inputs
 
     @property
     def top(self) -> str:
         """The path of the smallest module that holds all linears."""
-        return owner_of((*self.chain.columns, *self.chain.rows))
+        return owner_of((*self.columns, *self.rows))
 
     def interpretations(self) -> list[Interpretation]:
         """By heads where the columns make more than one value for each that the rows read, by features where they make
         one or two. Likely ones first.
         """
-        width, outputs = self.width, [self.shapes[path].outputs for path in self.chain.columns]
-        if any(self.shapes[path].inputs != width for path in self.chain.rows):
+        width, outputs = self.width, [self.shapes[path].outputs for path in self.columns]
+        if any(self.shapes[path].inputs != width for path in self.rows):
             return []
         found: list[Interpretation] = []
         heads = self._heads(outputs)
@@ -110,8 +109,8 @@ class LayerChain:
         return found
 
     def misfit(self) -> str:
-        makes = ", ".join(f"{path} {self.shapes[path].outputs}" for path in self.chain.columns)
-        reads = ", ".join(f"{path} reads {self.shapes[path].inputs}" for path in self.chain.rows)
+        makes = ", ".join(f"{path} {self.shapes[path].outputs}" for path in self.columns)
+        reads = ", ".join(f"{path} reads {self.shapes[path].inputs}" for path in self.rows)
         return f"{makes} rows are not the heads or the width that {reads} of"
 
     def _heads(self, outputs: list[int]) -> Heads | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.part import COLUMN, ROW, WHOLE
 from infuse.architectures.plain import linears
-from infuse.architectures.split import COLUMN, ROW, WHOLE
 from infuse.errors import SpecMismatch
 from infuse.unknown.trace import Trace, traced
 
