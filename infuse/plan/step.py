@@ -18,9 +18,9 @@ class Step:
 
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
     cache; `shares` is the path of the head whose weight an embedding looks its rows up in. Where ranks share the
-    module, `shape` and `fills` are this rank's, and `whole` is the shape of all of it; `others` are further readings of
-    a layer that is split, for the proof to choose from. `skips_padding`: an encoder's layer returns zeros at the
-    padding instead of computing it.
+    module, `shape` and `fills` are this rank's, and `whole` is the shape of all of it; `others` are further
+    interpretations of a layer that is split, for the proof to choose from. `skips_padding`: an encoder's layer returns
+    zeros at the padding instead of computing it.
     """
 
     path: str

@@ -58,7 +58,7 @@ def _products(choices: list[list[Interpretation]]) -> Iterator[Ways]:
     """Combinations of interpretations, likely ones first: those that differ from the first in one kind of chain, then
     in two. Chains that are alike (self- and cross-attention, the blocks of a stage) are understood alike.
     """
-    kinds = [(len(found), found[0].heads, found[0].by_features) for found in choices]
+    kinds = [(len(found), None if found[0].by_features else found[0].heads) for found in choices]
     distinct = list(dict.fromkeys(kinds))
     combinations = itertools.product(*(range(kind[0]) for kind in distinct))
     for combination in sorted(combinations, key=lambda numbers: (sum(map(bool, numbers)), sum(numbers))):

@@ -61,9 +61,8 @@ class Interpretation:
         if not self.by_features and ("group" in name or "rep" in name) and value == heads.query // heads.key:
             return query // key
         if self.widths and _has_word(name, _WIDTH_WORDS):
-            return {heads.key * heads.width: key * heads.width, heads.query * heads.width: query * heads.width}.get(
-                value
-            )
+            own = {heads.key: key, heads.query: query}.get(value // heads.width)
+            return own * heads.width if own is not None and value % heads.width == 0 else None
         return None
 
 
@@ -109,9 +108,10 @@ class LayerChain(Chain):
         return found
 
     def misfit(self) -> str:
-        makes = ", ".join(f"{path} {self.shapes[path].outputs}" for path in self.columns)
-        reads = ", ".join(f"{path} reads {self.shapes[path].inputs}" for path in self.rows)
-        return f"{makes} rows are not the heads or the width that {reads} of"
+        """Why there is no interpretation."""
+        made = ", ".join(f"{path} ({self.shapes[path].outputs})" for path in self.columns)
+        read = ", ".join(f"{path} ({self.shapes[path].inputs})" for path in self.rows)
+        return f"the outputs of {made} are neither heads nor features of the inputs of {read}"
 
     def _heads(self, outputs: list[int]) -> Heads | None:
         """The head counts, None where neither the modules nor the config tell them."""
