@@ -52,10 +52,7 @@ class Session:
     optional: bool = True
 
 
-MANY, FEW = (
-    3,
-    2,
-)  # rows of TOKENS: unpadded more than 28, as kernels for many rows take, padded as many as those for few
+MANY, FEW = 3, 2  # texts: without padding more than 28 rows, which kernels for many rows take, with padding fewer
 
 
 def plain_sessions(config: Any) -> list[Session]:
