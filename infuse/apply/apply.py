@@ -37,8 +37,9 @@ from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Step
 from infuse.proof import compare
+from infuse.proof.callers import Caller, find_callers, proven_alone
 from infuse.proof.cases import Case, embedding_cases, linear_cases, recorded_cases
-from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
+from infuse.proof.in_place import in_place_mismatch
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import is_packed, packed_fill
 from infuse.unknown.install import put_part
