@@ -36,13 +36,13 @@ from infuse.shards.save import check_folder, save
 if TYPE_CHECKING:
     from infuse.generate.install import GraphUse
 
-# The part of a GPU's memory that may hold caches for the next call: 9 GB of an H200, where an 8B model's take 1 to 2 GB.
+# Part of a GPU's memory that may hold caches for the next call: 9 GB of an H200; an 8B model's take 1 to 2 GB.
 _KEPT_CACHES = 16
 
 
 def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
-    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. With several ranks,
-    rank 0's plan.
+    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. With
+    several ranks, rank 0's plan.
     """
     settings = InferenceConfig.make(config, **kwargs)
     _check_model(model)
@@ -53,11 +53,11 @@ def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
 
-    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords, or
-    both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError for wrong
-    configuration, NotAvailable for features that this version lacks, CheckpointError for files that are missing, broken or
-    another model's, and ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass
-    through replaced layers.
+    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path,
+    keywords, or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError
+    for wrong configuration, NotAvailable for features that this version lacks, CheckpointError for files that are
+    missing, broken or another model's, and ProofError under verify="strict"; the model is unharmed after any of them.
+    Gradients do not pass through replaced layers.
     """
     return InferenceEngine(model, config, **kwargs)
 
@@ -65,7 +65,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 class InferenceEngine(nn.Module):
     """The model with its layers replaced. Attributes that the engine does not define are those of `module`.
 
-    `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share it.
+    `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share
+    it.
     """
 
     plan: Plan
@@ -170,7 +171,7 @@ class InferenceEngine(nn.Module):
             )
         if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
             raise ConfigError(
-                "load_model_with_checkpoint: the layers of r_module are replaced already, with their values; give the original model"
+                "load_model_with_checkpoint: the layers of r_module are replaced already; give the original model"
             )
         with interrupts.held_back():
             load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
@@ -268,13 +269,13 @@ def _check_weights(model: nn.Module, from_checkpoint: bool) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta and offloaded(model):
         raise ConfigError(
-            f"accelerate has offloaded {len(on_meta)} parameters ({on_meta[0]}, ...) to the CPU or to disk: load the whole model "
-            "without a device_map that offloads, or make it on meta and give checkpoint="
+            f"accelerate has offloaded {len(on_meta)} parameters ({on_meta[0]}, ...) to the CPU or to disk: load the whole "
+            "model without a device_map that offloads, or make it on meta and give checkpoint="
         )
     if on_meta:
         raise ConfigError(
-            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give checkpoint=; "
-            "infuse.plan works without"
+            f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give "
+            "checkpoint=; infuse.plan works without"
         )
 
 

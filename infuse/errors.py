@@ -6,7 +6,7 @@ InfuseError
 ├── ProofError                             a replaced layer disagrees with the original, under verify="strict"
 ├── CheckpointError                        a missing, broken or foreign checkpoint; the model is unchanged
 ├── RankError                              ranks that share a model disagree, or one is gone or late
-├── UnsupportedCall (ValueError)           an argument, cache or mask that a replaced layer does not serve; nothing is computed
+├── UnsupportedCall (ValueError)           an argument, cache or mask that a replaced layer does not serve
 ├── ContextLimitError (ValueError)         more tokens than max_out_tokens allows; no kernel runs
 ├── OutOfMemory (torch.OutOfMemoryError)   the device has no memory for a call; the engine still works
 └── NotAvailable (NotImplementedError)     valid input for a feature that this version lacks

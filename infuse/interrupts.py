@@ -1,7 +1,7 @@
 """Hold Ctrl-C back while a model is being changed, until the model is the original or complete.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, even inside `finally`, so no `try` can undo
-a change reliably. Other threads are never interrupted.
+Python raises KeyboardInterrupt between any two instructions of the main thread, even inside `finally`, so no `try` can
+undo a change reliably. Other threads are never interrupted.
 """
 
 from __future__ import annotations

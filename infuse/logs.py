@@ -1,4 +1,5 @@
-"""The logger "infuse", warnings that are logged too, and progress bars. The log goes where the user sends it, else nowhere.
+"""The logger "infuse", warnings that are logged too, and progress bars. The log goes where the user sends it, else
+nowhere.
 
 INFO has the stages of an injection, DEBUG the plan and each step of progress.
 """

@@ -1,7 +1,7 @@
 """Tensors on pages of 2 MiB.
 
-Every token reads all weights. On pages of 4 KiB, address translation costs a virtual machine a fifth of its read bandwidth
-(27 instead of 34 GB/s). Linux gives large pages if asked before the first use.
+Every token reads all weights. On pages of 4 KiB, address translation costs a virtual machine a fifth of its read
+bandwidth (27 instead of 34 GB/s). Linux gives large pages if asked before the first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def given() -> bool:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor, on large pages if possible.
 
-    Each page is first touched here, by one thread: filling it in small parts would make all threads clear the same page.
+    Each page is first touched here, by one thread: filling it in small parts would make all threads clear the same
+    page.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
     if _pays(made, dtype):

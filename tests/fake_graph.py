@@ -5,7 +5,6 @@ replay.
 - A replay runs the recorded operations on the same memory; Python is not run again, so numbers of the host are frozen.
 - What a capture on a device forbids raises here as well: reading a value on the host, shapes that depend on values,
 data of the host.
-- What is posted to the host is there when the letter is read, not before.
 """
 
 from __future__ import annotations
@@ -97,23 +96,11 @@ class FakeCaptured:
 
 
 @dataclass
-class FakeLetter:
-    content: Tensor
-    backend: FakeBackend
-
-    def read(self) -> Tensor:
-        self.backend.reads += 1
-        return self.content
-
-
-@dataclass
 class FakeBackend:
-    """`captures`, `replays` (of all), `warmed`, `reads`: what happened so far. `fail` makes each capture raise."""
+    """`captures`, `replays` (of all), `warmed`: what happened so far. `fail` makes each capture raise."""
 
     captures: list[FakeCaptured] = field(default_factory=list)
     warmed: int = 0
-    reads: int = 0
-    posted: int = 0
     turns: int = 0
     fail: Exception | None = None
     _open: bool = False
@@ -162,10 +149,29 @@ class FakeBackend:
             self.turns += 1
             yield
 
-    def post(self, tensor: Tensor) -> FakeLetter:
-        assert not self._open
-        self.posted += 1
-        return FakeLetter(tensor.clone(), self)
+
+@dataclass
+class RunAgain:
+    """What was captured, run again as a whole: for kernels that no recorder sees, such as Triton's under its interpreter."""
+
+    run: Callable[[], Any]
+    result: list[Tensor]
+    nbytes: int = 0
+    replays: int = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for tensor, again in zip(self.result, _tensors(self.run()), strict=True):
+            tensor.copy_(again)
+
+
+class RunAgainBackend(FakeBackend):
+    """Runs what it is to capture, at once and at each replay."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        result = run()
+        self.captures.append(RunAgain(run, _tensors(result)))  # type: ignore[arg-type]
+        return self.captures[-1], result
 
 
 def spoil(tensor: Tensor) -> None:

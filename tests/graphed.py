@@ -12,12 +12,17 @@ from infuse.generate.install import GraphUse, install, uninstall
 
 
 def graphed(
-    model: nn.Module, *, forward: bool = False, limit_tokens: int | None = None, dtype: str = "fp32"
+    model: nn.Module,
+    *,
+    forward: bool = False,
+    limit_tokens: int | None = None,
+    dtype: str = "fp32",
+    backend: FakeBackend | None = None,
 ) -> tuple[Any, FakeBackend]:
     """`model` injected, its decode steps and, where asked for, its forward recorded by the backend that comes along."""
     engine = infuse.init_inference(model, dtype=dtype, max_out_tokens=limit_tokens)
     uninstall(model, engine._handles)
-    backend = FakeBackend()
+    backend = backend or FakeBackend()
     graphs = GraphUse(backend, steps=True, forward=forward)
     engine._handles = install(model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs)
     return engine, backend

@@ -25,7 +25,13 @@ from typing import Any
 
 MOST = 4
 # Imported once, by the process that the workers are forked from, which starts no thread.
-PRELOADED = ["torch.distributed", "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.generation", "infuse"]
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation",
+    "infuse.generate.install",
+]
 GLOO_TIMEOUT = timedelta(seconds=60)  # of the group itself; what is tested brings its own
 GRACE_S = 60.0  # for the other ranks, once one has failed
 PAUSE_S = 1.0  # of waiting: where more has passed, this process was paused, and so may have been the workers

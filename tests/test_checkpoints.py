@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import infuse
 import infuse.deepspeed as deepspeed
 from infuse.layers.block import Block
-from infuse.weights.placing import Placing
+from infuse.weights.loader import CheckpointLoader
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 
@@ -345,17 +345,17 @@ def test_all_layers_are_proven_one_at_a_time(name: str, tmp_path: Path, monkeypa
     """No two original layers have values at once, neither while inputs are recorded nor in the proofs."""
     alive: list[str] = []
     most: list[int] = []
-    loaded_layer = Placing.loaded
+    loaded_layer = CheckpointLoader.loaded
 
     @contextlib.contextmanager
-    def counted(self: Placing, path: str, dtype: torch.dtype | None) -> Iterator[None]:
+    def counted(self: CheckpointLoader, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
         with loaded_layer(self, path, dtype):
             alive.append(path)
             most.append(len(alive))
             yield
             alive.remove(path)
 
-    monkeypatch.setattr(Placing, "loaded", counted)
+    monkeypatch.setattr(CheckpointLoader, "loaded", counted)
     engine = loaded(name, safetensors(BY_NAME[name].make(), tmp_path), verify="all")
     assert not [left for left in engine.plan.left if left.why.startswith("refused")]
     assert set(most) == {1} and not alive and len(most) > 6

@@ -1,4 +1,4 @@
-"""Processors and criteria as our own loop asks them (runtime/choose.py): as transformers does, and what it need not
+"""Processors and criteria as our own loop asks them (generate/choose.py): as transformers does, and what it need not
 repeat each time.
 """
 
@@ -21,7 +21,7 @@ from transformers.generation import (
 )
 
 import infuse
-from infuse.graphs.choose import Processed, ends_of
+from infuse.generate.choose import Processed, ends_of
 
 PROMPT, NEW = 9, 10
 

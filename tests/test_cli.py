@@ -31,11 +31,9 @@ PROMPT = "def add("
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
@@ -48,17 +46,9 @@ def folder(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -168,27 +158,14 @@ def test_generate_with_quantized_weights(folder):
 
 
 def test_bench_against_eager(folder):
-    out, _ = run(
-        "bench",
-        folder,
-        "--against",
-        "eager",
-        "--prompt-tokens",
-        8,
-        "--new-tokens",
-        4,
-        "--repeats",
-        1,
-        "--batch",
-        2,
-        "--dtype",
-        "float32",
-    )
+    options = "--against eager --prompt-tokens 8 --new-tokens 4 --repeats 1 --batch 2 --dtype float32"
+    out, _ = run("bench", folder, *options.split())
     assert all(word in out for word in ("infuse", "transformers", "bound", "prefill", "decode", "batch 2"))
 
 
 def test_bench_alone_names_no_peer(folder):
-    out, _ = run("bench", folder, "--prompt-tokens", 8, "--new-tokens", 4, "--repeats", 1, "--dtype", "float32")
+    options = "--prompt-tokens 8 --new-tokens 4 --repeats 1 --dtype float32"
+    out, _ = run("bench", folder, *options.split())
     assert "infuse" in out and "eager" not in out
 
 

@@ -417,7 +417,7 @@ def test_a_rank_that_does_not_come_is_missed(ranks: Ranks, transport: str, size:
 
 
 def one_fails(transport: str, error: Exception, inside: bool) -> tuple[list[str], list[float]]:
-    """Rank 1 fails, as the others do something on their own, or wait for it in a sum. What is raised twice, and sums after each."""
+    """Rank 1 fails twice, as the others are done or wait in a sum: the errors, and the sums afterwards."""
     group, told, sums = group_of(transport), [], []
     for _ in range(2):
         try:

@@ -24,6 +24,15 @@ class Mpu:
 
 MPU, GROUP, LAYER = Mpu(), object(), torch.nn.TransformerEncoderLayer
 
+
+def initially(written):
+    return {"quant": {"weight": {"quantized_initialization": written}}}
+
+
+def by_name(written):
+    return {"quant": {"weight": {"post_init_quant": written}}}
+
+
 # How a key may be written → (dotted canonical key, canonical value).
 KEYS = [
     ({"replace_with_kernel_inject": False}, "replace_with_kernel_inject", False),
@@ -61,46 +70,14 @@ KEYS = [
     ({"quant": {"weight": {"num_bits": 4}}}, "quant.weight.num_bits", 4),
     ({"quant": {"weight": {"q_type": "asymmetric"}}}, "quant.weight.q_type", "asymmetric"),
     ({"quant": {"weight": {"q_groups": 2}}}, "quant.weight.q_groups", 2),
-    (
-        {"quant": {"weight": {"quantized_initialization": {"num_bits": 4}}}},
-        "quant.weight.quantized_initialization.num_bits",
-        4,
-    ),
-    (
-        {"quant": {"weight": {"quantized_initialization": {"group_size": 32, "num_bits": 4}}}},
-        "quant.weight.quantized_initialization.group_size",
-        32,
-    ),
-    (
-        {"quant": {"weight": {"quantized_initialization": {"group_dim": 1}}}},
-        "quant.weight.quantized_initialization.group_dim",
-        1,
-    ),
-    (
-        {"quant": {"weight": {"quantized_initialization": {"symmetric": False, "num_bits": 8}}}},
-        "quant.weight.quantized_initialization.symmetric",
-        False,
-    ),
-    (
-        {"quant": {"weight": {"quantized_initialization": "fp6:32"}}},
-        "quant.weight.quantized_initialization.format",
-        "fp6:32",
-    ),
-    (
-        {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4}}}}},
-        "quant.weight.post_init_quant",
-        {"fc": ModuleQuant(num_bits=4)},
-    ),
-    (
-        {"quant": {"weight": {"post_init_quant": {"fc": "fp8"}}}},
-        "quant.weight.post_init_quant",
-        {"fc": ModuleQuant(format="fp8")},
-    ),
-    (
-        {"quant": {"weight": {"post_init_quant": {"fc": None}}}},
-        "quant.weight.post_init_quant",
-        {"fc": ModuleQuant(num_bits=16)},
-    ),
+    (initially({"num_bits": 4}), "quant.weight.quantized_initialization.num_bits", 4),
+    (initially({"group_size": 32, "num_bits": 4}), "quant.weight.quantized_initialization.group_size", 32),
+    (initially({"group_dim": 1}), "quant.weight.quantized_initialization.group_dim", 1),
+    (initially({"symmetric": False, "num_bits": 8}), "quant.weight.quantized_initialization.symmetric", False),
+    (initially("fp6:32"), "quant.weight.quantized_initialization.format", "fp6:32"),
+    (by_name({"fc": {"num_bits": 4}}), "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=4)}),
+    (by_name({"fc": "fp8"}), "quant.weight.post_init_quant", {"fc": ModuleQuant(format="fp8")}),
+    (by_name({"fc": None}), "quant.weight.post_init_quant", {"fc": ModuleQuant(num_bits=16)}),
     ({"checkpoint": "model.json"}, "checkpoint", "model.json"),
     (
         {"checkpoint": {"type": "BLOOM", "checkpoints": ["a.bin"]}},

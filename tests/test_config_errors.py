@@ -1,23 +1,7 @@
 """The configuration's errors: unknown keys, wrong values and contradictions, each said with key, found and possible."""
 
-import warnings
-
 import pytest
-import torch
-
-from infuse.config.inference import InferenceConfig
-from infuse.errors import ConfigError
-
-make = InferenceConfig.make
-LAYER = torch.nn.TransformerEncoderLayer
-
-
-def error_of(config=None, **kwargs):
-    with warnings.catch_warnings(), pytest.raises(ConfigError) as caught:
-        warnings.simplefilter("ignore", DeprecationWarning)
-        make(config, **kwargs)
-    assert isinstance(caught.value, ValueError)
-    return str(caught.value)
+from test_config import LAYER, by_name, error_of, initially
 
 
 @pytest.mark.parametrize(
@@ -110,51 +94,21 @@ def test_all_problems_of_all_kinds_are_told_at_once():
             {"quant": "int4:5"},
             ["quant.format (given as quant): found 'int4:5'; ", "the group size must be even, not 5"],
         ),
+        (by_name({"fc": {}}), ['post_init_quant.fc: found {}; possible: {"num_bits": 4, 6, 8 or 16']),
+        (by_name({"fc": {"num_bits": 5}}), ["fc.num_bits: found 5; possible: 4, 6, 8 or 16"]),
+        (by_name({"fc": {"group_size": 64}}), ["fc: found", "num_bits is missing; possible: 4"]),
+        (by_name({"fc": {"num_bit": 4}}), ["'num_bit' is no key, the nearest one is num_bits"]),
         (
-            {"quant": {"weight": {"post_init_quant": {"fc": {}}}}},
-            ['post_init_quant.fc: found {}; possible: {"num_bits": 4, 6, 8 or 16'],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 5}}}}},
-            ["fc.num_bits: found 5; possible: 4, 6, 8 or 16"],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"group_size": 64}}}}},
-            ["fc: found", "num_bits is missing; possible: 4"],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bit": 4}}}}},
-            ["'num_bit' is no key, the nearest one is num_bits"],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": "int3"}}}},
+            by_name({"fc": "int3"}),
             ["fc.format: found 'int3'; unknown quantization format 'int3'; possible: int8, int8:GROUP"],
         ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 6, "symmetric": False}}}}},
-            ["possible: 6 bits with symmetric=True"],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"num_bits": 4, "group_size": 5}}}}},
-            ["group size must be even, not 5"],
-        ),
-        (
-            {"quant": {"weight": {"post_init_quant": {"fc": {"format": "fp8", "num_bits": 8}}}}},
-            ["possible: format alone, or num_bits"],
-        ),
-        ({"quant": {"weight": {"post_init_quant": ["fc"]}}}, ["post_init_quant: found ['fc']", "dictionary"]),
-        (
-            {"quant": {"weight": {"quantized_initialization": {"num_bits": 3}}}},
-            ["initialization.num_bits: found 3; possible: 4, 6"],
-        ),
-        (
-            {"quant": {"weight": {"quantized_initialization": {"bits": 4}}}},
-            ["quantized_initialization.bits: unknown key"],
-        ),
-        (
-            {"quant": {"weight": {"quantized_initialization": 4}}},
-            ["quantized_initialization: found 4; possible: a dict with num_bits"],
-        ),
+        (by_name({"fc": {"num_bits": 6, "symmetric": False}}), ["possible: 6 bits with symmetric=True"]),
+        (by_name({"fc": {"num_bits": 4, "group_size": 5}}), ["group size must be even, not 5"]),
+        (by_name({"fc": {"format": "fp8", "num_bits": 8}}), ["possible: format alone, or num_bits"]),
+        (by_name(["fc"]), ["post_init_quant: found ['fc']", "dictionary"]),
+        (initially({"num_bits": 3}), ["initialization.num_bits: found 3; possible: 4, 6"]),
+        (initially({"bits": 4}), ["quantized_initialization.bits: unknown key"]),
+        (initially(4), ["quantized_initialization: found 4; possible: a dict with num_bits"]),
         (
             {"quant": {"weight": {"num_bits": 8, "quantized_initialization": {"num_bits": 4}}}},
             ["quantized_initialization: found 'int4' beside num_bits, q_type and q_groups, which say 'int8'"],

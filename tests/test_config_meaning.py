@@ -8,23 +8,14 @@ import pickle
 
 import pytest
 import torch
+from test_config import GROUP, LAYER, initially, make
 
-from infuse.config.inference import WITHOUT_EFFECT, InferenceConfig
+from infuse.config.inference import WITHOUT_EFFECT
 from infuse.config.values import parse_format
 from infuse.device import Device
 from infuse.errors import ConfigError
 from infuse.quant.parse import quant_format
 
-make = InferenceConfig.make
-
-
-class Mpu:
-    def get_model_parallel_group(self): ...
-    def get_model_parallel_rank(self): ...
-    def get_model_parallel_world_size(self): ...
-
-
-MPU, GROUP, LAYER = Mpu(), object(), torch.nn.TransformerEncoderLayer
 CPU = Device("cpu", None, "an old CPU", ("avx2",), 0, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
 CPU_WITH_BF16 = Device("cpu", None, "a new CPU", ("avx2", "amx_bf16"), 0, CPU.dtypes)
 GPU = Device("cuda", 0, "a GPU", ("sm_90",), 0, CPU.dtypes)
@@ -57,17 +48,14 @@ OLD_GPU = Device("cuda", 0, "an old GPU", ("sm_70",), 0, (torch.float32, torch.f
         ),
         ({"dtype": "int8", "quant": {"weight": {"q_groups": 2}}}, "int8:groups=2"),
         ({"quant": {"activation": {"enabled": True}}}, None),
-        (
-            {"quant": {"weight": {"quantized_initialization": {"num_bits": 4, "group_size": 128, "group_dim": 1}}}},
-            "int4:128",
-        ),
+        (initially({"num_bits": 4, "group_size": 128, "group_dim": 1}), "int4:128"),
         (
             {"quant": {"enabled": True, "weight": {"quantized_initialization": {"num_bits": 8, "symmetric": False}}}},
             "int8:asymmetric",
         ),
-        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 6, "group_size": 32}}}}, "fp6:32"),
-        ({"quant": {"weight": {"quantized_initialization": {"num_bits": 16}}}}, None),
-        ({"quant": {"weight": {"quantized_initialization": None}}}, None),
+        (initially({"num_bits": 6, "group_size": 32}), "fp6:32"),
+        (initially({"num_bits": 16}), None),
+        (initially(None), None),
         ({"quant": {"weight": {"num_bits": 4, "quantized_initialization": "int4"}}}, "int4"),
         ({"quant": {"enabled": False, "weight": {"quantized_initialization": {"num_bits": 4}}}}, None),
         ({"quant": {"enabled": True, "weight": {"enabled": True, "post_init_quant": {"fc": "int4"}}}}, None),

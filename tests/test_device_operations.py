@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,11 @@ from ranks import Ranks
 from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.graphs.over_ranks import Together
+from infuse.graphs.rank_backend import RankBackend
+from infuse.parallel import liveness
 from infuse.parallel.distributed import Distributed
 from infuse.parallel.group import Group, make_group
-from infuse.parallel.liveness import BEAT_S
+from infuse.parallel.liveness import Heartbeat
 
 
 def device_group(monkey: pytest.MonkeyPatch, timeout_s: float = 30) -> Group:
@@ -66,19 +67,34 @@ def test_an_operation_that_is_refused_is_told(operation: str, ranks: Ranks) -> N
         assert "the process group failed earlier" in second
 
 
+def waited(rank: int, monkey: pytest.MonkeyPatch) -> None:
+    """On rank 0, return when rank 1 waits and has looked into the store twice."""
+    meeting, beat = dist.group.WORLD.get_group_store(), Heartbeat.beat
+    if rank == 0:
+        meeting.wait(["beats 2"], timedelta(seconds=100))
+        return
+
+    def counted(self: Heartbeat, number: int, what: str) -> int | None:
+        gave_up = beat(self, number, what)
+        meeting.set(f"beats {meeting.add('beats', 1)}", "")
+        return gave_up
+
+    monkey.setattr(liveness, "BEAT_S", 0.0)
+    monkey.setattr(Heartbeat, "beat", counted)
+
+
 def a_capture_is_refused() -> tuple[str, int, Tensor]:
     """On both ranks; afterwards one rank waits for the other for longer than it takes to look into the store."""
     with pytest.MonkeyPatch.context() as monkey:
         group = device_group(monkey)
-        together = Together(FakeBackend(), group)
+        together = RankBackend(FakeBackend(), group)
         group.all_reduce(torch.ones(2, 2), "the sum")
         with monkey.context() as inner:
             inner.setattr(dist, "all_reduce", refused)
             with pytest.raises(RuntimeError) as raised:
                 together.capture(lambda: group.all_reduce(torch.ones(2, 2), "the sum"))
         assert not isinstance(raised.value, RankError)
-        if group.rank == 0:
-            time.sleep(3 * BEAT_S)
+        waited(group.rank, monkey)
         group.barrier("what comes then")
         return str(raised.value), group.queued(), group.all_reduce(torch.ones(2, 2), "the sum")
 
@@ -96,7 +112,7 @@ def fails_after(sums: tuple[int, int], error: type[Exception] | None, how: str) 
     """A step that fails after so many sums on each rank; what comes of it, and whether the group is of use."""
     with pytest.MonkeyPatch.context() as monkey:
         group = device_group(monkey)
-        together = Together(FakeBackend(), group)
+        together = RankBackend(FakeBackend(), group)
         monkey.setattr(dist, "all_reduce", lambda x, group: None)  # queued, not waited for
 
         def run() -> None:

@@ -158,7 +158,10 @@ def test_a_home_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypat
     ours.chmod(0o777)  # as one that somebody else made for us
     why = first_use.obtain()
     assert (
-        isinstance(why, str) and "other users may write there" in why and "INFUSE_CACHE_DIR" in why and not links(compiler)
+        isinstance(why, str)
+        and "other users may write there" in why
+        and "INFUSE_CACHE_DIR" in why
+        and not links(compiler)
     )
     ours.chmod(0o700)
     found = first_use.obtain()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infuse
-from infuse.graphs.buckets import Buckets
 from infuse.graphs.capture import CudaBackend
-from infuse.graphs.graph import Graphs, LocalGraph
+from infuse.graphs.pool import BucketPool
+from infuse.graphs.runner import GraphRunner, LocalGraph
 
 pytestmark = needs_gpu
 
@@ -26,13 +26,13 @@ def llama(**changes: Any) -> nn.Module:
     return BY_NAME["llama"].make(tie_word_embeddings=False, **changes).to(CUDA)
 
 
-def buckets(engine: Any) -> Buckets:
+def buckets(engine: Any) -> BucketPool:
     return engine.module._infuse.buckets
 
 
 def test_graphs_against_eager() -> None:
     linear = nn.Linear(64, 64, device=CUDA)
-    graphs = Graphs(lambda x, y: {"a": linear(x) + y, "b": [x.sum()]}, CudaBackend(CUDA))
+    graphs = GraphRunner(lambda x, y: {"a": linear(x) + y, "b": [x.sum()]}, CudaBackend(CUDA))
     kept = []
     with torch.no_grad():
         for step in range(20):
@@ -44,7 +44,7 @@ def test_graphs_against_eager() -> None:
 
 
 def test_a_failed_capture_leaves_the_device_usable() -> None:
-    graphs = Graphs(lambda x: x * 2 if bool(x.sum() > 0) else x, CudaBackend(CUDA))
+    graphs = GraphRunner(lambda x: x * 2 if bool(x.sum() > 0) else x, CudaBackend(CUDA))
     x = torch.ones(4, device=CUDA)
     with pytest.warns(UserWarning, match=r"no CUDA graph could be captured.*test_gpu_graphs.py:\d+ in <lambda>"):
         for _ in range(5):
@@ -58,7 +58,7 @@ def test_a_failed_capture_leaves_the_device_usable() -> None:
 
 
 def test_streams_and_threads() -> None:
-    graphs = Graphs(lambda x: torch.relu(x @ x) + 1, CudaBackend(CUDA))
+    graphs = GraphRunner(lambda x: torch.relu(x @ x) + 1, CudaBackend(CUDA))
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -87,8 +87,8 @@ def test_decode_steps_are_captured(name: str) -> None:
         for padding in ("left", None):
             given = moved(inputs(BY_NAME[name], batch=3, padding=padding))
             engine.generate(**given, max_new_tokens=20)
-    (bucket,) = buckets(engine)._idle
-    assert all(step.captured is not None for step in bucket._steps.values()) and not buckets(engine).refused
+    (bucket,) = buckets(engine).idle
+    assert bucket.graphs.captured() and all(captured for _, captured, _ in bucket.graphs.standing())
 
 
 def test_batches_lengths_and_growth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +108,8 @@ def test_loops_that_are_not_ours(mode: dict[str, Any]) -> None:
         assert torch.equal(
             engine.generate(**given, **mode, max_new_tokens=40), original.generate(**given, **mode, max_new_tokens=40)
         )
-    (bucket,) = buckets(engine)._idle
-    assert [step.captured is not None for step in bucket._steps.values()] == [True] and not buckets(engine).refused
+    (bucket,) = buckets(engine).idle
+    assert bucket.graphs.captured() == len(bucket.graphs.standing()) == 1
 
 
 def test_ends_and_streamers() -> None:

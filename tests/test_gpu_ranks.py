@@ -54,7 +54,7 @@ def on_rank(rank: int, folder: str) -> None:
         return found
 
     found, exact = answers(engine.module), answers(original)
-    captured = [s.captured is not None for b in engine.module._infuse.buckets._idle for s in b._steps.values()]
+    captured = [bucket.graphs.captured() for bucket in engine.module._infuse.buckets.idle]
     torch.save(
         (found, exact, captured, engine.module.forward.graphs.captured(), engine.group.describe()), f"{folder}/{rank}"
     )

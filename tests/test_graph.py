@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from infuse.graphs.bucket import Bucket, _Step
 from infuse.graphs.capture import backend_for
-from infuse.graphs.graph import Graphs, LocalGraph, Places
+from infuse.graphs.runner import GraphRunner, LocalGraph, Places
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 Pair = namedtuple("Pair", "first second")
@@ -83,7 +82,7 @@ def test_what_is_frozen_in_a_capture_stays_frozen() -> None:
 
 def test_each_call_gets_its_own_values() -> None:
     backend = FakeBackend()
-    graphs = Graphs(scaled, backend)
+    graphs = GraphRunner(scaled, backend)
     given = [random(2, 3) for _ in range(7)]
     found = [graphs(x) for x in given]  # all are kept: a later call must not write to an earlier result
     for x, result in zip(given, found, strict=True):
@@ -92,7 +91,7 @@ def test_each_call_gets_its_own_values() -> None:
 
 
 def test_what_a_caller_does_to_a_result_or_an_argument_stays_with_the_caller() -> None:
-    graphs = Graphs(scaled, FakeBackend())
+    graphs = GraphRunner(scaled, FakeBackend())
     x = random(4)
     for _ in range(4):
         result = graphs(x)
@@ -103,7 +102,7 @@ def test_what_a_caller_does_to_a_result_or_an_argument_stays_with_the_caller() -
 
 def test_results_that_are_arguments_or_weights_are_copies() -> None:
     weight = random(3)
-    graphs = Graphs(lambda x: (x, weight, x[:1]), FakeBackend())
+    graphs = GraphRunner(lambda x: (x, weight, x[:1]), FakeBackend())
     for _ in range(4):
         x = random(3)
         found = graphs(x)
@@ -114,7 +113,7 @@ def test_results_that_are_arguments_or_weights_are_copies() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_of_autograd(mode: Callable) -> None:
-    graphs = Graphs(scaled, FakeBackend())
+    graphs = GraphRunner(scaled, FakeBackend())
     x = random(3)
     for _ in range(3):  # captured in another mode than it is replayed in
         graphs(x)
@@ -125,7 +124,7 @@ def test_modes_of_autograd(mode: Callable) -> None:
 
 
 def test_random_numbers_go_on() -> None:
-    graphs = Graphs(lambda x: x + torch.rand(3), FakeBackend())
+    graphs = GraphRunner(lambda x: x + torch.rand(3), FakeBackend())
     torch.manual_seed(3)
     found = [graphs(torch.zeros(3)) for _ in range(2)]
     warmed = torch.get_rng_state()
@@ -146,7 +145,7 @@ def test_structures_come_back_as_they_were() -> None:
             "pair": Pair(record, [x, None, 3]),
         }
 
-    graphs = Graphs(function, FakeBackend())
+    graphs = GraphRunner(function, FakeBackend())
     for _ in range(4):
         x, y = random(2), random(3)
         found = graphs({"x": [x]}, Pair(1, y), name="n")
@@ -168,7 +167,7 @@ def test_structures_come_back_as_they_were() -> None:
 
 def test_what_tells_calls_apart() -> None:
     backend = FakeBackend()
-    graphs = Graphs(lambda x, k=None: x.float() * (2 if k is True else 1), backend)
+    graphs = GraphRunner(lambda x, k=None: x.float() * (2 if k is True else 1), backend)
     calls: list[tuple[Any, Any]] = [
         (torch.ones(2, 3), True), (torch.ones(2, 3), 1), (torch.ones(2, 3), 1.0), (torch.ones(3, 2), 1), (torch.ones(3, 2).T, 1),
         (torch.ones(2, 3, dtype=torch.long), 1), (torch.ones(2, 3), "1"), (torch.ones(2, 3), None), (torch.ones(2, 3), [1]),
@@ -193,7 +192,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     backend = FakeBackend()
-    graphs = Graphs(lambda x: x.reshape(-1) * 3, backend)
+    graphs = GraphRunner(lambda x: x.reshape(-1) * 3, backend)
     for _ in range(4):
         x = LAYOUTS[layout]()
         assert blank(x).shape == x.shape
@@ -222,7 +221,7 @@ def test_a_signature_lists_tensors_in_the_order_that_puts_them_back() -> None:
 
 def fallback(function: Callable, *args: Any, calls: int = 5) -> tuple[FakeBackend, list[str]]:
     backend = FakeBackend()
-    graphs = Graphs(function, backend)
+    graphs = GraphRunner(function, backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(calls):
@@ -239,7 +238,7 @@ def test_a_failed_capture_runs_as_it_is_and_says_so_once() -> None:
 
 def test_the_warning_names_the_line() -> None:
     backend = FakeBackend(fail=RuntimeError("operation not permitted when stream is capturing"))
-    graphs = Graphs(scaled, backend)
+    graphs = GraphRunner(scaled, backend)
     with pytest.warns(UserWarning, match=r"stream is capturing \(at fake_graph.py:\d+ in capture: raise self.fail\)"):
         for _ in range(3):
             graphs(torch.ones(2))
@@ -252,7 +251,7 @@ def test_the_warning_names_the_line() -> None:
 
 def test_arguments_changed_in_place() -> None:
     backend = FakeBackend()
-    graphs = Graphs(lambda x: x.add_(1), backend)
+    graphs = GraphRunner(lambda x: x.add_(1), backend)
     x = torch.zeros(2)
     with pytest.warns(UserWarning, match="changes its arguments in place"):
         for _ in range(5):
@@ -263,7 +262,7 @@ def test_arguments_changed_in_place() -> None:
 @pytest.mark.parametrize("function, argument", [(lambda c: c.get_seq_length(), DynamicCache()), (lambda x: object, torch.ones(1)),
                                                 (lambda x: (x, DynamicCache()), torch.ones(1))])  # fmt: skip
 def test_what_a_key_cannot_describe_runs_as_it_is(function: Callable, argument: Any) -> None:
-    backend, graphs = FakeBackend(), Graphs(function, FakeBackend())
+    backend, graphs = FakeBackend(), GraphRunner(function, FakeBackend())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
@@ -276,7 +275,7 @@ def test_what_a_key_cannot_describe_runs_as_it_is(function: Callable, argument: 
 
 def test_the_least_recently_used_goes_first() -> None:
     backend = FakeBackend()
-    graphs = Graphs(scaled, backend, limit_graphs=2)
+    graphs = GraphRunner(scaled, backend, limit_graphs=2)
 
     def call(n: int) -> None:
         x = random(n)
@@ -297,7 +296,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_the_bound_on_memory() -> None:
-    graphs = Graphs(scaled, FakeBackend(), limit_bytes=40_000)
+    graphs = GraphRunner(scaled, FakeBackend(), limit_bytes=40_000)
     for n in (1000, 1001, 1002, 1003):
         for _ in range(3):
             x = random(n)
@@ -314,7 +313,7 @@ def test_the_bound_on_memory() -> None:
 
 def test_lengths_that_never_come_again_capture_nothing() -> None:
     backend = FakeBackend()
-    graphs = Graphs(scaled, backend)
+    graphs = GraphRunner(scaled, backend)
     for n in range(600):
         graphs(torch.ones(n % 300))
     assert not backend.captures and len(graphs._entries) <= 256
@@ -334,7 +333,7 @@ class Model(nn.Module):
 
 def test_weights_are_read_where_they_lie() -> None:
     model, backend = Model(), FakeBackend()
-    graphs = Graphs(model, backend, state=Places(model))
+    graphs = GraphRunner(model, backend, state=Places(model))
     x = random(2, 4)
     for _ in range(3):
         graphs(x)
@@ -359,7 +358,7 @@ def test_local_graphs_inside_a_model() -> None:
         x = random(3, 4)
         assert torch.equal(model(x), exact(x))
     assert len(backend.captures) == 1
-    whole = Graphs(model, backend)
+    whole = GraphRunner(model, backend)
     for _ in range(5):
         x = random(3, 4)
         assert torch.equal(whole(x), exact(x))
@@ -389,7 +388,7 @@ def test_on_a_device_without_graphs() -> None:
 
 
 def test_threads_take_turns() -> None:
-    graphs = Graphs(scaled, FakeBackend())
+    graphs = GraphRunner(scaled, FakeBackend())
     wrong: list[str] = []
 
     def work(seed: int) -> None:
@@ -407,18 +406,10 @@ def test_threads_take_turns() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("of", ["forward", "steps"])
-def test_a_capture_reads_the_weights_and_not_the_copies_of_autocast(of: str) -> None:
+def test_a_capture_reads_the_weights_and_not_the_copies_of_autocast() -> None:
     """Which are freed when its block ends."""
     linear, x, backend = nn.Linear(8, 8), random(2, 8), FakeBackend()
-    if of == "forward":
-        call: Callable[[Tensor], Tensor] = Graphs(linear, backend)
-    else:
-        bucket, step = Bucket(64), _Step()
-
-        def call(x: Tensor) -> Tensor:
-            return bucket._run(backend, step, lambda: linear(x))
-
+    call = GraphRunner(linear, backend)
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(4):
             call(x)

@@ -194,7 +194,7 @@ def test_out_of_memory_in_generate() -> None:
         layer.rows = rows
         with pytest.raises(OutOfMemory, match="no memory left"):
             engine.generate(**given, max_new_tokens=12)
-        assert not engine.module._infuse.buckets._idle, "what was kept for later calls is given back"
+        assert not engine.module._infuse.buckets.idle, "what was kept for later calls is given back"
         layer.rows = 4
         for _ in range(2):
             assert torch.equal(engine.generate(**small, max_new_tokens=12), exact)
@@ -205,7 +205,7 @@ def test_out_of_memory_in_generate() -> None:
     handle.remove()
     layer.rows = 4
     assert torch.equal(engine.generate(**small, max_new_tokens=12), exact)
-    assert not engine.module._infuse.buckets.refused
+    assert all(not eager for bucket in engine.module._infuse.buckets.idle for *_, eager in bucket.graphs.standing())
 
 
 # ---- the configuration

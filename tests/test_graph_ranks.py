@@ -26,7 +26,7 @@ from torch import Tensor
 
 import infuse
 from infuse.generate.install import GraphUse, install, uninstall
-from infuse.graphs.over_ranks import Together
+from infuse.graphs.rank_backend import RankBackend
 
 NEW = 14
 
@@ -87,13 +87,13 @@ def test_tokens(mode: str, ranks: Ranks) -> None:
     for tokens, done in results:
         for call, padding in enumerate(("left", None, "left")):
             assert torch.equal(tokens[call], exact(11 + call, padding, **MODES[mode]))
-        assert done == [(1, 2, 13 * (call + 1) - 2) for call in range(3)]
+        assert done == [(1, 1, 13 * (call + 1) - 2) for call in range(3)]
 
 
 def test_sampled_tokens_are_rank_0s(ranks: Ranks) -> None:
     """Seeds and scores differ between the ranks: one broadcast in the step makes them agree."""
     (first, done), (second, _) = ranks.run(2, generated, dict(do_sample=True, temperature=1.5, top_k=30))
-    assert same([torch.stack(first), torch.stack(second)]) and done[-1] == (1, 2, 37)
+    assert same([torch.stack(first), torch.stack(second)]) and done[-1] == (1, 1, 37)
     assert len({tuple(row.tolist()) for row in torch.cat(first)}) == 9
 
 
@@ -170,10 +170,10 @@ def evicting(limits: tuple[int, int]) -> tuple[list[int], tuple[int, int, int]]:
         for batch in (1, 2, 3, 1, 2, 3):
             engine.generate(**given(batch=batch), max_new_tokens=NEW)
             if batch == 3:
-                sizes = [bucket.nbytes() for bucket in buckets._idle]
+                sizes = [bucket.nbytes() for bucket in buckets.idle]
                 buckets.limit_bytes = sum(sizes[-limits[dist.get_rank()] :]) + 100
         engine.generate(**given(batch=3), max_new_tokens=NEW)
-        return [bucket.batch for bucket in buckets._idle], counts(backend)
+        return [bucket.batch for bucket in buckets.idle], counts(backend)
 
 
 def test_the_least_room_of_any_rank_bounds_all(ranks: Ranks) -> None:
@@ -207,14 +207,14 @@ def test_ranks_that_keep_other_graphs_begin_again(ranks: Ranks) -> None:
 
 
 def failing_before_a_capture(uniform: bool) -> str:
-    """A layer fails in the second step of the batch, on both ranks or on one."""
+    """A layer fails in the run before the capture, on both ranks or on one."""
     with graphed_ranks() as (engine, backend):
         calls = 0
 
         def fails(module: Any, args: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls == 3 and (uniform or dist.get_rank() == 1):
+            if calls == 4 and (uniform or dist.get_rank() == 1):
                 raise ValueError("a layer that fails once")
 
         # before the first sum, so that the stand-in's gloo does not wait for a rank that is gone
@@ -235,7 +235,7 @@ def test_a_step_that_fails_on_all_ranks_is_made_again(ranks: Ranks) -> None:
 def on_one_rank(how: str, error: Exception, of_rank_0: Exception | None = None) -> tuple[str, bool]:
     """What is raised where rank 1's run fails, or each rank's, and whether the group is of use after it."""
     engine = engine_of("llama")
-    together = Together(FakeBackend(), engine.group)
+    together = RankBackend(FakeBackend(), engine.group)
 
     def run() -> Tensor:
         mine = error if dist.get_rank() else of_rank_0
@@ -366,7 +366,7 @@ def out_of_memory_over_graphs(rows: int) -> tuple[str, list[bool]]:
             engine.generate(**given(batch=6), max_new_tokens=NEW)
         except infuse.InfuseError as error:
             text = type(error).__name__
-        right.append(not engine.module._infuse.buckets._idle)
+        right.append(not engine.module._infuse.buckets.idle)
         right.append(torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact()))
         return text, right
 

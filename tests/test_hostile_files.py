@@ -110,7 +110,7 @@ def read_all(model: nn.Module, folder: Path) -> dict[str, torch.Tensor] | None:
     before = state_of(model)
     try:
         reader = model_reader(model, Checkpoint(find_files(str(folder))))
-        found = {name: reader.read(name) for name in reader.names}
+        found = {name: reader.read(name) for name in reader.tensors}
     except infuse.CheckpointError:
         found = None
     assert state_of(model) == before

@@ -35,7 +35,7 @@ TRANSFORMERS = {
     "layers/cache.py",
     "layers/hook.py",
     "generate/same_inputs.py",
-    "graphs/choose.py",
+    "generate/choose.py",
     "generate/install.py",
     "generate/loop.py",
     "proof/cases.py",

@@ -190,7 +190,7 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     refused(str(tmp_path), "corrupt: : Value error, a file stands twice", dtype="fp32")
     changed(tmp_path, files=files, format="infuse-2")
     refused(str(tmp_path), "not an index of this version: its format is 'infuse-2', infuse-3 is read", dtype="fp32")
-    changed(tmp_path, format=FORMAT, steps=[{"path": "model.layers.0", "kind": "0", "formats": {}}])
+    changed(tmp_path, format=FORMAT, steps={"model.layers.0": {"kind": "0", "formats": {}}})
     refused(
         str(tmp_path),
         "1 layers were saved in a form that is not this version's, or not this model's: model.layers.0",

@@ -82,9 +82,6 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
             around = (*rms, "silu", True, None) if rows < 100 else (*none, None, False, empty(rows, 4096, dtype=dtype))
             yield "quantized_linear", (*given, *around), {}
         yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
-    logits = empty(1, 128256, dtype=dtype)
-    yield "argmax", (logits,), {}
-    yield "sample", (logits, torch.rand(1), 0.7, 50, 0.9), {}
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -112,5 +109,4 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
         "plain_row",
         "quantized_row",
         "product_tiles",
-        "sample_row",
     }

@@ -80,7 +80,7 @@ def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("name", sorted({*OPS} - {"sample"}))  # scores that are NaN are no distribution
+@pytest.mark.parametrize("name", sorted(OPS))
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: int) -> None:
     """Each case with one of the three, another one in each place: a third of the cases, a seventh under the slow
     interpreter.
@@ -159,32 +159,6 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
     for args in ((None, None, 0.25, True, 0, 5.0), (None, bias, 0.25, True, 0, 0.0), (None, None, 0.25, True, 9, 0.0)):
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
-
-
-@by_dtype
-def test_a_draw_from_several_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infuse.ops.triton.sampling.SAMPLED_BLOCK", 128)
-    logits = (torch.randn(2, 400, device=DEVICE) * 4).to(dtype)[:, :300]
-    for settings in ((0.9, 20, 0.5), (1.0, 0, 1.0), (1.5, 0, 0.9)):
-        compare("sample", (logits, torch.rand(2, device=DEVICE), *settings), dtype, f"{settings}")
-
-
-def test_a_draw_at_the_ends() -> None:
-    """Uniform 0 takes the first that is kept; just below 1 the last, although rounding may leave nothing above the
-    target.
-    """
-    logits = torch.tensor([[-9.0, 1.0, 3.0, 2.0, -9.0]] * 2, device=DEVICE)
-    uniform = torch.tensor([0.0, 1.0 - 2**-24], device=DEVICE)
-    assert ops.sample.body("triton")(logits, uniform, 1.0, 3, 1.0).tolist() == [1, 3]
-
-
-def test_argmax_over_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infuse.ops.triton.sampling.ARGMAX_SHARE", 128)
-    logits = torch.randint(20, (3, 700), device=DEVICE).float() - 30
-    logits[1, [300, 600]], logits[2, 5] = float("nan"), 0.0
-    logits[2, 4] = -0.0
-    assert ops.argmax.body("triton")(logits).tolist() == [int((logits[0] == logits[0].max()).nonzero()[0]), 300, 4]
-    assert ops.argmax.body("triton")(torch.full((1, 300), float("-inf"), device=DEVICE)).tolist() == [0]
 
 
 # ---- matrix products ----

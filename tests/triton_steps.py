@@ -1,5 +1,5 @@
 """Decode steps over the Triton bodies, which read the place of an append and the number of keys on the device: run
-under Triton's interpreter by test_graph_triton.py, as they are, without a capture.
+under Triton's interpreter by test_graph_triton.py, where a replay is another run.
 """
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_graph import RunAgainBackend
 from graphed import graphed
 from test_graph_decode import made, padded, same
 
 from infuse import ops
-from infuse.graphs import bucket
 from infuse.layers.attention import Attention
 
 
@@ -27,12 +27,11 @@ def taking_tensors(module: Attention) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "bloom", "gpt-neo", "gemma2"]
 )  # grouped heads; ALiBi; a window of the layer's; soft caps
-def test_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_WARM_STEPS", 1000)
-    engine, backend = graphed(made(name))
+def test_tokens(name: str) -> None:
+    engine, backend = graphed(made(name), backend=RunAgainBackend())
     modules: list[Any] = [module for module in engine.module.modules() if isinstance(module, Attention)]
     for module in modules:
         taking_tensors(module)
     for padding in ("left", None):
-        same(name, engine, **padded(name, padding=padding), max_new_tokens=4)
-    assert modules and backend.warmed == 2 * 3
+        same(name, engine, **padded(name, padding=padding), max_new_tokens=5)
+    assert modules and backend.warmed == 1 and backend.replays == 2 * 4 - 2

@@ -5,21 +5,20 @@ Peak memory is the model plus what one layer's merged matrices take. A step that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from infuse import interrupts, memory
+from infuse import interrupts
 from infuse.apply.adopt import adopt
 from infuse.apply.build import build
 from infuse.apply.shared import Made
 from infuse.apply.unknown import proven, together
 from infuse.architectures.adapters import merging_refused
-from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.packing import Fill
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
@@ -38,15 +37,14 @@ from infuse.plan.shared import Sharing
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Step
 from infuse.proof import compare
 from infuse.proof.callers import Caller, find_callers, proven_alone
-from infuse.proof.cases import Case, embedding_cases, linear_cases, recorded_cases
+from infuse.proof.cases import Case, matrix_cases, recorded_cases
 from infuse.proof.in_place import in_place_mismatch
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import is_packed, packed_fill
 from infuse.unknown.install import put_part
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
-from infuse.weights.placing import Placing
-from infuse.weights.reader import LiveReader, Reader
+from infuse.weights.layer_source import LayerSource
 from infuse.weights.state import keep_names
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
@@ -54,61 +52,59 @@ _RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some
 
 
 def apply(
-    plan: Plan,
-    model: nn.Module,
-    config: InferenceConfig,
-    progress: Progress | None = None,
-    placing: Placing | None = None,
-    group: Group = LOCAL,
+    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL
 ) -> Plan:
-    """Carry out `plan` on `model` in place; returns the plan as it was carried out, refused steps among `left`.
+    """Carry out `plan` on a live `model` in place; returns the plan as it was carried out, refused steps among `left`.
 
-    Values are the model's own or, with `placing` (entered), a checkpoint's. `group` are the ranks that the plan's mesh
-    counts: all of them take part, in every proof too. Raises ProofError under verify="strict" where a step fails its
-    proof; nothing has been swapped then. RankError: another rank decided otherwise, or is gone.
+    `group` are the ranks that the plan's mesh counts: all of them take part, in every proof too. Raises ProofError
+    under verify="strict" where a step fails its proof; nothing has been swapped then. RankError: another rank decided
+    otherwise, or is gone.
     """
     group.check_same({"the plan": plan.digest()}, "the plan")
-    if group.size > 1 and placing is None:  # of a checkpoint it is compared before
+    if group.size > 1:
         agree_on_weights(group, model, live_sums(model))
-    run = _Run(plan, model, config, placing, group)
+    return carry_out(plan, LayerSource(model), config, progress, group)
+
+
+def carry_out(
+    plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
+) -> Plan:
+    """As `apply`, with the values of `source`; the ranks have agreed on the plan and on the values."""
+    model, run = source.model, _Run(plan, source, config, group)
     with torch.no_grad():
-        if placing is not None:
-            placing.place_rest(progress)
-            cast_buffers(model, plan.dtype, run.put)  # parameters are placed in this dtype
+        source.begin(progress)
         run.prove(progress)
         accepted = run.accepted()
-        run.made = Made(Sharing(model, accepted))
+        made = Made(Sharing(model, accepted))
         for done, step in enumerate(accepted):
-            if placing is not None:  # which gives everything back
-                interrupts.check()
-            else:
-                interrupts.tell("the layers are being replaced")
-            run.swap(step)
+            source.step()
+            run.swap(step, made)
             if progress:
                 progress(done + 1, len(accepted), "replacing")
-        if placing is not None:
-            placing.place_left()
+        source.finish()
         if quantized_by(model) is None:
             cast_parameters(model, plan.dtype)
-            cast_buffers(model, plan.dtype, run.put)
+            cast_buffers(model, plan.dtype, source.put)
     return plan.with_left(run.left, run.swapped, parameter_bytes(model), run.notes)
 
 
 @dataclass
 class _Run:
     plan: Plan
-    model: nn.Module
+    source: LayerSource
     config: InferenceConfig
-    placing: Placing | None = None
-    group: Group = LOCAL
+    group: Group
     refused: dict[tuple, str] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     interpretations: dict[tuple, int] = field(default_factory=dict)
-    made: Made | None = None
     callers: dict[str, Caller] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
 
     def key(self, step: Step) -> tuple:
         """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
@@ -126,8 +122,8 @@ class _Run:
         while refused := [
             step for step in candidates if step.depth in (BLOCK, SPLIT) and self.key(step) in self.refused
         ]:
-            instead = fallback(refused, self.model, self.config, device=Device.of(self.device()), mesh=self.plan.mesh)
-            candidates = instead
+            device = Device.of(self.source.device)
+            candidates = fallback(refused, self.model, self.config, device=device, mesh=self.plan.mesh)
             self.prove_steps(candidates, None)
             self.steps += candidates
 
@@ -139,7 +135,7 @@ class _Run:
         cases: dict[str, list[Case] | str] = {}
         # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes
         # are not the model's.
-        in_place = self.group.size == 1 and self.placing is None
+        in_place = self.group.size == 1 and self.source.is_live
         called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
         for done, step in enumerate(steps):
             interrupts.check()
@@ -147,19 +143,9 @@ class _Run:
                 cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
             found = cases.pop(step.path, [])
             if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
-                self.callers, reasons = find_callers(self.model, called, self.running)
+                self.callers, reasons = find_callers(self.model, called, self.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
-            if step.depth == SPLIT and not isinstance(found, str):
-                fault = self.split_fault(step, found)  # on which the ranks have agreed
-            else:
-                alone = (
-                    self.hook_fault(step)
-                    if step.depth == ATTENTION
-                    else found
-                    if isinstance(found, str)
-                    else self.fault(step, found)
-                )
-                fault = self.group.any_fault(alone, f"the proof of {step.path}")
+            fault = self.agreed_fault(step, found)
             if fault is not None:
                 if self.config.verify == "strict":
                     raise ProofError(f"{step.path}: {fault}")
@@ -168,24 +154,34 @@ class _Run:
                 progress(done + 1, len(steps), "proving")
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
+    def agreed_fault(self, step: Step, cases: list[Case] | str) -> str | None:
+        """Why a step is refused on any rank, None if it is proven on all. `cases`: or why there are none."""
+        if step.depth == ATTENTION:
+            fault = self.hook_fault(step)
+        elif isinstance(cases, str):
+            fault = cases
+        elif step.depth == SPLIT:
+            return self.split_fault(step, cases)  # on which the ranks have agreed
+        else:
+            fault = self.fault(step, cases)
+        return self.group.any_fault(fault, f"the proof of {step.path}")
+
     def cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
         """The cases of each step by its path, or why there are none."""
         found: dict[str, list[Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
-                owner = (
-                    model_around(self.model, step.path) if step.depth == BLOCK else None
-                )  # what is split runs in the model as a whole
+                # what is split runs in the model as a whole
+                owner = model_around(self.model, step.path) if step.depth == BLOCK else None
                 by_owner.setdefault((owner, decodes(step)), []).append(step)
-            elif isinstance(step.shape, EmbeddingShape):
-                found[step.path] = embedding_cases(step.shape.all_rows or step.shape.rows, self.device())
-            elif isinstance(step.shape, LinearShape):
-                found[step.path] = linear_cases(step.shape.inputs, self.device())
+            elif step.shape is not None:
+                (matrix,) = (step.whole or step.shape).matrices
+                found[step.path] = matrix_cases(matrix, self.source.device)
         for (owner, on_cache), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:
-                with self.running():
+                with self.source.running():
                     if owner is None:
                         recorded = recorded_cases(self.model, layers, model_sessions(self.model))
                     else:
@@ -202,25 +198,10 @@ class _Run:
                 found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
         return found
 
-    def was_saved(self, step: Step) -> bool:
-        """Whether a step is read back."""
-        return self.placing is not None and self.placing.saved and (step.depth == ATTENTION or is_packed(step))
-
     def was_proven(self, step: Step) -> bool:
         """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
         shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
-        return self.was_saved(step) or (shared and self.placing is not None and self.placing.saved)
-
-    def device(self) -> torch.device:
-        return self.placing.device if self.placing is not None else next(self.model.parameters()).device
-
-    def running(self) -> AbstractContextManager[None]:
-        """Where the model can run: from a checkpoint, layer by layer."""
-        return nullcontext() if self.placing is None else self.placing.streaming()
-
-    def original(self, step: Step) -> AbstractContextManager[None]:
-        """Where the module that `step` replaces has its values."""
-        return nullcontext() if self.placing is None else self.placing.loaded(step.path, None)
+        return self.source.holds_replaced and (shared or step.depth == ATTENTION or is_packed(step))
 
     def fault(self, step: Step, cases: list[Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
@@ -236,55 +217,56 @@ class _Run:
     def alone_fault(self, step: Step, cases: list[Case]) -> str | None:
         """The same by what the module makes of `cases`."""
         old = self.model.get_submodule(step.path)
-        with self.original(step):
+        with self.source.loaded(step.path):
             wanted = compare.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
-            structure = (
-                compare.structure_mismatch(self.built(plain, None), cases, wanted) if step.depth == BLOCK else None
-            )
-            return structure or compare.result_mismatch(
-                self.built(step, self.plan.dtype), step, cases, wanted, self.plan.dtype
-            )
+            if step.depth == BLOCK and (fault := compare.structure_mismatch(self.built(plain, None), cases, wanted)):
+                return fault
+            new = self.built(step, self.plan.dtype)
+            return compare.result_mismatch(new, step, cases, wanted, self.plan.dtype)
 
     def in_place_fault(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""
         dtype = next(self.model.get_submodule(step.path).parameters()).dtype
-        with self.original(step):  # in the model's own dtype, for which the chosen bodies need not be
+        with self.source.loaded(step.path):  # in the model's own dtype, for which the chosen bodies need not be
             new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
-        with self.running():
+        with self.source.running():
             return in_place_mismatch(caller, new)
 
     def split_fault(self, step: Step, cases: list[Case]) -> str | None:
         """Why no interpretation of a layer that is split is the original, None if one is, which is remembered."""
-        with self.original(step):
+        with self.source.loaded(step.path):
             layer = self.model.get_submodule(step.path)
-            number, fault = proven(layer, step, cases, self.source(step), self.plan.dtype, self.group)
+            number, fault = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
         self.interpretations[self.key(step)] = number
         return fault
 
-    def source(self, step: Step) -> Reader:
-        return (
-            LiveReader(self.model.get_submodule(step.path)) if self.placing is None else self.placing.source(step.path)
-        )
-
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
-        """The new module, filled; dtype None keeps the source's."""
-        source = self.model.get_submodule(step.path)
+        """The new module, filled by itself; dtype None keeps the source's."""
         module = build(step, self.plan.dtype, self.group)
-        fills = step.fills if self.made is None else self.made.share(step, module)  # proofs fill each module by itself
-        stored = [
-            fill for fill in fills if self.was_saved(step) and packed_fill(step, fill) and not is_there(fill, source)
-        ]
+        return self.filled(module, step, step.fills, dtype)
+
+    def built_to_stay(self, step: Step, made: Made) -> nn.Module:
+        """The new module, which shares with earlier ones what was made of the same weights."""
+        module = build(step, self.plan.dtype, self.group)
+        fills = made.share(step, module)
+        self.filled(module, step, fills, self.plan.dtype)
+        made.remember(step, module, fills)
+        return module
+
+    def filled(self, module: nn.Module, step: Step, fills: Sequence[Fill], dtype: torch.dtype | None) -> nn.Module:
+        old = self.model.get_submodule(step.path)
+        stored = []
+        if self.source.holds_replaced:
+            stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
         made = [fill for fill in fills if fill not in stored]
-        fill_module(module, made, self.source(step), dtype or next(source.parameters()).dtype, dict(step.bodies))
-        if self.placing is not None and stored:
-            fill_saved(module, step.path, stored, self.placing.stored, self.plan.dtype)
-        if self.made is not None:
-            self.made.remember(step, module, fills)
+        into = dtype or next(old.parameters()).dtype
+        fill_module(module, made, self.source.reader(step.path), into, dict(step.bodies))
+        fill_saved(module, step.path, stored, self.source.stored, self.plan.dtype)
         module.train(False)
         if step.depth != SPLIT:
-            adopt(module, source, step.attn)
+            adopt(module, old, step.attn)
         return module
 
     def accepted(self) -> list[Step]:
@@ -305,7 +287,7 @@ class _Run:
         model: Any = self.model
         before = model.config._attn_implementation
         try:
-            with self.running():
+            with self.source.running():
                 wanted = compare.model_outputs(model)
                 body = dict(step.bodies)["attention"]
                 model.set_attn_implementation(hook_name(body))
@@ -328,36 +310,33 @@ class _Run:
         adopt(new.train(False), self.model.get_submodule(step.path))
         return new
 
-    def swap(self, step: Step) -> None:
+    def swap(self, step: Step, made: Made) -> None:
         """Put the new module wherever the old one is: some models apply one layer in several places."""
         self.swapped.append(replace(step, others=()))
         if step.depth == ATTENTION:
-            install_hook(self.model, dict(step.bodies)["attention"], self.put)
+            install_hook(self.model, dict(step.bodies)["attention"], self.source.put)
             return
         old = self.model.get_submodule(step.path)
         if isinstance(step.shape, SplitShape):
-            part = self.built(step, self.plan.dtype)
-            keep_names(old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
+            part = self.built_to_stay(step, made)
+            keep_names(
+                old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.source.put
+            )
             for matrix in step.shape.matrices:
                 adopt(part.get_submodule(matrix.target), old.get_submodule(matrix.target))
-            put_part(old, step.shape, part, self.put, self.group, step.path)
+            put_part(old, step.shape, part, self.source.put, self.group, step.path)
             return
         parameters = dict(old.named_parameters())
-        for fill in step.fills if self.placing is None else ():
-            if moves(fill) and fill.sources[0] in parameters:  # cast here, for all who share it
-                parameter = parameters[fill.sources[0]]
-                parameter.data = memory.copied(parameter.data, self.plan.dtype)
-        new = self.sharing(step) if step.shares else self.built(step, self.plan.dtype)
-        keep_names(new, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.put)
+        for fill in step.fills:
+            if moves(fill) and fill.sources[0] in parameters:
+                self.source.hand_on(parameters[fill.sources[0]], self.plan.dtype)
+        new = self.sharing(step) if step.shares else self.built_to_stay(step, made)
+        keep_names(
+            new, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.source.put
+        )
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
                 if child is old:
-                    self.put(module._modules, name, new)
+                    self.source.put(module._modules, name, new)
                     for method, refusal in merging_refused(module, step.formats).items():
-                        self.put(vars(module), method, refusal)
-
-    def put(self, modules: MutableMapping[Any, Any], name: Any, new: Any) -> None:
-        if self.placing is not None:  # which gives the old back should anything fail from here on
-            self.placing.put(modules, name, new)
-        else:
-            modules[name] = new
+                        self.source.put(vars(module), method, refusal)

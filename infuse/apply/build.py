@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import ROW
-from infuse.architectures.plain import EmbeddingShape
+from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
 from infuse.layers.combine import Combine, SideBySide, Sum
@@ -22,19 +24,17 @@ from infuse.plan.step import Step
 
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
     """The empty module of a step, on meta; an embedding looks up in `dtype`. `group`: the ranks that share it."""
-    bodies, shape, format = dict(step.bodies), step.shape, step.formats.get("weight")
     with torch.device("meta"):
-        if isinstance(shape, LayerShape):
-            skips = step.skips_padding
-            return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
-        if isinstance(shape, SplitShape):
-            return build_part(step, partial(Sum, group))
-        if isinstance(shape, EmbeddingShape):
-            of_all = Sum(group, step.path) if shape.all_rows else None
-            return QuantizedEmbedding(shape, format, dtype, bodies, of_all) if format else RankEmbedding(shape, of_all)
-        assert shape is not None, step
-        joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
-        return make_linear(shape.inputs, shape.outputs, shape.bias, format, bodies, joined)
+        return _BUILDERS[type(step.shape)](step, step.shape, dtype, group)
+
+
+def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> nn.Module:
+    skips, bodies = step.skips_padding, dict(step.bodies)
+    return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
+
+
+def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:
+    return build_part(step, partial(Sum, group))
 
 
 def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
@@ -66,3 +66,21 @@ def _owner(root: nn.Module, path: str) -> nn.Module:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
     return root
+
+
+def _embedding(step: Step, shape: EmbeddingShape, dtype: torch.dtype, group: Group) -> nn.Module:
+    of_all = Sum(group, step.path) if shape.all_rows else None
+    if format := step.formats.get("weight"):
+        return QuantizedEmbedding(shape, format, dtype, dict(step.bodies), of_all)
+    return RankEmbedding(shape, of_all)
+
+
+def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) -> nn.Module:
+    joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
+    format = step.formats.get("weight")
+    return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined)
+
+
+_BUILDERS: Mapping[type, Callable[[Step, Any, torch.dtype, Group], nn.Module]] = MappingProxyType(
+    {LayerShape: _block, SplitShape: _part, EmbeddingShape: _embedding, LinearShape: _linear}
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.apply.apply import Progress, apply
+from infuse.apply.apply import Progress, carry_out
 from infuse.apply.build import build
 from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
@@ -20,18 +20,17 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
-from infuse.plan.step import Step
-from infuse.shards.index import read_index
+from infuse.shards.index import SavedIndex, read_index
 from infuse.shards.plan import saved_plan
 from infuse.shards.save import is_packed, open_shards, packed_fill, packed_paths, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
-from infuse.weights.checkpoint import Checkpoint, TensorSource
+from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
-from infuse.weights.names import held, model_reader
-from infuse.weights.placing import Placing
+from infuse.weights.loader import CheckpointLoader
+from infuse.weights.names import ModelReader, held, model_reader
 from infuse.weights.reader import tensor_at
 from infuse.weights.saved_shards import SavedShards
-from infuse.weights.sources import SAVED, find_files
+from infuse.weights.sources import SAVED, Files, find_files
 
 
 @dataclass(frozen=True)
@@ -69,39 +68,52 @@ def _load(
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
     index = read_index(folder) if folder is not None else None
-    files = find_files(source, base_dir) if index is None else None
-    config = config if index is None else saved_config(config, index)
-    _tie(model)
-    decided = make_plan(model, config, device, mesh)
-    packed: list[Step] = []
-    checkpoint: TensorSource
     if folder is None or index is None:
-        assert files is not None
-        checkpoint = Checkpoint(files)
+        found = _of_model(model, find_files(source, base_dir), config, device, mesh)
     else:
-        decided = saved_plan(decided, model, index, config=config, device=device)
-        packed = [step for step in decided.steps if is_packed(step)]
-        checkpoint = open_shards(folder, index, decided)
-    inside = tuple(f"{path}." for step in packed for path in packed_paths(step))
-    _check_saved(
-        model,
-        checkpoint,
-        packed,
-        decided.dtype,
-        {id(x) for name, x in held(model).items() if not name.startswith(inside)},
-    )
-    reader = model_reader(model, checkpoint, _unread(decided) if index is not None else lambda name: False)
+        found = _of_shards(model, folder, index, config, device, mesh)
+    plan, reader = found.plan, found.reader
     if group.size > 1:
-        group.check_same({"the plan": decided.digest()}, "the plan")  # what the ranks read depends on it
-        agree_on_weights(
-            group, model, sampled_sums(reader) if index is None or folder is None else index_sum(folder / SAVED)
-        )
-    layers = (step.path for step in decided.steps if step.shape is not None)
-    with Placing(model, reader, layers, decided.dtype, device.torch_device, saved=index is not None) as placing:
+        group.check_same({"the plan": plan.digest()}, "the plan")  # what the ranks read depends on it
+        agree_on_weights(group, model, found.sums())
+    layers = (step.path for step in plan.steps if step.shape is not None)
+    with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
         model.eval()
-        done = apply(decided, model, config, progress, placing, group)
+        done = carry_out(plan, loader, found.config, progress, group)
         group.barrier("the end of loading")  # or all give back what they have
-    return Loaded(decided, replace(done, notes=(*done.notes, *reader.notes)), config)
+    return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), found.config)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is to be read, by which plan. `sums` are the checksums by which ranks see that they read the same."""
+
+    plan: Plan
+    config: InferenceConfig
+    reader: ModelReader
+    sums: Callable[[], dict[str, int]]
+
+
+def _of_model(model: nn.Module, files: Files, config: InferenceConfig, device: Device, mesh: Mesh) -> _Found:
+    """A checkpoint of the original model."""
+    _tie(model)
+    plan = make_plan(model, config, device, mesh)
+    reader = model_reader(model, Checkpoint(files))
+    return _Found(plan, config, reader, lambda: sampled_sums(reader))
+
+
+def _of_shards(
+    model: nn.Module, folder: Path, index: SavedIndex, config: InferenceConfig, device: Device, mesh: Mesh
+) -> _Found:
+    """Our own shards."""
+    config = saved_config(config, index)
+    _tie(model)
+    plan = make_plan(model, config, device, mesh)
+    plan = saved_plan(plan, model, index, config=config, device=device)
+    shards = open_shards(folder, index, plan)
+    _check_saved(model, shards, plan)
+    reader = model_reader(model, shards, _unread(plan))
+    return _Found(plan, config, reader, lambda: index_sum(folder / SAVED))
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,8 +128,8 @@ def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, d
         )
     _tie(model)
     reader = model_reader(model, Checkpoint(find_files(source, base_dir)))
-    with torch.no_grad(), Placing(model, reader, (), dtype, device) as placing:
-        placing.place_rest()
+    with torch.no_grad(), CheckpointLoader(model, reader, (), dtype, device) as loader:
+        loader.place_rest()
 
 
 def _tie(model: nn.Module) -> None:
@@ -145,27 +157,24 @@ def _unread(plan: Plan) -> Callable[[str], bool]:
     return lambda name: name.startswith(tuple(away))
 
 
-def _check_saved(
-    model: nn.Module, checkpoint: TensorSource, packed: Iterable[Step], dtype: torch.dtype, outside: set[int]
-) -> None:
-    """All tensors of the saved layers are there, in their shapes; those that are tied to what is `outside` of layers
-    are there.
+def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
+    """CheckpointError where the tensors of the saved layers are not there in their shapes.
+
+    What is tied to a tensor outside of these layers is read in the words of the model.
     """
+    packed = [step for step in plan.steps if is_packed(step) and not step.shares]  # which has no tensors of its own
+    inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
+    outside = {id(tensor) for name, tensor in held(model).items() if not name.startswith(inside)}
     wrong: list[str] = []
-    if not packed:
-        return
-    assert isinstance(checkpoint, SavedShards)
     for step in packed:
-        if step.shares:  # it has no tensors of its own
-            continue
         old = model.get_submodule(step.path)
         own = [
             fill
             for fill in step.fills
             if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside
         ]
-        for name, wanted in saved_tensors(build(step, dtype), step.path, own).items():
-            if fault := checkpoint.fault(name, wanted.cut, wanted.shape, wanted.dtype):
+        for name, wanted in saved_tensors(build(step, plan.dtype), step.path, own).items():
+            if fault := shards.fault(name, wanted.cut, wanted.shape, wanted.dtype):
                 wrong.append(fault)
     if wrong:
-        raise CheckpointError(f"{checkpoint.form} are not this model's:\n  " + "\n  ".join(wrong))
+        raise CheckpointError(f"{shards.form} are not this model's:\n  " + "\n  ".join(wrong))

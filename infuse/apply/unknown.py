@@ -19,9 +19,10 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.plan.step import Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
-from infuse.unknown.install import put_part, putting_for_a_while
+from infuse.unknown.install import put_part
 from infuse.weights.fill import fill_module
 from infuse.weights.reader import Reader
+from infuse.weights.undo import UndoLog
 
 
 def proven(
@@ -118,9 +119,12 @@ class _Trial:
         assert isinstance(step.shape, SplitShape)
         part = build_part(step, combine)
         fill_module(part, step.fills, self.reader, dtype, dict(step.bodies))
-        with putting_for_a_while() as put:
-            put_part(self.layer, step.shape, part.train(False), put, group, step.path)
+        undo = UndoLog()
+        try:
+            put_part(self.layer, step.shape, part.train(False), undo.put, group, step.path)
             yield
+        finally:
+            undo.take_back()
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ def _table() -> Mapping[str, tuple[LayerSpec, ...]]:
     return MappingProxyType(table)
 
 
-_BY_CLASS = _table()
+BY_CLASS = _table()  # the class of a layer, as "module.name" → its specs
 
 
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
     """The specs declared for the layer's class or, for a user's subclass, for the nearest class that it inherits from."""
     for cls in type(layer).__mro__:
-        found = _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
+        found = BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found:
             return found
     return ()
@@ -47,4 +47,4 @@ def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bou
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
 
 
-__all__ = ["SPECS", "Bound", "bind_any", "specs_for"]
+__all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "specs_for"]

@@ -237,8 +237,8 @@ class AttentionShape(PartShape):
         queries, keys = Extent(HEADS, self.heads, width), Extent(KV_HEADS, self.kv_heads, width)
         merged = (queries, keys, keys)
         rows = sum(extent.length for extent in merged)
-        qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged, fuses=True)
-        out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,), fuses=True)
+        qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged)
+        out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,))
         return qkv, out
 
     @property

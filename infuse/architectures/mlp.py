@@ -77,8 +77,8 @@ class MLPShape(PartShape):
         inner = Extent(INNER, self.inner)
         merged = (inner, inner) if self.gated else (inner,)
         rows = sum(extent.length for extent in merged)
-        up = Matrix("up", rows, self.hidden, self.in_bias, COLUMN, merged, fuses=True, activates=True)
-        down = Matrix("down", self.hidden, self.inner, self.out_bias, ROW, (inner,), fuses=True)
+        up = Matrix("up", rows, self.hidden, self.in_bias, COLUMN, merged)
+        down = Matrix("down", self.hidden, self.inner, self.out_bias, ROW, (inner,))
         return up, down
 
     @property

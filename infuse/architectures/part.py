@@ -63,9 +63,8 @@ class Parameter:
 class Matrix:
     """A weight [outputs, inputs] that a part multiplies with, and its bias; it may have a quantization format.
 
-    `target` is the path of its linear in the new module. `extents` lie along the axis that ranks split. `fuses`: the
-    norm before its product and the residual after it can be computed with it, `activates`: so can the activation.
-    `op` is "embedding" where rows are looked up instead.
+    `target` is the path of its linear in the new module. `extents` lie along the axis that ranks split. `op` is
+    "embedding" where rows are looked up instead.
     """
 
     target: str
@@ -74,8 +73,6 @@ class Matrix:
     bias: bool
     split: str = WHOLE
     extents: tuple[Extent, ...] = ()
-    fuses: bool = False
-    activates: bool = False
     op: str = "linear"
 
     @property

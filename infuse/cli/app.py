@@ -1,7 +1,7 @@
-"""The command line: infuse plan | generate | bench | shard | build | env. Reads model folders, prints; decides nothing.
+"""The command line: infuse plan | generate | bench | shard | build | env.
 
-torch and transformers are imported inside the commands, so that `--help` and wrong arguments answer at once.
-Exit codes: 0 done, 1 the work failed, 2 the command was wrong (an option, a path, a folder without the needed files).
+Commands import torch and transformers themselves, so that `--help` and wrong arguments answer at once.
+Exit codes: 0 success, 1 failure, 2 wrong use (an option, a path, a folder without the needed files).
 Results go to standard output; progress, remarks and errors to standard error.
 """
 
@@ -48,10 +48,10 @@ app = typer.Typer(
 
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need weights in it too."),
+    typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need its weights too."),
 ]
 DtypeName = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: what the device is best at.")
+    str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: the best for the device.")
 ]
 QuantName = Annotated[
     str | None, typer.Option("--quant", help='Format of the weights: int8, fp8, fp6, int4, "int4:128", or "int8:a8".')
@@ -92,8 +92,8 @@ def show_plan(
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Print what would be done to a model and why. Reads config.json alone: no weights, no memory. Of ranks: what rank
-    0 does.
+    """Print what would be done to a model and why. Reads config.json only: no weights, no memory. With --tp: rank 0's
+    plan.
     """
     config = read_config(model_dir)
     with told_errors():
@@ -126,7 +126,7 @@ def generate(
 ) -> None:
     """Continue a prompt; the text appears as it comes."""
     if not sample and (temperature, top_p, seed) != (None, None, None):
-        fail("--temperature, --top-p and --seed have a meaning only with --sample", WRONG_USE)
+        fail("--temperature, --top-p and --seed need --sample", WRONG_USE)
     config = read_config(model_dir, weights=True)
     if not as_ranks(context, tp):
         return
@@ -138,13 +138,12 @@ def generate(
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         prompt_tokens = inputs["input_ids"].shape[1]
         if prompt_tokens == 0:
-            fail("the prompt holds no token; give at least one character", WRONG_USE)
+            fail("the prompt has no tokens; give at least one character", WRONG_USE)
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
         if seed is not None:
             torch.manual_seed(seed)
-        sampling = {
-            name: value for name, value in (("temperature", temperature), ("top_p", top_p)) if value is not None
-        }
+        given = {"temperature": temperature, "top_p": top_p}
+        sampling = {name: value for name, value in given.items() if value is not None}
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         start = time.perf_counter()
         ids = engine.generate(
@@ -177,13 +176,13 @@ def bench(
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Time prefill and decode on random tokens, beside the bounds that this machine's memory and arithmetic set.
+    """Time prefill and decode on random tokens, and compare with the bounds of this machine's memory and arithmetic.
 
-    Of ranks, rank 0's times, and the bounds of its part while all ranks probe.
+    With --tp: rank 0's times, and the bounds for its part while all ranks probe.
     """
     config = read_config(model_dir, weights=True)
     if against and tp:
-        fail("--against with --tp: transformers alone has no ranks to be timed with", WRONG_USE)
+        fail("--against with --tp: transformers alone runs on one rank", WRONG_USE)
     if not as_ranks(context, tp):
         return
     with told_errors():
@@ -192,14 +191,14 @@ def bench(
         products = multiplications(empty_model(model_dir, config))
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
         model: Any = engine.module
-        engine.group.share_random_state()  # all ranks are given the same prompts
+        engine.group.share_random_state()  # all ranks draw the same prompts
         models = {"infuse": model}
         if against == "eager":
             models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
         ids = torch.randint(config.get_text_config().vocab_size, (batch, prompt_tokens), device=model.device)
         runs: dict[str, list[Speed]] = {name: [] for name in models}
         for _ in bar(range(1 + repeats), "timing"):
-            for name, one in models.items():  # in turns: a machine that slows down slows both
+            for name, one in models.items():  # in turns, so that a machine that slows down slows both
                 runs[name].append(timed(one, ids, new_tokens))
         speeds = {name: middle(several[1:]) for name, several in runs.items()}  # the first run warms up
         speeds["bound"] = bound(model, products * batch * prompt_tokens // engine.group.size)
@@ -220,10 +219,10 @@ def shard(
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Replace and quantize a model once, and save it so that `infuse generate OUT` reads it at the speed of the disk."""
+    """Replace and quantize a model once, and save it: `infuse generate OUT` then reads it at the speed of the disk."""
     config = read_config(model_dir, weights=True)
     if out.resolve() == model_dir.resolve():
-        fail("OUT is MODEL_DIR; the shards need a folder of their own", WRONG_USE)
+        fail("OUT is MODEL_DIR; give another folder for the shards", WRONG_USE)
     if not as_ranks(context, tp):
         return
     with told_errors():
@@ -241,11 +240,9 @@ def shard(
 
 @app.command()
 def build(
-    again: Annotated[bool, typer.Option("--again", help="Build anew where there are kernels already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Build even if there are kernels already.")] = False,
 ) -> None:
-    """Build the C++ kernels for CPUs now, which are otherwise built when they are first used. Kept in INFUSE_CACHE_DIR
-    or ~/.cache.
-    """
+    """Build the C++ kernels for CPUs now instead of at their first use, into INFUSE_CACHE_DIR or ~/.cache."""
     with told_errors():
         from infuse.native import BINARY, first_use
 
@@ -273,13 +270,11 @@ def env() -> None:
         for found in [Device.of("cpu"), *(Device.of(f"cuda:{index}") for index in range(torch.cuda.device_count()))]:
             label = found.kind if found.index is None else f"{found.kind}:{found.index}"
             table.add_row(label, f"{found.name}, {found.memory_bytes / 2**30:.1f} GiB")
-            table.add_row("  instruction sets", ", ".join(found.features) or "none that a kernel asks for")
+            table.add_row("  instruction sets", ", ".join(found.features) or "none that kernels use")
             table.add_row("  default dtype", _short(found.default_dtype))
         table.add_row("threads", str(torch.get_num_threads()))
         compilers = [name for name in ("c++", "g++", "clang++", "cl", "nvcc") if shutil.which(name)]
-        table.add_row(
-            "compilers on PATH", ", ".join(compilers) or "none; everything works, with PyTorch's own operations"
-        )
+        table.add_row("compilers on PATH", ", ".join(compilers) or "none; everything works with PyTorch's operations")
         for what, found_out in described().items():
             table.add_row(what, found_out)
         table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")

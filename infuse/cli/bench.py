@@ -1,4 +1,4 @@
-"""The figures of `infuse bench`: how a model is timed, the bounds that it is compared with, and the table of both."""
+"""`infuse bench`: time a model, compute the bounds, and make the table of both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     import torch
 
-PROBE_BYTES = 1 << 28  # a quarter of what bench/probe.py reads: large beside any cache, and quick
+PROBE_BYTES = 1 << 28  # larger than any cache; a quarter of what bench/probe.py reads
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,20 @@ def middle(speeds: list[Speed]) -> Speed:
 
 
 def multiplications(model: Any) -> int:
-    """The multiplications that one token needs in the layers' matrices; asked of the original, before weights are
-    packed.
-    """
-    tables = {
-        id(module.weight)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-    }
+    """The multiplications of one token in the layers' matrices. Takes the original model, as packing changes shapes."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(module.weight) for module in ends if module is not None}
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables)
 
 
 def bound(model: Any, multiplications: int) -> Speed:
-    """`multiplications` at the probed matmul rate; every weight read once for each step at the probed bandwidth."""
+    """Prefill: `multiplications` at the probed matmul rate. Step: all weights read once at the probed bandwidth."""
     from infuse.profile.probe import matmul_rate, read_bandwidth
 
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if getattr(head, "weight", None) is not table:
-        tensors.pop(id(table), None)  # of a table that is only looked up, a step reads one row
+        tensors.pop(id(table), None)  # a step reads one row of an untied table
     step_bytes = sum(tensor.nbytes for tensor in tensors.values())
     rate = matmul_rate(model.dtype, device=model.device)
     return Speed(
@@ -73,33 +68,36 @@ def bound(model: Any, multiplications: int) -> Speed:
 
 
 def table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
-    """A row for each model and one for the bound; a ratio above 1 says how many times faster infuse is than its row."""
+    """A row for each model and one for the bound. The ratio is how many times faster infuse is than the row."""
     ours = speeds["infuse"]
     made = Table(
         "", "prefill", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left"
     )
     for name, speed in speeds.items():
         decode = f"{batch / speed.step_seconds:,.1f}" if speed.step_seconds > 0 else "too short to time"
-        prefill_ratio, step_ratio = (
-            _ratio(speed.prefill_seconds, ours.prefill_seconds),
-            _ratio(speed.step_seconds, ours.step_seconds),
-        )
+        prefill_ratio = _ratio(speed.prefill_seconds, ours.prefill_seconds)
+        step_ratio = _ratio(speed.step_seconds, ours.step_seconds)
         made.add_row(name, _duration(speed.prefill_seconds), prefill_ratio, decode, step_ratio)
-    made.caption = "ratio: how many times faster infuse is. bound: the probed matmul rate (prefill), all weights read once a step (decode)"
+    made.caption = "ratio: how many times faster infuse is. bound: the probed matmul rate (prefill), "
+    made.caption += "all weights read once a step (decode)"
     if any(speed.step_seconds <= 0 for speed in speeds.values()):
         made.caption += ". too short to time: give more --new-tokens or --repeats"
     return made
 
 
 def _duration(seconds: float) -> str:
-    """Three digits, in the unit that suits them."""
+    """Three digits, in a unit that suits them."""
     unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e-3)) if seconds >= scale), ("us", 1e-6))
     value = seconds / scale
-    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+    if value >= 100:
+        return f"{value:,.0f} {unit}"
+    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
 
 
 def _ratio(theirs: float, ours: float) -> str:
     if theirs <= 0 or ours <= 0:
         return "-"
     ratio = theirs / ours
-    return "below 0.001" if ratio < 0.001 else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
+    if ratio < 0.001:
+        return "below 0.001"
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"

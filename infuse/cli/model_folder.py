@@ -1,6 +1,4 @@
-"""A model folder for the command line: its config, class, tokenizer and model, and what is said where one is not as it
-should be.
-"""
+"""A model folder on the command line: read its config, class, tokenizer and model, or exit with a message."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_USE = 1, 2
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-SHARDS = "infuse.json"  # what `infuse shard` leaves beside its files
+SHARDS = "infuse.json"  # the index that `infuse shard` writes
 
 
 def read_config(model_dir: Path, weights: bool = False) -> Any:
-    """The folder's configuration; an exit that says what is missing where the folder does not hold what is needed."""
+    """The folder's configuration. Exits with a message if a file is missing."""
     if not model_dir.exists():
         fail(f"{model_dir} does not exist; give a folder with a saved model", WRONG_USE)
     if not model_dir.is_dir():
@@ -47,7 +45,7 @@ def read_config(model_dir: Path, weights: bool = False) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class that the checkpoint was saved from, or AutoModel where config.json does not name one."""
+    """The class of the saved model, or AutoModel if config.json does not name one."""
     import transformers
 
     if not config.architectures:
@@ -62,7 +60,7 @@ def model_class(config: Any) -> Any:
 
 
 def empty_model(model_dir: Path, config: Any) -> Any:
-    """The model of a folder without its values, in evaluation mode."""
+    """The folder's model on meta, in evaluation mode."""
     import torch
     import transformers
 
@@ -75,7 +73,7 @@ def empty_model(model_dir: Path, config: Any) -> Any:
 
 
 def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
-    """The engine of a folder whose model generates: from its weights, or from its shards; each rank reads its own part."""
+    """The engine of a generative model, from its weights or its shards. Each rank reads its own part."""
     import infuse
 
     if not (model_dir / SHARDS).is_file() and "tensor_parallel" not in settings:
@@ -87,17 +85,15 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
 
 
 def copy_rest(model_dir: Path, out: Path) -> None:
-    """Copy what a folder holds beside its weights: config, tokenizer, generation settings."""
+    """Copy config, tokenizer and generation settings: all files but the weights."""
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
     for path in sorted(model_dir.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack") or path.name.endswith(
-            ".index.json"
-        )
-        if path.is_file() and not weights and path.name != SHARDS:
+        if path.is_file() and not path.name.endswith(weights) and path.name != SHARDS:
             shutil.copyfile(path, out / path.name)
 
 
 def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "auto") -> Any:
-    """The model of a folder, in evaluation mode; an exit where it does not generate or its weights cannot be read."""
+    """The folder's model, in evaluation mode. Exits with a message if it does not generate or cannot be read."""
     from safetensors import SafetensorError
     from transformers.utils.logging import set_tqdm_hook
 
@@ -128,7 +124,7 @@ def read_tokenizer(model_dir: Path) -> Any:
 
 @contextmanager
 def told_errors() -> Iterator[None]:
-    """Errors that a user can act on, told without a traceback; anything else keeps its own."""
+    """Print errors that a user can act on without a traceback; others keep theirs."""
     try:
         yield
     except ConfigError as error:
@@ -139,18 +135,16 @@ def told_errors() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", FAILED)
 
 
-LAUNCHED = "INFUSE_LAUNCHED"  # in the environment of ranks that `--tp` started
+LAUNCHED = "INFUSE_LAUNCHED"  # set in the environment of ranks that `--tp` started
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or our own launcher, started this process as one of several."""
+    """Whether torchrun or `--tp` started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Tell what is wrong and exit. A rank leaves the message for its launcher, which, if it is ours, says it once for
-    all.
-    """
+    """Print an error and exit. A rank leaves the message to its launcher: `--tp` prints it once for all ranks."""
     if is_rank() and (place := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         Path(place).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
         if os.environ.get(LAUNCHED):
@@ -165,5 +159,5 @@ def bar(items: Iterable[Any], description: str) -> Iterable[Any]:
 
 
 def remarks() -> Console:
-    """Standard error; of several ranks, rank 0's."""
+    """Standard error of rank 0."""
     return Console(stderr=True, quiet=is_rank() and os.environ["RANK"] != "0")

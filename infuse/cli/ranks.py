@@ -1,12 +1,13 @@
-"""Several ranks for a command: torchrun's own launcher, called in this process, runs the command again as each of them.
+"""`--tp`: torchrun's own launcher, called in this process, runs the command again as several ranks.
 
-Rank 0 prints; the others are silent. An error of one ends all, with one message.
+Rank 0 prints, the others are silent. If one fails, all end, with one message.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -19,31 +20,33 @@ import typer
 
 from infuse.cli.model_folder import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def as_ranks(context: typer.Context, size: int | None) -> bool:
-    """Whether this process is to do the command: as one alone, or as one of `size` ranks. False: ranks were started,
-    and did it.
+    """Whether this process runs the command. If not, `size` ranks were started and have run it.
 
-    An exit with a message where a rank failed, or on Ctrl-C.
+    Exits with a message if a rank fails, or on Ctrl-C.
     """
     if size is None or size == 1:
         return True
     if is_rank():
-        _be_a_rank()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher gets the signal too; a rank needs no traceback
+        if os.environ["RANK"] != "0":
+            warnings.simplefilter("ignore")
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         return True
     _launch(size, [sys.executable, "-m", "infuse.cli.app", str(context.info_name), *_arguments(context)])
     return False
 
 
 def rank_device(device: str | None) -> str | None:
-    """The device of this rank: of several GPUs the one of its number on this host."""
+    """This rank's device: of several GPUs, the one with the rank's number on this host."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
 
 
 def _arguments(context: typer.Context) -> Iterator[str]:
-    """The command's arguments as they would be written again."""
+    """The command's arguments, as on the command line."""
     positional = []
     for parameter in context.command.params:
         value = context.params.get(str(parameter.name))
@@ -56,15 +59,6 @@ def _arguments(context: typer.Context) -> Iterator[str]:
     yield from ("--", *positional)
 
 
-def _be_a_rank() -> None:
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher was told too; nobody needs this one's traceback
-    if os.environ["RANK"] != "0":
-        warnings.simplefilter("ignore")
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
-
-
 def _launch(size: int, command: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,16 +67,17 @@ def _launch(size: int, command: list[str]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
     os.environ[LAUNCHED] = "1"
-    logging.disable(logging.CRITICAL)  # the launcher tells each error once more, over a screen
+    logging.disable(logging.CRITICAL)  # the launcher would log a screenful for each error
     with tempfile.TemporaryDirectory(prefix="infuse-ranks-") as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=size, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost", logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "log"))),
+            rdzv_endpoint="localhost:0", local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "log"))),
         )  # fmt: skip
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            _tell(error.failures)
+            _fail_as_first(error.failures)
         except SignalException as error:
             fail(f"ended by {error.sigval.name}; so are all ranks", INTERRUPTED)
         finally:
@@ -90,11 +85,10 @@ def _launch(size: int, command: list[str]) -> None:
             del os.environ[LAUNCHED]
 
 
-def _tell(failures: dict[int, Any]) -> None:
-    """One message and exit code for what became of the ranks: that of the one that failed first."""
-    first = min(failures, key=lambda rank: (failures[rank].timestamp, rank))
-    code = WRONG_USE if failures[first].exitcode == WRONG_USE else FAILED
-    told = failures[first].message
-    if failures[first].exitcode > 0 and not Path(failures[first].error_file).is_file():
-        told = f"exit code {failures[first].exitcode}"
-    fail(f"rank {first}: {told}", code)
+def _fail_as_first(failures: dict[int, Any]) -> None:
+    """Exit with the message and code of the rank that failed first."""
+    rank = min(failures, key=lambda rank: (failures[rank].timestamp, rank))
+    failure = failures[rank]
+    has_message = failure.exitcode <= 0 or Path(failure.error_file).is_file()
+    message = failure.message if has_message else f"exit code {failure.exitcode}"
+    fail(f"rank {rank}: {message}", WRONG_USE if failure.exitcode == WRONG_USE else FAILED)

@@ -60,14 +60,16 @@ class Checkpoint(Section):
 
 
 class InferenceConfig(Section):
-    """How to run a model. Takes nothing, a dict or a JSON path, keywords, or both merged. Raises ConfigError with all problems.
+    """How to run a model. Takes nothing, a dict or a JSON path, keywords, or both merged. Raises ConfigError with all
+    problems.
 
-    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are DeepSpeed-Inference's,
-    except dtype (None: the device's best), replace_with_kernel_inject (True: proven blocks replace layers; False: layers stay,
-    linears are replaced) and max_out_tokens (None: the cache grows; an int pre-allocates and caps). dtype int8 means int8
-    weights and 16-bit activations. infuse's own keys: verify (which steps are proven before the swap), device (None: where the
-    model is), progress (None: bars on a terminal only) and skip_padding (True: encoder layers return zeros at the padding
-    instead of computing it). The caller's dict is not changed.
+    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are
+    DeepSpeed-Inference's, except dtype (None: the device's best), replace_with_kernel_inject (True: proven blocks
+    replace layers; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int
+    pre-allocates and caps). dtype int8 means int8 weights and 16-bit activations. infuse's own keys: verify (which
+    steps are proven before the swap), device (None: where the model is), progress (None: bars on a terminal only) and
+    skip_padding (True: encoder layers return zeros at the padding instead of computing it). The caller's dict is not
+    changed.
     """
 
     aliases = MappingProxyType(
@@ -178,7 +180,9 @@ class InferenceConfig(Section):
 
     @property
     def checkpoint_files(self) -> tuple[Any, str, str | None]:
-        """Where weights are read from (None: the model has them), where relative paths start, where the result is saved."""
+        """Where weights are read from (None: the model has them), where relative paths start, where the result is
+        saved.
+        """
         group = self.checkpoint_config
         save = self.save_mp_checkpoint_path or group.save_mp_checkpoint_path
         return self.checkpoint or group.checkpoint_dir, self.base_dir or group.base_dir or "", save
@@ -190,7 +194,7 @@ class InferenceConfig(Section):
         if self.dtype not in device.dtypes:
             possible = ", ".join(str(dtype) for dtype in device.dtypes)
             raise ConfigError(
-                f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best of them"
+                f"dtype: found {self.dtype}; {device.kind} {device.name} computes in {possible}; None takes the best"
             )
         return self.dtype
 
@@ -211,7 +215,8 @@ class InferenceConfig(Section):
         return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
 
     def __str__(self) -> str:
-        return f"InferenceConfig({', '.join(f'{key}={config_keys.shown(self._value(key))}' for key, differs in self._given() if differs)})"
+        changed = [f"{key}={config_keys.shown(self._value(key))}" for key, differs in self._given() if differs]
+        return f"InferenceConfig({', '.join(changed)})"
 
     @property
     def _complete(self) -> bool:
@@ -232,9 +237,10 @@ class InferenceConfig(Section):
         """Keys that contradict each other."""
         yield from self.quant.contradictions()
         if self.dtype == torch.int8 and self.quant.enabled is False:
-            yield "dtype: found torch.int8 beside quant.enabled=False; possible: a 16-bit or 32-bit dtype, or quant enabled"
+            yield "dtype: found torch.int8 beside quant.enabled=False; possible: another dtype, or quant enabled"
         elif self.dtype == torch.int8 and not (self.weight_format or "").startswith("int8"):
-            yield f'dtype: found torch.int8 beside quant={self.weight_format!r}; possible: quant="int8[:group_size]", or another dtype'
+            possible = 'quant="int8[:group_size]", or another dtype'
+            yield f"dtype: found torch.int8 beside quant={self.weight_format!r}; possible: {possible}"
         if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
             yield f"min_out_tokens: found {self.min_out_tokens}; possible: at most max_out_tokens={self.max_out_tokens}"
         for key, name in (("checkpoint", "checkpoint_dir"), ("base_dir",) * 2, ("save_mp_checkpoint_path",) * 2):
@@ -318,7 +324,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ),
 )
 
-# Valid keys that this version lacks: key; whether it is set; the missing feature. Delete a row when its feature arrives.
+# Valid keys that this version lacks: key; whether it is set; the missing feature.
 _NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
     ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
     ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),

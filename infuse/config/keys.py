@@ -1,7 +1,7 @@
 """From the caller's names to canonical keys: sources, aliases, deprecated and unknown names, keys with two values.
 
-Knows no key by name: sections declare their aliases. Checks no value: pydantic does, and its errors are reworded with the
-caller's spelling.
+Knows no key by name: sections declare their aliases. Checks no value: pydantic does, and its errors are reworded with
+the caller's spelling.
 """
 
 from __future__ import annotations
@@ -75,10 +75,8 @@ def read(model: type[Section], config: Any, kwargs: Mapping[str, Any]) -> tuple[
                     f"{found.key}: has two different values, {first.spelling}={shown(first.value)} and "
                     f"{found.spelling}={shown(found.value)}; give one"
                 )
-            else:
-                leaves.setdefault(found.key, found)
-                if found.deprecated:  # the spelling to warn of
-                    leaves[found.key] = found
+            elif found.key not in leaves or found.deprecated:  # a deprecated spelling is the one to warn of
+                leaves[found.key] = found
     deprecated = [f"{leaf.spelling} → {leaf.key}" for leaf in leaves.values() if leaf.deprecated]
     if deprecated:
         text = "deprecated configuration keys and their replacements: " + ", ".join(deprecated)

@@ -129,7 +129,9 @@ class QkvQuant(Section):
 
 
 class Quant(Section):
-    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as they ask."""
+    """`quant`: a text stands for {"format": text}, see parse_format; the other keys are DeepSpeed's. enabled=None: as
+    they ask.
+    """
 
     shorthand = (str, "format")
     forms = 'a dict, or a format such as "int8", "int4:128", "fp8", "fp6"'
@@ -168,6 +170,6 @@ class Quant(Section):
             )
         if self.format and weight.format and self.format != weight.format:
             lines.append(
-                f"quant.format: found {self.format!r} beside quant.weight, which says {weight.format!r}; give one of them"
+                f"quant.format: found {self.format!r} beside quant.weight, which says {weight.format!r}; give one"
             )
         return lines

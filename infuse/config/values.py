@@ -1,6 +1,7 @@
 """Single values of the configuration: the spellings of each, and its canonical form.
 
-A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it, config.keys words the error.
+A parser returns the canonical value or raises ValueError("possible: ..."); pydantic calls it, config.keys words the
+error.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ def parse_dtype(value: Any) -> torch.dtype:
 
 
 def parse_format(value: Any) -> str:
-    """The text of a weight format without ":symmetric", in lower case: `name[:group_size | :row | :groups=n][:asymmetric][:a8]`.
+    """The text of a weight format without ":symmetric", in lower case: `name[:group_size | :row |
+    :groups=n][:asymmetric][:a8]`.
 
     name is int8, int4, fp8 or fp6; group_size weights of a row share a scale, or the whole row. `groups=n` stands for
-    DeepSpeed's q_groups: n groups in each row (DeepSpeed has n groups in a whole matrix, which is never finer). Without a
-    grouping the format has its own default. a8: products of many tokens may round activations to 8 bits. Raises ValueError.
+    DeepSpeed's q_groups: n groups in each row (DeepSpeed has n groups in a whole matrix, which is never finer). Without
+    a grouping the format has its own default. a8: products of many tokens may round activations to 8 bits. Raises
+    ValueError.
     """
     try:
         quant_format(value)
@@ -113,7 +116,7 @@ def _checkpoint(value: Any) -> Any:
     files = value["checkpoints"] if described else value if listed or isinstance(value, str) else None
     if not files:
         raise ValueError(
-            'possible: the path of a checkpoint or of its JSON description, a list of files, or a dict with "checkpoints"'
+            'possible: the path of a checkpoint or its JSON description, a list of files, a dict with "checkpoints"'
         )
     return [os.fspath(path) for path in value] if listed else value
 

@@ -58,8 +58,8 @@ def init_distributed(
 ) -> None:
     """Initialize torch.distributed if RANK and WORLD_SIZE are set, or rank and world_size given; else do nothing.
 
-    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT, or
-    localhost and `distributed_port`. Does nothing with dist_init_required=False, or if a process group exists.
+    dist_backend None: nccl with a GPU, else gloo. timeout None: torch's. init_method None: MASTER_ADDR and MASTER_PORT,
+    or localhost and `distributed_port`. Does nothing with dist_init_required=False, or if a process group exists.
     auto_mpi_discovery, verbose and config have no effect. Raises ConfigError for one of rank and world_size alone.
     """
     if dist_init_required is False or not torch.distributed.is_available() or torch.distributed.is_initialized():

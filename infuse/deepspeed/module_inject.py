@@ -27,8 +27,8 @@ __all__ = [
 class ReplaceWithTensorSlicing:
     """Copy a checkpoint's tensor into this rank's tensor; `out_dim` and `in_dim` are the axes of `dst`.
 
-    If `src` is `mp_size` times as large along one axis, copy the part of this rank of `mp_group`. Raises ConfigError for
-    other shapes that differ.
+    If `src` is `mp_size` times as large along one axis, copy the part of this rank of `mp_group`. Raises ConfigError
+    for other shapes that differ.
     """
 
     def __init__(self, mp_group: Any = None, mp_size: int = 1, out_dim: int = 1, in_dim: int = 0):
@@ -78,8 +78,8 @@ class ReplaceWithTensorSlicing:
             or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]
         ):
             raise ConfigError(
-                f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one or two axes, "
-                f"or a src that is mp_size={self.mp_size} times as large along one axis"
+                f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one or "
+                f"two axes, or a src that is mp_size={self.mp_size} times as large along one axis"
             )
         (axis,) = cut
         if split_into > 1 and (dst.shape[axis] % split_into or (src.dim() == 2 and axis != self.out_dim)):
@@ -108,9 +108,9 @@ class GroupQuantizer:
     def quantize(self, inputs: torch.Tensor, qkv: bool = True, count: int = 1, parallel_dim: int = 0) -> nn.Parameter:
         """`inputs` as an int8 parameter of the same shape and device, with `scale`: float32 (groups, 3).
 
-        value = int × scale. Flat, `scale` holds the scales of the whole tensor, which the integers use, then those of its
-        first half along `parallel_dim`, then those of its second half. A group of zeros has scale 0. `count` has no effect, as
-        in DeepSpeed; qkv=False leaves the tensor unchanged.
+        value = int × scale. Flat, `scale` holds the scales of the whole tensor, which the integers use, then those of
+        its first half along `parallel_dim`, then those of its second half. A group of zeros has scale 0. `count` has no
+        effect, as in DeepSpeed; qkv=False leaves the tensor unchanged.
         """
         if not self.q_int8 or not qkv:
             unchanged = nn.Parameter(inputs, requires_grad=False)
@@ -119,8 +119,8 @@ class GroupQuantizer:
         groups = self.num_groups or inputs.shape[0] // self.group_size
         if inputs.shape[parallel_dim] % 2 or groups < 1 or (inputs.numel() // 2) % groups:
             raise ConfigError(
-                f"inputs: found the shape {tuple(inputs.shape)} for {groups} groups; possible: an even axis {parallel_dim}, "
-                "and halves that divide into the groups"
+                f"inputs: found the shape {tuple(inputs.shape)} for {groups} groups; possible: an even axis "
+                f"{parallel_dim}, and halves that divide into the groups"
             )
         source = inputs.detach().float()
         scales = [self._scale(part.reshape(groups, -1)) for part in (source, *source.chunk(2, dim=parallel_dim))]

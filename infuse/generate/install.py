@@ -22,14 +22,13 @@ from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.loop import decode
-from infuse.generate.same_inputs import agree_before, agree_to_generate
-from infuse.graphs.buckets import Buckets
+from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.graphs.capture import Backend
-from infuse.graphs.device_loop import Run
 from infuse.graphs.forward import Forward, explained
-from infuse.graphs.graph import Places
-from infuse.graphs.graphed_cache import LentCache
-from infuse.graphs.over_ranks import Together
+from infuse.graphs.graphed_cache import GraphedCache
+from infuse.graphs.pool import BucketPool
+from infuse.graphs.rank_backend import RankBackend
+from infuse.graphs.runner import Places
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.named_attention import names_ours
@@ -56,7 +55,7 @@ class Installed:
     limit_tokens: int | None
     min_new_tokens: int
     caches: bool
-    buckets: Buckets | None = None
+    buckets: BucketPool | None = None
     group: Group = LOCAL
 
 
@@ -88,9 +87,9 @@ def install(
     """
     buckets = None
     if graphs is not None:
-        backend = graphs.backend if group.size == 1 else Together(graphs.backend, group)
+        backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
-            buckets = Buckets(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
+            buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
         module.forward = Forward(module, vars(module).get("forward"), backend if graphs.forward else None)  # type: ignore[assignment]
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
@@ -104,7 +103,7 @@ def install(
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
     if group.size > 1:
-        handles.append(module.register_forward_pre_hook(partial(agree_before, group), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(check_before_forward, group), with_kwargs=True))
     return handles
 
 
@@ -134,7 +133,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
-        agree_to_generate(installed.group, (), kwargs, settings, installed.buckets)
+        check_before_generate(installed.group, kwargs, settings, installed.buckets)
         installed.group.share_random_state()
     asked = _Asked(self, kwargs)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
@@ -145,18 +144,15 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
                 "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
             )
-    lent = None
+    graphed = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        forward = vars(self).get("forward")
-        compiled = hasattr(forward, "_torchdynamo_orig_callable")  # by torch.compile, which makes graphs of its own
-        if installed.buckets is not None and not compiled and not _is_watched(self) and names_ours(self):
-            call = forward.run if isinstance(forward, Forward) else self.forward
-            lent = LentCache(Run(call, installed.buckets, asked.rows(), prepared))
-        cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if lent is None else lent
+        if installed.buckets is not None and _can_replay(self):
+            graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
+        cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if graphed is None else graphed
         kwargs["past_key_values"] = cache
         if asked.is_plain_search():
-            ours = partial(decode, streamer=kwargs.get("streamer"), lent=lent, group=installed.group)
+            ours = partial(decode, streamer=kwargs.get("streamer"), group=installed.group)
             kwargs["custom_generate"] = ours
     result = None
     try:
@@ -164,18 +160,26 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")
-        clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (Buckets, Forward))]
-        lent = None  # its cache goes, too
+        clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (BucketPool, Forward))]
+        graphed = None  # its bucket goes, too
         kwargs.clear()
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
-        if lent is not None:
-            lent.end(keep=getattr(result, "past_key_values", None) is lent)
+        if graphed is not None:
+            graphed.end(keep=getattr(result, "past_key_values", None) is graphed)
+
+
+def _can_replay(module: nn.Module) -> bool:
+    """Whether decode steps may be replays: not of what torch.compile compiles, which makes graphs of its own, nor where
+    hooks are to see each forward.
+    """
+    compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return not compiled and not _is_watched(module) and names_ours(module)
 
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether someone's hooks are to see each forward: a graph would run without them."""
-    ours = (_bring, _refuse_too_long, agree_before)
+    ours = (_bring, _refuse_too_long, check_before_forward)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
     return bool(before or module._forward_hooks)
 

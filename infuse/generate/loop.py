@@ -2,13 +2,11 @@
 
 Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from
 then on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask.
-Where the device has graphs, tokens are chosen there too, in graphs of whole steps (device_loop.py), or here, from the
-logits of graphs (lent.py).
+Knows nothing of graphs: a GraphedCache among the model's arguments replays them, in this loop as in any other.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,11 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import EosTokenCriteria, GenerationMixin
 
-from infuse.graphs.bucket import NEVER, State
-from infuse.graphs.choose import Choice, Choose, Processed, choice_of, ends_of
-from infuse.graphs.device_loop import Interrupted, Run, finish, ordinary
-from infuse.graphs.graphed_cache import LentCache
-from infuse.layers.cache import KVCache
+from infuse.generate.choose import Processed, ends_of
 from infuse.parallel.group import LOCAL, Group
 
 # Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
@@ -35,14 +29,10 @@ def decode(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any = None,
-    lent: LentCache | None = None,
     group: Group = LOCAL,
     **model_kwargs: Any,
 ) -> Tensor:
-    """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything.
-
-    `lent` is the cache that the prompt goes to, on devices with graphs.
-    """
+    """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything."""
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
     pads = bool(ends) or any(isinstance(one, EosTokenCriteria) or hasattr(one, "eos_token_id") for one in asked)
@@ -63,7 +53,7 @@ def decode(
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         if streamer is not None:
-            streamer.put(ordinary(tokens).cpu())
+            streamer.put(_ordinary(tokens).cpu())
         done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
         for criterion in asked:
             unfinished = unfinished & ~criterion(input_ids, None)
@@ -73,28 +63,16 @@ def decode(
         if done or (not all_run and not bool(unfinished.any())):
             break
         steps.advance(tokens, input_ids)
-        if lent is not None and lent.run is not None and steps.follows:
-            choice = choice_of(logits_processor, stopping_criteria, generation_config)
-            if choice.processors is not None and steps.begin(lent.run, lent, choice, input_ids, unfinished):
-                choose = Choose(choice, logits_processor, input_ids.device, model.dtype, group)
-                result = _finished(steps, lent.run, choose, limit_tokens, streamer)
-                if isinstance(result, Tensor):
-                    return result
-                input_ids, unfinished, all_run = result.ids_BI, result.unfinished_B, False
-            lent = None
     if streamer is not None:
         streamer.end()
     assert input_ids.shape[1] > prompt_tokens
-    return ordinary(input_ids)
+    return _ordinary(input_ids)
 
 
-def _finished(steps: _Steps, run: Run, choose: Choose, limit_tokens: int | None, streamer: Any) -> Tensor | State:
-    """The rest of the batch by the device's own loop; where a step cannot be made, the state from which `steps` go on."""
-    try:
-        return ordinary(finish(run, choose, limit_tokens, streamer))
-    except Interrupted as stop:
-        steps.resume(run, stop.__cause__ or stop, stop.state)
-        return stop.state
+@torch.inference_mode(False)
+def _ordinary(tensor: Tensor) -> Tensor:
+    """A tensor that the caller may use in any way, unlike those made in inference mode."""
+    return tensor.clone()
 
 
 class _Steps:
@@ -149,28 +127,3 @@ class _Steps:
             self.mask = None if bool(mask.all()) and positions is not None else mask
             inputs["attention_mask"] = self.mask
         return True
-
-    # -- to a graph and back
-
-    def begin(self, run: Run, cache: KVCache, choice: Choice, input_ids: Tensor, unfinished: Tensor) -> bool:
-        """Whether `run` took the batch over: where all of it is in its `cache`, at one length for all rows and layers."""
-        if self.inputs.get("past_key_values") is not cache or not cache.even(input_ids.shape[0]):
-            return False
-        mask = self.inputs.get("attention_mask")
-        # Without a mask some models make one on the host, or shapes that follow the length.
-        if mask is None and "attention_mask" in inspect.signature(self.model.forward).parameters:
-            mask = torch.ones(input_ids.shape[0], cache.get_seq_length(), dtype=torch.long, device=input_ids.device)
-        ends = torch.where(unfinished > 0, NEVER, input_ids.shape[1])
-        tokens, positions = self.inputs["input_ids"], self.inputs.get("position_ids")
-        state = State(input_ids, tokens, unfinished, ends, positions, mask, cache.get_seq_length())
-        return run.begin(state, {name: value for name, value in self.inputs.items() if name not in _FOLLOWED}, choice)
-
-    def resume(self, run: Run, error: BaseException, state: State) -> None:
-        """Go on from where a graph could not."""
-        run.stop(error)
-        self.inputs["input_ids"] = state.tokens_B1
-        if state.positions is not None:
-            self.inputs["position_ids"] = state.positions
-        if self.mask is not None and state.mask_BS is not None:
-            self.mask = F.pad(state.mask_BS[:, : state.place], (0, 1), value=1)
-            self.inputs["attention_mask"] = self.mask

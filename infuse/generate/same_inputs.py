@@ -1,7 +1,8 @@
-"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same graphs.
+"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same
+graphs.
 
-Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits for a
-device.
+Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits
+for a device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from infuse.graphs.graph import modes
+from infuse.graphs.runner import modes
 from infuse.layers.cache import KVSlot
 from infuse.parallel.group import Group
 
@@ -25,7 +26,7 @@ _CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OWN = ("initial_timestamp", "transformers_version")
 
 
-class Kept(Protocol):
+class KeptGraphs(Protocol):
     """Graphs that are kept from call to call."""
 
     def standing(self) -> Any:
@@ -37,23 +38,23 @@ class Kept(Protocol):
     def keep(self, latest: int) -> None:
         """Keep only the latest graphs."""
 
-    def restart(self) -> None:
+    def clear(self) -> None:
         """Forget everything."""
 
 
-def agree_before(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_before_forward(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: raise RankError if a rank got other inputs."""
-    kept = getattr(vars(module).get("forward"), "graphs", None)
-    _check(group, "the inputs of forward", args, kwargs, (), kept)
+    graphs = getattr(vars(module).get("forward"), "graphs", None)
+    check_same_inputs(group, "the inputs of forward", args, kwargs, (), graphs)
 
 
-def agree_to_generate(group: Group, args: tuple, kwargs: Mapping[str, Any], settings: tuple, kept: Kept | None) -> None:
+def check_before_generate(group: Group, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None) -> None:
     """Raise RankError if a rank got other arguments or `settings`: the model's generation config, the engine's caps."""
-    _check(group, "the arguments of generate", args, kwargs, settings, kept)
+    check_same_inputs(group, "the arguments of generate", (), kwargs, settings, graphs)
 
 
-def _check(
-    group: Group, given: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, kept: Kept | None
+def check_same_inputs(
+    group: Group, given: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None
 ) -> None:
     """One exchange. All ranks then keep as many graphs as the rank with the least room, or none if theirs differ."""
     values = (*args, *kwargs.values(), *settings)
@@ -68,12 +69,12 @@ def _check(
         "the caps on tokens": _checksum([value for value in settings if not isinstance(value, GenerationConfig)]),
         "the logits processors and stopping criteria": _checksum([_called_state(value) for value in called]),
     }
-    mine = (0, 0) if kept is None else (_checksum(repr(kept.standing())), kept.fitting())
+    mine = (0, 0) if graphs is None else (_checksum(repr(graphs.standing())), graphs.fitting())
     standing, fitting = zip(*group.check_same(checksums, given, mine), strict=True)
-    if kept is not None and len(set(standing)) > 1:
-        kept.restart()
-    elif kept is not None:
-        kept.keep(min(fitting))
+    if graphs is not None and len(set(standing)) > 1:
+        graphs.clear()
+    elif graphs is not None:
+        graphs.keep(min(fitting))
 
 
 def _cache_state(cache: Any) -> list:
@@ -110,8 +111,8 @@ def _called_state(value: Any) -> Any:
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any other
-    object its class.
+    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any
+    other object its class.
     """
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)

@@ -1,248 +1,106 @@
-"""One decode step on buffers of our own, to the logits or to the chosen token: what a graph of it needs. No loop, no
-stopping here.
-
-A bucket is for one batch size and one capacity: the cache, the ids so far, masks and counters, all in place for as long
-as the bucket lives, and the graphs that were captured on them.
-
-Suffixes: B batch, S capacity of the cache, I columns of ids (at most S + 1: the last token chosen is not in the cache),
-V vocabulary.
+"""Bucket: a KV cache for one batch size and one capacity, with the CUDA graphs of decode steps that read and write it in
+place. No loop, no sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infuse import interrupts
-from infuse.graphs.capture import Backend, Captured, without_autocast_cache
-from infuse.graphs.choose import Choose
+from infuse.graphs.capture import Backend
+from infuse.graphs.runner import FirstError, GraphRunner
+from infuse.graphs.signature import Unsupported
 from infuse.layers.cache import KVCache
-
-NEVER = 1 << 62  # the end of a row that has none yet
-_WARM_STEPS = 2  # real steps, run as they are: what libraries set up on first use is set up before the capture
 
 
 class Bucket:
-    """The state of one batch of `generate` on the device.
+    """`weights` is what graphs depend on beside the cache's addresses; `warn` is told why a step cannot be captured."""
 
-    `prepare` fills it and `advance` makes steps, whose inputs follow from each other; or each step is `given` its
-    inputs.
-    """
-
-    def __init__(self, capacity_tokens: int, limit_tokens: int | None = None):
-        self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
+    def __init__(
+        self,
+        backend: Backend,
+        capacity_tokens: int,
+        limit_tokens: int | None = None,
+        *,
+        weights: Callable[[], Hashable] | None = None,
+        warn: FirstError | None = None,
+    ):
         self.cache = KVCache(capacity_tokens, limit_tokens)
-        self.batch = 0
-        self.place = self.column = 0  # on the host: tokens in the cache, columns of ids
-        self._storages: list[int] = []  # where they were when it last stood
-        self._places: tuple = ()
-        self._steps: dict[Hashable, _Step] = {}
-
-    # -- buffers
-
-    def stand(self, place: int) -> list[Tensor]:
-        """From now on `place` tokens are in the cache, as it lies; returns its storages."""
-        storages = self.cache.storages()
-        self.batch, self.capacity_tokens = storages[0].shape[0], storages[0].shape[2]
-        lie = [storage.data_ptr() for storage in storages]
-        if place != self.place or lie != self._storages:  # else what lies beyond is as this bucket left it
-            for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
-                storage[:, :, place:] = 0
-        self.place, self._storages = place, lie
-        return storages
-
-    @torch.inference_mode(False)
-    def _lay(self, place: int, positions: Tensor | None, mask_BS: Tensor | None) -> None:
-        """Buffers for a cache of `place` tokens, and for positions and mask like these; those of before where all lies
-        as it lay.
-        """
-        storages = self.stand(place)
-        forms = [
-            None if given is None else (given.dtype, *given.shape[:axes])
-            for given, axes in ((positions, None), (mask_BS, 1))
-        ]
-        places = (*self._storages, self.batch, *forms)
-        if places != self._places:
-            self._places, self._steps = places, {}
-            counts: dict[str, Any] = dict(dtype=torch.long, device=storages[0].device)
-            self.tokens_B1 = torch.empty(self.batch, 1, **counts)
-            self.ids_BI = torch.empty(self.batch, self.capacity_tokens + 1, **counts)
-            self.unfinished_B, self.ends_B = torch.empty(self.batch, **counts), torch.empty(self.batch, **counts)
-            self.device_place, self.device_count, self.device_column = (torch.zeros((), **counts) for _ in range(3))
-            self.positions = None if positions is None else torch.empty_like(positions)
-            self.mask_BS = None if mask_BS is None else mask_BS.new_empty(self.batch, self.capacity_tokens)
-        self.device_place.fill_(place)
-        self.device_count.fill_(place + 1)
-
-    def _fill(self, positions: Tensor | None, mask_BS: Tensor | None) -> None:
-        if self.positions is not None and positions is not None:
-            self.positions.copy_(positions)
-        if self.mask_BS is not None and mask_BS is not None:
-            self.mask_BS[:, : mask_BS.shape[1]] = mask_BS
-            self.mask_BS[:, mask_BS.shape[1] :] = 0
-
-    def prepare(self, state: State) -> None:
-        """Take over a batch whose prompt is in the cache."""
-        self.place = -1  # another answer may lie beyond
-        self._lay(state.place, state.positions, state.mask_BS)
-        self._fill(state.positions, state.mask_BS)
-        columns = state.ids_BI.shape[1]
-        self.ids_BI[:, :columns] = state.ids_BI
-        self.ids_BI[:, columns:] = state.ids_BI[
-            :, -1:
-        ]  # a token that is there already: penalties for repetition do not change
-        self.tokens_B1.copy_(state.tokens_B1)
-        self.unfinished_B.copy_(state.unfinished_B)
-        self.ends_B.copy_(state.ends_B)
-        self.column = columns
-        self.device_column.fill_(columns)
-        self.cache.hold_place(self.device_place, self.device_count)
-
-    def state(self) -> State:
-        """Copies of where the batch stands, for another bucket or a loop on the host."""
-        mask = None if self.mask_BS is None else self.mask_BS[:, : self.place].clone()
-        positions = None if self.positions is None else self.positions.clone()
-        ids = self.ids_BI[:, : self.column].clone()
-        return State(
-            ids, self.tokens_B1.clone(), self.unfinished_B.clone(), self.ends_B.clone(), positions, mask, self.place
+        self.limit_tokens = limit_tokens
+        self.graphs = GraphRunner(
+            self._step, backend, state=lambda: (weights and weights(), self._addresses), warn=warn
         )
+        self._asked_tokens = capacity_tokens
+        self._forward: Callable[..., Any] | None = None
+        self._addresses: tuple[int, ...] = ()  # of the cache's storages when it was last bound
+        self._zero_from = -1  # from this token on the storages are known to hold zeros
 
-    def release(self) -> None:
-        """Give the cache its own count back."""
-        self.cache.hold_place(None)
-        for slot in self.cache.layers:
-            slot.length = self.place
+    @property
+    def batch(self) -> int:
+        """Rows of the cache; 0 before the first call."""
+        storage = self._storage()
+        return 0 if storage is None else storage.shape[0]
 
-    def room(self) -> int:
-        """How many steps fit."""
-        return self.capacity_tokens - self.place
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the cache has room for."""
+        storage = self._storage()
+        return self._asked_tokens if storage is None else storage.shape[2]
 
     def nbytes(self) -> int:
-        """The device memory that it holds."""
-        return self.cache.nbytes() + sum(
-            step.captured.nbytes for step in self._steps.values() if step.captured is not None
-        )
+        """Device memory of the cache and of the graphs."""
+        return self.cache.nbytes() + self.graphs.nbytes()
 
-    def standing(self) -> list[tuple[int, bool]]:
-        """How far each step is."""
-        return [(step.warmed, step.captured is not None) for step in self._steps.values()]
+    def reset(self) -> None:
+        """Empty the cache for another call of `generate`; graphs are kept."""
+        self.cache.reset()
+        self._zero_from = -1
 
-    # -- steps
-
-    def advance(self, backend: Backend, forward: Callable[..., Any], key: Hashable, choose: Choose) -> None:
-        """One step from the last one's state, to the next tokens. `key` tells steps apart that run other kernels."""
-        step = self._steps.setdefault(key, _Step())
-        if step.captured is not None and step.choose is not None:
-            step.choose.take(choose)
-        if step.captured is None:
-            step.choose = choose  # whose tensors a graph will read
-        self._run(backend, step, lambda: self._advance(forward, choose))
-        self.place += 1
-        self.column += 1
-
-    def given(self, backend: Backend, forward: Callable[..., Any], key: Hashable, inputs: Given) -> Any:
-        """One step on these inputs; returns what `forward` returns, which the next step writes over.
-
-        The cache, which holds `inputs.place` tokens, is left as if the step had run without a graph. What is raised
-        leaves it as it was.
+    def bind(self, tokens: int) -> None:
+        """Take the cache as it lies, with `tokens` in it, for the next step: clear the room beyond them, and note the
+        addresses, without which no graph is replayed.
         """
-        self._lay(inputs.place, inputs.positions, inputs.mask_BS)
-        self._fill(inputs.positions, inputs.mask_BS)
-        self.tokens_B1.copy_(inputs.tokens_B1)
-        result = self._run(backend, self._steps.setdefault(key, _Step()), lambda: self._of_given(forward))
-        self.place += 1
-        self.release()
-        return result
+        storages = self.cache.storages()
+        addresses = tuple(storage.data_ptr() for storage in storages)
+        if tokens != self._zero_from or addresses != self._addresses:
+            for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
+                storage[:, :, tokens:] = 0
+        self._addresses, self._zero_from = addresses, tokens + 1  # the step writes one token, by a graph or without
 
-    def _run(self, backend: Backend, step: _Step, work: Callable[[], Any]) -> Any:
-        """Do `work`: warm at first, then captured, then replayed. All of it in one mode: graphs outlive the mode of the
-        call.
+    def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any]) -> Any:
+        """What `forward` returns for one step after `tokens`, by a graph; None where there is none, or not yet.
+
+        A mask in `inputs` covers the whole capacity. After a replay the cache has counted the step's token.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            if step.captured is None and step.warmed < _WARM_STEPS:
-                step.warmed += 1
-                return backend.warm(work)
-            if step.captured is None:
-                with interrupts.held_back(), without_autocast_cache():
-                    step.captured, step.result = backend.capture(work)
-            step.captured.replay()
-            return step.result
+        self.bind(tokens)
+        self._forward = forward
+        places = torch.arange(tokens, tokens + 2, device=self.cache.storages()[0].device)
+        output = self.graphs.replay((places,), inputs)
+        if output is not None:
+            for slot in self.cache.layers:
+                slot.length = tokens + 1
+        return output
 
-    # What is captured: nothing here may depend on a number of the host that changes.
+    def _step(self, places: Tensor, **inputs: Any) -> Any:
+        """What is captured: nothing here may depend on a number of the host that changes from step to step.
 
-    def _inputs(self) -> dict[str, Any]:
-        inputs: dict[str, Any] = dict(past_key_values=self.cache, input_ids=self.tokens_B1)
-        if self.mask_BS is not None:
-            inputs["attention_mask"] = self.mask_BS
-        if self.positions is not None:
-            inputs["position_ids"] = self.positions
-        return inputs
-
-    def _of_given(self, forward: Callable[..., Any]) -> Any:
-        self.cache.hold_place(self.device_place, self.device_count)
+        `places` are where the token goes, and how many there are with it. Raises Unsupported where the model returns more
+        than logits: hidden states, attention over empty room.
+        """
+        assert self._forward is not None
+        self.cache.hold_place(places[0], places[1])
         try:
-            return forward(**self._inputs())
+            output: Any = self._forward(past_key_values=self.cache, **inputs)
         finally:
             self.cache.hold_place(None)
+        names = {"logits", "past_key_values"}
+        if not isinstance(output, Mapping) or set(output) != names or output["past_key_values"] is not self.cache:
+            raise Unsupported(f"a step that returns {type(output).__name__}")
+        kind: Any = type(output)
+        return kind(logits=output["logits"])
 
-    def _advance(self, forward: Callable[..., Any], choose: Choose) -> None:
-        if self.mask_BS is not None:
-            self.mask_BS.index_fill_(1, self.device_place[None], 1)
-        logits = forward(**self._inputs(), return_dict=True).logits[:, -1].float()
-        self._take(choose(self.ids_BI, logits, self.unfinished_B), choose.ends)
-        self.device_place.add_(1)
-        self.device_count.add_(1)
-        if self.positions is not None:
-            self.positions.add_(1)
-
-    def _take(self, chosen_B: Tensor, ends: Tensor | None) -> None:
-        self.ids_BI.index_copy_(1, self.device_column[None], chosen_B[:, None])
-        self.tokens_B1.copy_(chosen_B[:, None])
-        self.device_column.add_(1)
-        if ends is not None:
-            ended = (chosen_B[:, None] == ends).any(dim=1)
-            now = ended & (self.unfinished_B > 0)
-            self.ends_B.copy_(torch.where(now, self.device_column, self.ends_B))
-            self.unfinished_B.mul_(~ended)
-
-
-@dataclass
-class State:
-    """A batch of which `place` tokens are in the cache: the prompt, and what was made so far but `tokens_B1`, which
-    come next.
-
-    `ends_B`: for each row the columns of ids with which it ended, NEVER for one that goes on. A mask covers `place`
-    columns or more.
-    """
-
-    ids_BI: Tensor
-    tokens_B1: Tensor
-    unfinished_B: Tensor
-    ends_B: Tensor
-    positions: Tensor | None
-    mask_BS: Tensor | None
-    place: int
-
-
-@dataclass(frozen=True)
-class Given:
-    """The inputs of one step after `place` tokens: each row's next token, and a mask of place + 1 columns where the
-    model takes one.
-    """
-
-    tokens_B1: Tensor
-    positions: Tensor | None
-    mask_BS: Tensor | None
-    place: int
-
-
-@dataclass
-class _Step:
-    captured: Captured | None = None
-    result: Any = None
-    warmed: int = 0
-    choose: Choose | None = None
+    def _storage(self) -> Tensor | None:
+        return self.cache.layers[0].key_storage if self.cache.layers else None

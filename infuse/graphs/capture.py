@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 _T = TypeVar("_T")
 
@@ -24,13 +23,6 @@ class Captured(Protocol):
 
     def replay(self) -> None:
         """Run it again, on the tensors that it was captured with."""
-
-
-class Letter(Protocol):
-    """A tensor under way to the host."""
-
-    def read(self) -> Tensor:
-        """The tensor on the CPU; waits until it is there."""
 
 
 class Backend(Protocol):
@@ -48,9 +40,6 @@ class Backend(Protocol):
     def turn(self) -> Any:
         """A context around inputs, replay and results: turns of different threads and streams come one after the other."""
 
-    def post(self, tensor: Tensor) -> Letter:
-        """Begin to bring `tensor` to the host, behind all that was asked of the device so far, without waiting."""
-
 
 @dataclass
 class _CudaCaptured:
@@ -59,17 +48,6 @@ class _CudaCaptured:
 
     def replay(self) -> None:
         self.graph.replay()
-
-
-@dataclass
-class _CudaLetter:
-    host: Tensor
-    event: Any
-    source: Tensor  # held until the copy is done: its memory must not be given to others before
-
-    def read(self) -> Tensor:
-        self.event.synchronize()
-        return self.host
 
 
 @contextmanager
@@ -147,14 +125,6 @@ class CudaBackend:
             finally:
                 self._last = self._last or torch.cuda.Event()
                 self._last.record(current)
-
-    def post(self, tensor: Tensor) -> Letter:
-        source = tensor.contiguous()
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        host.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return _CudaLetter(host, event, source)
 
 
 def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:

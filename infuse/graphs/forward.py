@@ -16,8 +16,8 @@ from torch.compiler import is_compiling
 
 from infuse.errors import OutOfMemory
 from infuse.graphs.capture import Backend
-from infuse.graphs.graph import Graphs, Places
-from infuse.graphs.graphed_cache import LentCache
+from infuse.graphs.graphed_cache import GraphedCache
+from infuse.graphs.runner import GraphRunner, Places
 from infuse.graphs.signature import Unsupported, rebuilt, signature
 from infuse.layers.gradient import refusing
 from infuse.parallel.group import Group
@@ -33,7 +33,7 @@ class Forward:
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
         self._module, self.own, self._backend = module, own, backend
         self.run: Callable = own or MethodType(type(module).forward, module)
-        self.graphs = None if backend is None else Graphs(self.run, backend, state=Places(module))
+        self.graphs = None if backend is None else GraphRunner(self.run, backend, state=Places(module))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -49,7 +49,7 @@ class Forward:
             return self.run(*args, **kwargs)
         try:
             cache = kwargs.get("past_key_values")
-            if isinstance(cache, LentCache) and (output := cache.step(self.run, args, kwargs)) is not None:
+            if isinstance(cache, GraphedCache) and (output := cache.replay(self.run, args, kwargs)) is not None:
                 return output
             if self.graphs is None:
                 return self.run(*args, **kwargs)

@@ -14,7 +14,6 @@ import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
 import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
-import infuse.ops.triton.sampling  # noqa: F401  (declares bodies)
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.dequantized import HELD
@@ -24,10 +23,9 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, BodyName, Case, Choice, Op, by_name, registered
 from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
-from infuse.ops.sampling import argmax, sample
 
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op", "activation", "add_layer_norm",
-    "add_rms_norm", "argmax", "attention", "attention_weights", "both_masks", "by_name", "gated_activation", "layer_norm", "linear",
-    "quantize", "quantized_embedding", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "sample",
+    "add_rms_norm", "attention", "attention_weights", "both_masks", "by_name", "gated_activation", "layer_norm", "linear",
+    "quantize", "quantized_embedding", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Collectives of torch.distributed.
 
-gloo aborts the process if ranks bring tensors of different sizes, and returns garbage if dtypes differ. So each collective over
-gloo starts with a message of fixed size that says what it is; small tensors travel in that message. NCCL's collectives run as
-they are: NCCL has its own watchdog, and a message before each would cost more than the collective.
+gloo aborts the process if ranks bring tensors of different sizes, and returns garbage if dtypes differ. So each
+collective over gloo starts with a message of fixed size that says what it is; small tensors travel in that message.
+NCCL's collectives run as they are: NCCL has its own watchdog, and a message before each would cost more than the
+collective.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def gathered_shape(x: Tensor, sizes: Sequence[int], axis: int) -> list[int]:
 class Distributed:
     """The collectives of one group of torch.distributed, for contiguous tensors on any device; `axis` is not negative.
 
-    Raises RankError after `timeout_s`, or at once if a rank has ended or a connection breaks; the error names the missing ranks.
-    Set `peers` as soon as the ranks have told each other where they run.
+    Raises RankError after `timeout_s`, or at once if a rank has ended or a connection breaks; the error names the
+    missing ranks. Set `peers` as soon as the ranks have told each other where they run.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
@@ -144,8 +145,8 @@ class Distributed:
     def _first(self, x: Tensor, text: str, most_bytes: int, failure: str = "") -> Tensor | None:
         """Tell all ranks which collective this one starts, and send x (on the CPU) along if it is small on all ranks.
 
-        Returns the payloads of all ranks, uint8 [size, SMALL_BYTES], or None if x is not small. Raises RankError if ranks
-        are in different collectives.
+        Returns the payloads of all ranks, uint8 [size, SMALL_BYTES], or None if x is not small. Raises RankError if
+        ranks are in different collectives.
         """
         words = failure or f"runs {text}"
         head = zlib.crc32(text.encode()).to_bytes(SUM_BYTES, "little")

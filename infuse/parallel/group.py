@@ -1,7 +1,7 @@
 """Group: the ranks that share each layer, and the collectives that all of them run in the same order.
 
-If a rank is gone, does not come or runs another collective, the others get a RankError and never hang; from then on every
-collective of the group raises.
+If a rank is gone, does not come or runs another collective, the others get a RankError and never hang; from then on
+every collective of the group raises.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Transport(Protocol):
 class Group:
     """The ranks that share each layer. `what` names a collective in errors: "all-reduce of model.layers.3.self_attn".
 
-    Every rank runs the same collectives in the same order with the same `what`, dtypes and shapes. Copies of a model share its
-    group, which cannot be pickled if it has several ranks.
+    Every rank runs the same collectives in the same order with the same `what`, dtypes and shapes. Copies of a model
+    share its group, which cannot be pickled if it has several ranks.
     """
 
     def __init__(self, distributed: Distributed | None, shared: Transport | None = None, why_not_shared: str = ""):
@@ -65,7 +65,9 @@ class Group:
         return self._run(lambda: self._transport(x).all_reduce(x.contiguous(), what), what)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str) -> Tensor:
-        """All ranks' pieces in rank order along `axis`, where they have `sizes`; the other axes have one size on all ranks."""
+        """All ranks' pieces in rank order along `axis`, where they have `sizes`; the other axes have one size on all
+        ranks.
+        """
         axis %= x.dim()
         assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], (
             f"{tuple(x.shape)} for {sizes}[{self.rank}] on axis {axis}"
@@ -111,10 +113,8 @@ class Group:
         for number, name in enumerate(values):
             others = [rank for rank, row in enumerate(rows) if row[number] != rows[0][number]]
             if others:
-                differ = "differs" if len(others) == 1 else "differ"
-                raise RankError(
-                    f"rank {self.rank} of {self.size}: {name}: {names(others)} {differ} from rank 0; give all ranks the same"
-                )
+                found = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
+                raise RankError(f"rank {self.rank} of {self.size}: {name}: {found}; give all ranks the same")
         return [row[len(mine) :] for row in rows]
 
     # -- failures
@@ -129,7 +129,8 @@ class Group:
 
     @contextmanager
     def on_all_or_none(self, what: str) -> Iterator[None]:
-        """Run the body on all ranks or on none: if it raises on one, the others raise an error of the same class that names it.
+        """Run the body on all ranks or on none: if it raises on one, the others raise an error of the same class that
+        names it.
 
         Ranks that wait in a collective inside of the body get a RankError there, and the group has failed.
         """
@@ -146,7 +147,8 @@ class Group:
             raise kind(f"{what} failed on {fault}")
 
     def abort(self, why: str) -> bool:
-        """Abort the collective that the other ranks wait in: it raises RankError there. True if all ranks abort for one reason.
+        """Abort the collective that the other ranks wait in: it raises RankError there. True if all ranks abort for one
+        reason.
 
         Ranks that wait for NCCL on the device do not hear of it.
         """
@@ -250,9 +252,9 @@ class Group:
         if self.size == 1:
             return _local, ()
         raise TypeError(
-            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group belongs to "
-            "its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call init_inference(checkpoint=FOLDER) in the "
-            "other process"
+            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group "
+            "belongs to its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call "
+            "init_inference(checkpoint=FOLDER) in the other process"
         )
 
 
@@ -268,8 +270,9 @@ def make_group(
 ) -> Group:
     """The group of a torch.distributed group, or of the default one. All its ranks call this together.
 
-    Every collective ends within `timeout_s`, by RankError if ranks do not come. One rank gets LOCAL. Tensors on CPUs travel
-    through shared memory if all ranks are on one host and have the kernels, unless `shared_memory` is False on any of them.
+    Every collective ends within `timeout_s`, by RankError if ranks do not come. One rank gets LOCAL. Tensors on CPUs
+    travel through shared memory if all ranks are on one host and have the kernels, unless `shared_memory` is False on
+    any of them.
     """
     if dist.get_world_size(process_group) == 1:
         return LOCAL

@@ -16,9 +16,9 @@ from infuse.parallel.mesh import ONE, Mesh
 def join(tp_size: int, mpu: Any, process_group: Any, device: torch.device, timeout_s: float) -> tuple[Mesh, Group]:
     """This rank's mesh and group; all ranks call it together.
 
-    The ranks are those of `mpu` (its get_model_parallel_group) or `process_group`, else `tp_size` neighbours of the world. If
-    there is no world yet, it is made from torchrun's environment; a world of a multiple of `tp_size` holds replicas of the
-    model. Raises ConfigError if the numbers contradict each other, or there is no world.
+    The ranks are those of `mpu` (its get_model_parallel_group) or `process_group`, else `tp_size` neighbours of the
+    world. If there is no world yet, it is made from torchrun's environment; a world of a multiple of `tp_size` holds
+    replicas of the model. Raises ConfigError if the numbers contradict each other, or there is no world.
     """
     given = mpu.get_model_parallel_group() if mpu is not None else process_group
     if given is None and tp_size == 1:

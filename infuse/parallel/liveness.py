@@ -1,6 +1,7 @@
 """Which ranks of a group are still there: which processes have ended, and which ranks wait where.
 
-torch.distributed.monitored_barrier is no substitute: it names the absent on rank 0 alone, and blames ranks that are late.
+torch.distributed.monitored_barrier is no substitute: it names the absent on rank 0 alone, and blames ranks that are
+late.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ class Heartbeat:
         return {rank: Note(**json.loads(self._store.get(str(rank)))) for rank in written}
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer, or None and `store_failure`: an unreachable store may block for minutes, so a thread asks."""
+        """The store's answer, or None and `store_failure`: an unreachable store may block for minutes, so a thread
+        asks.
+        """
         answers: list[T] = []
         errors: list[str] = []
 

@@ -76,8 +76,8 @@ def _mapped(descriptor: int) -> Tensor:
 class SharedMemory:
     """The collectives of ranks that map one region, for contiguous tensors on the CPU; `axis` is not negative.
 
-    Raises RankError after `timeout_s`, within a fraction of a second if a rank's process has ended, and at once if ranks are in
-    different collectives.
+    Raises RankError after `timeout_s`, within a fraction of a second if a rank's process has ended, and at once if
+    ranks are in different collectives.
     """
 
     name = "shared memory"

@@ -44,7 +44,7 @@ class Cut:
 
     @property
     def length(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
+        return total(self.ranges)
 
     @property
     def whole_length(self) -> int:
@@ -58,6 +58,9 @@ class Tiling:
     axis: int
     length: int
     parts: tuple[tuple[Range, ...], ...]
+
+    def part_length(self, rank: int) -> int:
+        return total(self.parts[rank])
 
     def spans(self, first: int = 0) -> tuple[Span, ...]:
         """What makes up the whole. Of ranks that have the same, `first` is taken, then the lowest.
@@ -83,6 +86,11 @@ class Tiling:
                 return Span(rank, before + at - start, before + stop - start)
             before += stop - start
         return None
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """How many positions these are."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def taken(spans: Sequence[Span], ranges: Iterable[Range]) -> list[Span]:

@@ -1,4 +1,4 @@
-"""The memory that a plan will take, known before anything is loaded."""
+"""Memory that a plan will take, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes
 from infuse.plan.shared import Sharing
-from infuse.plan.step import Step
+from infuse.plan.step import SPLIT, Step
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, tied ones once."""
+    """Bytes of all parameters and buffers, counting tied ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
-    """What `parameter_bytes` will be once `steps` are done and the rest is cast to `dtype`."""
+    """What `parameter_bytes` will return after `steps`, with all other parameters cast to `dtype`."""
     steps = list(steps)
     total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
     for step in steps:
@@ -43,7 +42,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
                 total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        if not isinstance(step.shape, SplitShape):  # of which the rest stays
+        if step.depth != SPLIT:  # of which the rest stays
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:

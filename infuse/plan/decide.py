@@ -1,4 +1,4 @@
-"""Plan: what will be replaced by what, from which weights, by which kernels, and why; and what is left, and why.
+"""Decide what is replaced, by what, from which weights and with which kernels, what is left alone, and why.
 
 `make_plan` is pure: no tensors, no change to the model, live or meta. `str(plan)` is the table that users read.
 """
@@ -31,14 +31,15 @@ from infuse.plan.found import config_around, path_of, shared_weights, users_own
 from infuse.plan.held import refused_bodies, without_kernels
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR, SPLIT, Left, Step
+from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
-    """Decide for every module of `model`; pure. Raises ConfigError for what the device or the model does not have:
+    """Decide for every module of `model`, which stays as it is.
 
-    a dtype that is not computed in, patterns of `quant.weight.post_init_quant` that match no linear.
+    Raises ConfigError for a dtype that the device cannot compute in and for patterns of `quant.weight.post_init_quant`
+    that match no linear.
     """
     dtype = config.resolved_dtype(device)
     decision = _Decision(model, config, device, dtype, mesh)
@@ -76,7 +77,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
 
 
 class _Decision:
-    """One walk over a model: blocks where a spec fits, else linears where a kernel or a format gains something."""
+    """Walk over a model: a block for each layer that fits a spec, else linears if a kernel or a format helps."""
 
     def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
         self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
@@ -94,7 +95,7 @@ class _Decision:
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
-        """Decide for `module` and what is below; `config` is that of the nearest model around it."""
+        """Decide for `module` and everything in it; `config` belongs to the nearest model around it."""
         specs = specs_for(module)
         if isinstance(module, Block):
             self.left.append(Left(path, "already replaced"))
@@ -152,19 +153,8 @@ class _Decision:
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
-        return Step(
-            path,
-            BLOCK,
-            name,
-            shape,
-            fills,
-            bodies,
-            f"spec of {name}",
-            bound.index,
-            bound.attn,
-            whole=whole,
-            skips_padding=skips,
-        )
+        why, index, attn = f"spec of {name}", bound.index, bound.attn
+        return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
         """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot
@@ -177,11 +167,9 @@ class _Decision:
                 left: list[Left] = []
                 for whole, parts in interpretations:
                     shape, fills, all_of_it = self.chosen(parts, whole.shape, path)
-                    bodies, why = (
-                        self.bodies(matrix_ops(fills, shape)),
-                        f"linears shared by ranks, as {roles.why} tells",
-                    )
-                    steps.append(Step(path, SPLIT, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
+                    bodies = self.bodies(matrix_ops(fills, shape))
+                    why = f"linears shared by ranks, as {roles.why} tells"
+                    steps.append(Step(path, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
                     left = left or list(self.left)  # what is told of the first one speaks for all
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 self.left = [*left] + [
@@ -194,16 +182,14 @@ class _Decision:
         self.linears(module, path)
 
     def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
-        """This rank's of the parts that ranks have of a module: its shape, its fills with their formats, and the whole
-        shape.
-        """
+        """This rank's shape and fills, with formats, and the whole shape if ranks share the module."""
         own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
         return own.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
-        """Steps for the plain linears in `module`, where they gain something."""
+        """Add steps for the plain linears in `module` that gain something."""
         for name, shape in linears(module, path):
             if not name:
                 self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
@@ -232,9 +218,7 @@ class _Decision:
             ):
                 self.left.append(Left(name, "its adapter (peft) merges into a transposed weight"))
             elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
-                self.steps.append(
-                    Step(name, LINEAR, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole)
-                )
+                self.steps.append(Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
                     tied = [
                         self.embedding(other, name, fills[0].format) for other in others
@@ -244,7 +228,7 @@ class _Decision:
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 
     def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
-        """The step for an embedding that is tied to a head which is quantized or shared by ranks, or that ranks share."""
+        """The step for an embedding that ranks share, or that is tied to a `head` which is quantized or shared."""
         self.left = [left for left in self.left if left.path != path]
         self.steps = [step for step in self.steps if step.path != path]
         whole = embedding_shape(self.model.get_submodule(path))
@@ -254,22 +238,11 @@ class _Decision:
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
         bodies = self.bodies(matrix_ops(fills, part.shape))
-        return Step(
-            path,
-            EMBEDDING,
-            "Embedding",
-            part.shape,
-            fills,
-            bodies,
-            why,
-            shares=head,
-            whole=whole if self.mesh.tp > 1 else None,
-        )
+        shared = whole if self.mesh.tp > 1 else None
+        return Step(path, "Embedding", part.shape, fills, bodies, why, shares=head, whole=shared)
 
     def hook(self, model: nn.Module) -> None:
-        """A step for the attention of layers that stay, where the model lets one choose it and a kernel of ours gains
-        something.
-        """
+        """Add a step for the attention of layers that stay, if the model allows another one and our kernel helps."""
         if (
             not getattr(model, "_supports_attention_backend", False)
             or getattr(model.config, "_attn_implementation", "") != "sdpa"
@@ -286,12 +259,10 @@ class _Decision:
             )
         elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
             why = "attention of layers that stay, by transformers' attention interface"
-            self.steps.append(Step("", ATTENTION, type(model).__name__, None, (), bodies, why))
+            self.steps.append(Step("", type(model).__name__, None, (), bodies, why))
 
     def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
-        """The fill with its quantization format, where it is a matrix that the format fits: on every rank, if ranks
-        share it.
-        """
+        """`fill` with its quantization format, if it makes a matrix that the format fits on every rank."""
         matrix = matrix_of(whole, fill.target)
         if matrix is None:
             return fill
@@ -330,9 +301,7 @@ class _Decision:
 def fallback(
     steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh
 ) -> list[Step]:
-    """The next depth for layers that were refused: shared by ranks in their own form, then their linears, where they
-    gain something.
-    """
+    """The next steps to try for refused layers: share their linears among ranks, then replace single linears."""
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     for step in steps:
         module = model.get_submodule(step.path)

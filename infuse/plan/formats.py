@@ -1,6 +1,4 @@
-"""Which number format each matrix of a model is to have: the configuration's, by the path of the linear that it comes
-from.
-"""
+"""The quantization format of each matrix: what the configuration says of the linears that it is made from."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ _KEY = "quant.weight.post_init_quant"
 
 
 class Formats:
-    """Answers for one model, and what the configuration names that the model has not.
+    """Look up the format of each linear of one model, and check that every pattern matches a linear.
 
-    A pattern of the configuration matches a linear whose path holds it, as in DeepSpeed. `head` is the path of the
-    output layer: a format of less than 8 bits for all matrices becomes int8 there, which a format by name does not.
+    As in DeepSpeed, a pattern matches every linear whose path contains it. `head` is the path of the output layer,
+    where a format below 8 bits for all matrices becomes int8; a format by name does not.
     """
 
     def __init__(self, config: InferenceConfig, head: str | None):
@@ -52,7 +50,7 @@ class Formats:
         )
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
-        """What of the formats has no effect on the device."""
+        """Notes on formats that have no effect on the device."""
         asked = [
             text
             for text in (self._everywhere, *self._by_name.values())
@@ -62,11 +60,11 @@ class Formats:
         return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
 
     def left_alone(self, path: str) -> bool:
-        """Whether a name keeps the linear at `path` from being quantized."""
+        """Whether a pattern exempts the linear at `path` from quantization."""
         return None in self._named(path)
 
     def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
-        """The format of the matrix that `fill` makes of linears below `path`; `difference` says whether there is one."""
+        """The format of the matrix that `fill` merges from linears below `path`; `difference` tells if they disagree."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
     def multiple(self, fill: Fill, path: str, inputs: int) -> int:
@@ -86,9 +84,7 @@ class Formats:
         return f"{told} cannot be one matrix"
 
     def check(self, model: nn.Module) -> list[str]:
-        """Notes on patterns that match tables only. ConfigError: patterns that match nothing, or one linear with two
-        formats.
-        """
+        """Notes on patterns that match only tables. ConfigError: a pattern matches nothing, or a linear has two formats."""
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
         problems = [
@@ -122,7 +118,7 @@ def linears_of(fill: Fill, path: str) -> list[str]:
 
 
 def matrices_made(fills: Iterable[Fill], shape: HasMatrices) -> list[tuple[Fill, Matrix]]:
-    """The fills that make a matrix of `shape`, each with the matrix."""
+    """The fills of `shape`'s matrices, each with its matrix."""
     found = ((fill, matrix_of(shape, fill.target)) for fill in fills)
     return [(fill, matrix) for fill, matrix in found if matrix is not None]
 
@@ -137,7 +133,7 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
 
 
 def format_bytes(fills: Iterable[Fill], shape: HasMatrices | None) -> dict[str, int]:
-    """Target → the bytes of its quantized matrix, codes, scales and zeros."""
+    """Target → bytes of its quantized matrix: codes, scales and zeros."""
     made = [] if shape is None else matrices_made(fills, shape)
     return {
         fill.target: quant_format(fill.format).nbytes(matrix.outputs, matrix.inputs)
@@ -147,7 +143,7 @@ def format_bytes(fills: Iterable[Fill], shape: HasMatrices | None) -> dict[str, 
 
 
 def held_bytes(fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """As format_bytes, with the values in place of the codes where the body of the product or look-up holds them."""
+    """Like format_bytes, but with dequantized values in place of codes if the chosen body holds these instead."""
     fills, chosen = tuple(fills), dict(bodies)
     found = format_bytes(fills, shape)
     held = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))

@@ -1,6 +1,4 @@
-"""How quantized weights are held where a CPU has no kernels for them: dequantized once, if memory allows, and what the
-plan says of it.
-"""
+"""Quantized weights on a CPU without kernels for them: dequantized once if memory allows, and a note in the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from infuse.plan.step import Step
 
 
 def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
-    """The bodies that hold dequantized weights, and why not here: the values may take half of the device's memory."""
+    """Bodies that hold dequantized weights, with the reason if these would take over half of the device's memory."""
     value_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize // ranks
     if 2 * value_bytes <= device.memory_bytes:
         return {}
@@ -24,7 +22,7 @@ def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: 
 
 
 def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], device: Device) -> list[str]:
-    """A note where a CPU multiplies by weights in a format without kernels."""
+    """A note if this CPU has no kernels for the formats of `steps`."""
     choice, formats = choices.get("quantized_linear"), [format for step in steps for format in step.formats.values()]
     if choice is None or not formats or device.kind != "cpu":
         return []

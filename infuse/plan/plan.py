@@ -1,6 +1,6 @@
-"""Plan: the whole decision for one model, and how it prints, as text and in a notebook.
+"""Plan: the decision for one model, and its text and HTML.
 
-Rows that differ only in a number of their path print as one: `layers.{0-15}`.
+Rows that differ only in one number of their path print as one: `layers.{0-15}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
 
-# The words of a plan that occur in it are explained below it.
+# A plan's text ends with an explanation of those words that occur in it.
 _WORDS = {
     "block": "a whole layer, replaced by ours",
     "split": "a layer whose linears ranks share, in its own forward",
@@ -38,8 +38,9 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one model on one device, for one rank of `mesh`. `before_bytes` and `after_bytes` are the
-    parameters' bytes.
+    """The decision for one model on one device, for one rank of `mesh`.
+
+    `before_bytes` and `after_bytes` count parameters and buffers.
     """
 
     model: str
@@ -55,7 +56,7 @@ class Plan:
     mesh: Mesh = ONE
 
     def digest(self) -> str:
-        """A fingerprint of the decision: equal on every rank that decided alike."""
+        """A fingerprint of the decision, equal on all ranks that decided alike."""
         steps = [
             (
                 step.path,
@@ -86,7 +87,7 @@ class Plan:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The lines of the table: what is replaced, what is left, who declined, notes, memory, and what the words mean."""
+    """The lines of the text: replacements, modules left alone, kernels that declined, notes, memory, a legend."""
     yield title(plan)
     rows = step_rows(plan)
     if rows:
@@ -136,7 +137,7 @@ def memory(plan: Plan) -> str:
 
 
 def legend(plan: Plan) -> list[str]:
-    """The meaning of the words and of the kernels that the plan names, a line for each."""
+    """Two lines that explain the words and the kernels that the plan names."""
     used = (
         {step.depth for step in plan.steps}
         | ({"left"} if plan.left else set())
@@ -160,7 +161,7 @@ def _step_text(step: Step) -> tuple[str, str, str]:
 
 
 def _formats_text(step: Step) -> str:
-    """Each format with the bytes that it takes in one such module, and with its matrices where not all are alike."""
+    """Each format with its bytes in one such module, and its matrices if formats differ."""
     by_format: dict[str, list[tuple[str, int]]] = {}
     for target, format, size in step.matrices:
         if format:
@@ -177,7 +178,7 @@ def _bytes_text(size: int) -> str:
 
 
 class Report(str):
-    """The text of a report; notebooks show its plan as a table."""
+    """A report's text; notebooks show its plan as a table."""
 
     _plan: Plan
     _rest: str

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
+from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.ranks import Shape
+from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes, matrices_made
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
+_DEPTHS: Mapping[type, str] = MappingProxyType(
+    {LayerShape: BLOCK, SplitShape: SPLIT, LinearShape: LINEAR, EmbeddingShape: EMBEDDING, type(None): ATTENTION}
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One replacement. `path` names the module, `depth` is "block", "split", "linear", "embedding" or "attention" (no
-    shape).
+    """Replace the module at `path` by one with the numbers of `shape`; only the step for attention has no shape.
 
     `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
-    cache; `shares` is the path of the head whose weight an embedding looks its rows up in. Where ranks share the
-    module, `shape` and `fills` are this rank's, and `whole` is the shape of all of it; `others` are further
-    interpretations of a layer that is split, for the proof to choose from. `skips_padding`: an encoder's layer returns
-    zeros at the padding instead of computing it.
+    cache. `shares` is the path of the head whose weight an embedding looks its rows up in. If ranks share the module,
+    `shape` and `fills` are this rank's and `whole` is the shape of all of it; `others` are further interpretations of a
+    layer without a spec, and the proof picks one. `skips_padding`: an encoder's layer returns zeros at the padding
+    instead of computing it.
     """
 
     path: str
-    depth: str
     layer: str
     shape: Shape | None
     fills: tuple[Fill, ...]
@@ -38,8 +44,13 @@ class Step:
     skips_padding: bool = False
 
     @property
+    def depth(self) -> str:
+        """How much of the module is replaced, in the plan's words."""
+        return _DEPTHS[type(self.shape)]
+
+    @property
     def kind(self) -> tuple:
-        """Steps of one kind differ in their weights and place only: one proof speaks for all."""
+        """Equal for steps that differ only in their weights and place, so that one proof covers all of them."""
         return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
 
     @property
@@ -49,7 +60,7 @@ class Step:
 
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
-        """Each matrix: its target, its format, and where it has one the bytes that are held, scales and zeros included."""
+        """Target, format and bytes of each matrix; the bytes include scales and zeros, and are 0 without a format."""
         if self.shape is None:
             return ()
         sizes = held_bytes(self.fills, self.shape, self.bodies)

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from infuse import interrupts
 from infuse.architectures.model_inputs import SEED, StopModel, watched
+from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
 from infuse.proof.sessions import Session, session_inputs, short_window
 
@@ -108,16 +109,15 @@ def _run_and_record(
         model(**inputs)
 
 
-def linear_cases(inputs: int, device: torch.device) -> list[Case]:
-    """Random rows for a linear: one, some, and more than kernels for few rows take."""
+def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
+    """For a table, random rows of it and its first and last one; for a linear, random inputs: one, some, and more rows
+    than kernels for few rows take.
+    """
     generator = torch.Generator().manual_seed(SEED)
-    return [_one_call(torch.randn(1, rows, inputs, generator=generator), device) for rows in (1, 7, 33)]
-
-
-def embedding_cases(rows: int, device: torch.device) -> list[Case]:
-    """Random rows of a table, and its first and last one."""
-    index = torch.randint(rows, (1, 30), generator=torch.Generator().manual_seed(SEED))
-    return [_one_call(torch.cat((torch.tensor([[0, rows - 1]]), index), dim=1), device)]
+    if matrix.op == "embedding":
+        index = torch.randint(matrix.outputs, (1, 30), generator=generator)
+        return [_one_call(torch.cat((torch.tensor([[0, matrix.outputs - 1]]), index), dim=1), device)]
+    return [_one_call(torch.randn(1, rows, matrix.inputs, generator=generator), device) for rows in (1, 7, 33)]
 
 
 def _one_call(x: Tensor, device: torch.device) -> Case:

@@ -55,13 +55,6 @@ def _checksums(text: Any) -> tuple[int, ...]:
     return tuple(int(value, 16) for value in str(text).split())
 
 
-def _by_path(steps: Any) -> Any:
-    found = {step["path"]: step for step in steps}
-    if len(found) < len(steps):
-        raise ValueError("a path stands twice")
-    return found
-
-
 def _floating(value: Any) -> torch.dtype:
     dtype = parse_dtype(value)
     if not dtype.is_floating_point:
@@ -76,7 +69,6 @@ class _Record(BaseModel):
 class SavedStep(_Record):
     """A step that was carried out: what its tensors mean, and the format of each matrix."""
 
-    path: str
     kind: str
     formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
 
@@ -100,7 +92,7 @@ class SavedIndex(_Record):
     dtype: Annotated[torch.dtype, BeforeValidator(_floating)]
     format_of_weights: Format
     quant: Quant
-    steps: Annotated[dict[str, SavedStep], BeforeValidator(_by_path)]
+    steps: dict[str, SavedStep]
     readings: dict[str, tuple[str, ...]]
     files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
 
@@ -155,8 +147,6 @@ def read_index(folder: Path) -> SavedIndex | None:
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
         raise CheckpointError(f"{path}: corrupt: {'; '.join(problems)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of what is read before it is validated
-        raise CheckpointError(f"{path}: corrupt: {type(error).__name__}: {error}") from error
     for file in index.files:
         inside(folder, file.name, path)
     return index

@@ -27,7 +27,7 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.formats import matrices_made
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, LINEAR, SPLIT, Step
+from infuse.plan.step import BLOCK, SPLIT, Step
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.shards.files import Bundle, write_shards
@@ -46,7 +46,7 @@ def save(
     CheckpointError on all ranks where one fails; then there is no index. Of a layer without a spec that ranks share,
     the index has each quantized linear as a step, as one rank would take it, and the interpretation of the layer.
     """
-    steps = [entry for step in plan.steps for entry in _entries(step)]
+    steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
     readings = {step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
@@ -173,14 +173,18 @@ def packed_fill(step: Step, fill: Fill) -> bool:
     return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
 
 
-def _entries(step: Step) -> list[dict[str, Any]]:
-    """What the index says of a step."""
+def _entries(step: Step) -> dict[str, dict[str, Any]]:
+    """What the index says of a step, by path."""
     if step.depth != SPLIT:
-        return [{"path": step.path, "kind": kind_of(step), "formats": step.formats}] if is_packed(step) else []
-    made = [(f"{step.path}.{fill.target}".removesuffix(".weight"), fill) for fill in step.fills if fill.format]
-    return [
-        {"path": path, "kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}} for path, fill in made
-    ]
+        return {step.path: {"kind": kind_of(step), "formats": step.formats}} if is_packed(step) else {}
+    return {
+        f"{step.path}.{fill.target}".removesuffix(".weight"): {
+            "kind": kind_of_linear(step, fill),
+            "formats": {"weight": fill.format},
+        }
+        for fill in step.fills
+        if fill.format
+    }
 
 
 def kind_of(step: Step) -> str:
@@ -196,4 +200,4 @@ def kind_of_linear(step: Step, fill: Fill) -> str:
     path = fill.target.removesuffix(".weight")
     part = next(matrix for matrix in step.whole.matrices if matrix.target == path)
     shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
-    return kind_of(Step(path, LINEAR, "Linear", shape, shape.fills, (), ""))
+    return kind_of(Step(path, "Linear", shape, shape.fills, (), ""))

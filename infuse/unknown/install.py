@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from infuse.architectures.split import SplitShape
 from infuse.parallel.group import Group
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
-_MISSING = object()
 
 
 def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, group: Group, what: str) -> None:
@@ -44,25 +42,6 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
         hooks = layer.get_submodule(path)._forward_hooks
         gather = partial(_return_all_heads, group, shape.head_counts, f"weights of {what}.{path}")
         put(hooks, RemovableHandle(hooks).id, gather)
-
-
-@contextmanager
-def putting_for_a_while() -> Iterator[Put]:
-    """A `put` whose changes are taken back at the end."""
-    before: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
-
-    def put(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        before.append((mapping, key, mapping.get(key, _MISSING)))
-        mapping[key] = value
-
-    try:
-        yield put
-    finally:
-        for mapping, key, value in reversed(before):
-            if value is _MISSING:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = value
 
 
 class _OwnCount:

@@ -1,8 +1,8 @@
 """Checksums of weights: ranks verify that they were given the same model.
 
 A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared:
-`SAMPLED_ROWS` rows, spread over the first axis, or all of a small tensor. Our own shards differ from rank to rank, so their
-index is compared.
+`SAMPLED_ROWS` rows, spread over the first axis, or all of a small tensor. Our own shards differ from rank to rank, so
+their index is compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) ->
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
-    """A checksum of all values of each parameter and buffer. Tensors of other classes (quantized elsewhere) count by their shape."""
+    """A checksum of all values of each parameter and buffer. Tensors of other classes (quantized elsewhere) count by
+    their shape.
+    """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {name: _sum(tensor) for name, tensor in tensors.items()}
     devices = {tensor.device for tensor in found.values()}
@@ -45,7 +47,7 @@ def live_sums(model: nn.Module) -> dict[str, int]:
 
 def sampled_sums(reader: ModelReader) -> dict[str, int]:
     """A checksum of some rows of each tensor that the checkpoint holds for the model."""
-    return {name: _sampled(reader, name) for name in sorted(reader.shapes)}
+    return {name: _sampled(reader, name) for name in sorted(reader.tensors)}
 
 
 def index_sum(path: Path) -> dict[str, int]:
@@ -54,7 +56,7 @@ def index_sum(path: Path) -> dict[str, int]:
 
 
 def _sampled(reader: ModelReader, name: str) -> int:
-    shape = reader.shapes[name]
+    shape = reader.tensors[name].shape
     if torch.Size(shape).numel() <= SMALL_VALUES:
         return int(_sum(reader.read(name)))
     rows = max(SMALL_VALUES // SAMPLED_ROWS, 1) if len(shape) == 1 else 1

@@ -53,6 +53,17 @@ class Joined:
         """The tensor; of files that have the same, `first` is read."""
         return cls(name, files, tiling, tiling.spans(first))
 
+    @property
+    def shape(self) -> Shape:
+        """The whole tensor's."""
+        stored = next(iter(self.files.values())).stored[self.name].shape
+        axis = self.tiling.axis
+        return (*stored[:axis], self.tiling.length, *stored[axis + 1 :]) if stored else ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.files.values())).stored[self.name].dtype
+
     def read(self, part: Part = ()) -> Tensor:
         """The tensor or that part of it, from the files that have it."""
         if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
@@ -75,7 +86,7 @@ class Joined:
     def _columns(self, span: Span) -> slice:
         """Where a span lies in its file. A scale that stands for all of a row is there for each part of the row."""
         stored = self.files[span.source].stored[self.name].shape[self.tiling.axis]
-        length = sum(stop - start for start, stop in self.tiling.parts[span.source])
+        length = self.tiling.part_length(span.source)
         if stored == 1 < length:
             return slice(0, 1)
         return slice(span.start * stored // length, span.stop * stored // length) if length else slice(0, 0)

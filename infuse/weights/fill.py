@@ -1,7 +1,6 @@
-"""Fill → tensor: read a part → merge → cast → quantize → lay, part by part. The only path that a weight takes to its
-place.
+"""Fill → tensor: read, merge, cast, quantize and pack a weight, part by part. The only path that a weight takes.
 
-Beside the sources that are in memory already and the result, only a part is there at a time.
+Beside the sources that are in memory already and the result, only one part is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,37 +21,36 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, tensor_at
 
-PART_VALUES = (
-    1 << 20
-)  # of a source at a time: they stay in a core's cache, and an allocator gives the same memory for the next
+# Values of a source that are read at a time: they stay in a core's cache, and the allocator reuses their memory.
+PART_VALUES = 1 << 20
 
 
 def moves(fill: Fill) -> bool:
-    """Whether the target is the source itself: the parameter is handed on, and whoever shares it goes on sharing it."""
+    """True if the parameter can be reused as is, which keeps weights tied."""
     alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
     return alone and not fill.transposed and fill.packing is None and fill.format is None
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
-    """Whether `source` has what the target is made from: a table that it computes, or a weight that it shares with
-    others.
-    """
+    """Whether the module has what the target is made from: a table that it computes, or a weight that others share."""
     return not tensor_at(source, fill.sources[0]).is_meta
 
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
-    """The target tensor of `fill` in `dtype` (None: as it is). A lone source is moved, not copied."""
+    """The target tensor of `fill` in `dtype` (None: as it is). A single source that needs no change is not copied."""
     if fill.merge == STACK:
         tensor = torch.stack([reader.read(fill.sources[span.source]) for span in _spans(fill, reader)])
     elif moves(fill):
         tensor = reader.read(fill.sources[0])
     else:
         return _copied(fill, reader, dtype)
-    return tensor if dtype is None else memory.copied(tensor, dtype) if tensor.dtype != dtype else tensor
+    if dtype is None or dtype == tensor.dtype:
+        return tensor
+    return memory.copied(tensor, dtype)
 
 
 def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
-    """The target in memory of its own, put together and cast part by part."""
+    """The target in memory of its own, assembled and cast part by part."""
     whole: Tensor | None = None
     for limits, pieces in _parts(fill, reader):
         if whole is None:
@@ -165,25 +163,20 @@ def fill_module(
 
 
 def fill_saved(
-    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[..., Tensor | None], dtype: torch.dtype
+    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str, Cut | None], Tensor], dtype: torch.dtype
 ) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut)` gives a part, None
-    for what is not there.
-    """
+    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut)` gives a part."""
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
-        place = module.get_submodule(owner)
+        place: Any = module.get_submodule(owner)
+        stored = saved_tensors(module, path, [fill])
+        values = {name.rpartition(".")[2]: read(name, fill.cut) for name in stored}
         if fill.format is not None:
-            at = ".".join(part for part in (path, owner) if part)
-            format = quant_format(fill.format)
-            data, scale, zero = (read(f"{at}.{name}", fill.cut) for name in ("data", "scale", "zero"))
-            assert data is not None and scale is not None, fill
             shape = (place.out_features, place.in_features)
-            place.hold([QuantizedWeight(data, scale, zero, shape, format)])  # type: ignore[operator,arg-type]
-        elif leaf in place._parameters:
-            value = read(f"{path}.{fill.target}", fill.cut)
-            assert value is not None, fill
-            place._parameters[leaf] = nn.Parameter(value.to(dtype), requires_grad=False)
+            format = quant_format(fill.format)
+            place.hold([QuantizedWeight(values["data"], values["scale"], values.get("zero"), shape, format)])
+        elif values:
+            place._parameters[leaf] = nn.Parameter(values[leaf].to(dtype), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -196,20 +189,18 @@ class Wanted:
 
 
 def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, Wanted]:
-    """What `fill_saved` reads for `module`, on meta, by name."""
+    """What `fill_saved` reads for `module`, by name."""
     wanted: dict[str, Wanted] = {}
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
-        place = module.get_submodule(owner)
+        place: Any = module.get_submodule(owner)
+        at = ".".join(part for part in (path, owner) if part)
         if fill.format is not None:
-            like: Any = torch.empty((place.out_features, place.in_features), device="meta")  # type: ignore[arg-type]
+            like = torch.empty((place.out_features, place.in_features), device="meta")
             weight = quant_format(fill.format).quantize(like)
-            at = ".".join(part for part in (path, owner) if part)
-            parts = {"data": weight.data, "scale": weight.scale, "zero": weight.zero}
-            stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
-            wanted |= {
-                f"{at}.{name}": Wanted(tuple(tensor.shape), tensor.dtype, fill.cut) for name, tensor in stored.items()
-            }
+            for name in ("data", "scale", "zero"):
+                if (tensor := getattr(weight, name)) is not None:
+                    wanted[f"{at}.{name}"] = Wanted(tuple(tensor.shape), tensor.dtype, fill.cut)
         elif leaf in place._parameters:
-            wanted[f"{path}.{fill.target}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
+            wanted[f"{at}.{leaf}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
     return wanted

@@ -18,7 +18,7 @@ from infuse.architectures import bind_any, specs_for
 from infuse.architectures.part import extents_of
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Joined, TensorSource, in_words
-from infuse.weights.pieces import Packed, Shape, packed_qkv
+from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Part
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # which models kept for each layer once
@@ -49,16 +49,8 @@ class ModelReader:
     """A checkpoint in the words of a model. `notes` tells what of the checkpoint the model has no place for."""
 
     checkpoint: TensorSource
-    names: dict[str, str]
-    shapes: dict[str, Shape]
     tensors: dict[str, Joined] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.checkpoint.pieces[self.names[name]].dtype
 
     def read(self, name: str, part: Part = ()) -> Tensor:
         """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
@@ -81,7 +73,7 @@ def model_reader(
     missing, misshaped = [], []
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
     packed = packings(model) if checkpoint.in_pieces else {}
-    reader = ModelReader(checkpoint, names, {})
+    reader = ModelReader(checkpoint)
     drifted: list[str] = []
     for tied in by_tensor.values():
         found = [name for name in tied if name in names]
@@ -101,7 +93,7 @@ def model_reader(
             elif name in found and not pieces.are_copies(wanted):
                 drifted.append(stored)
             if joined is not None:
-                reader.shapes[name], reader.tensors[name] = wanted, joined
+                reader.tensors[name] = joined
         for other in found[1:]:
             both = found[0] in reader.tensors and other in reader.tensors
             if both and not (checkpoint.holds_replaced or _equal(reader, found[0], other)):
@@ -225,7 +217,7 @@ def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
 
 def _equal(reader: ModelReader, first: str, second: str) -> bool:
     """Whether two names have the same values, read in parts."""
-    rows = reader.shapes[first][0] if reader.shapes[first] else 0
+    rows = reader.tensors[first].shape[0] if reader.tensors[first].shape else 0
     parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
     return all(torch.equal(reader.read(first, part), reader.read(second, part)) for part in parts)
 

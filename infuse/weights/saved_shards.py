@@ -40,19 +40,8 @@ class SavedTensor(Joined):
     is_cut: bool
 
     @property
-    def shape(self) -> Shape:
-        """The whole tensor's."""
-        stored = next(iter(self.files.values())).stored[self.name].shape
-        axis = self.tiling.axis
-        return (*stored[:axis], self.tiling.length, *stored[axis + 1 :]) if self.is_cut else stored
-
-    @property
     def shapes(self) -> tuple[Shape, ...]:
         return (self.shape,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.files.values())).stored[self.name].dtype
 
     def are_copies(self, whole: Shape) -> bool:
         return True
@@ -75,9 +64,9 @@ class SavedTensor(Joined):
             if found != dtype if dtype else not found.is_floating_point:
                 return f"{found}, the model has {dtype or 'floating values'}"
             if self.is_cut or cut:
-                there = sum(stop - start for start, stop in tiling.parts[rank])
+                there = tiling.part_length(rank)
                 like = len(shape) == len(wanted) and _without(shape, axis) == _without(wanted, axis)
-                like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == 1)
+                like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == wanted[axis] == 1)
             else:
                 like = shape == wanted
             if not like:
@@ -125,11 +114,9 @@ class SavedShards:
         tensor = self.pieces[name]
         return tensor if tensor.shape == wanted else None
 
-    def part(self, name: str, cut: Cut | None) -> Tensor | None:
-        """A tensor of that name as it is stored, or a rank's part of it; None where there is none."""
-        tensor = self.pieces.get(name)
-        if tensor is None:
-            return None
+    def part(self, name: str, cut: Cut | None) -> Tensor:
+        """A tensor as it is stored, or a rank's part of it."""
+        tensor = self.pieces[name]
         return tensor.along(cut).ranges(cut.ranges) if cut else tensor.read()
 
     def fault(self, name: str, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
@@ -142,7 +129,7 @@ class SavedShards:
 
 def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bool) -> None:
     """CheckpointError where the shape of a tensor is not what the index says of the rank's part."""
-    shape, own = file.stored[name].shape, sum(stop - start for start, stop in cut.parts[rank])
+    shape, own = file.stored[name].shape, cut.part_length(rank)
     if cut.axis >= len(shape):
         raise CheckpointError(f"{file.path}: {name} is {shape}, and the index cuts it on axis {cut.axis}")
     if is_plain and shape[cut.axis] != own:

@@ -1,8 +1,7 @@
-"""The state dict of a replaced module, in the names, shapes and packing of the original: `source_tensors` on saving,
-`filled` on loading.
+"""State dict of a replaced module in the original's names, shapes and packing.
 
-Hooks of the new module do it, so that `state_dict`, `save_pretrained` and `load_state_dict` of any model around it need
-not know.
+Hooks of the new module convert it: `source_tensors` on saving, `filled` on loading. So `state_dict`, `save_pretrained`
+and `load_state_dict` of any model around the module work as they are.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ _BUFFERS = ("data", "scale", "zero")  # of a quantized weight
 
 @dataclass
 class Original:
-    """What a replaced module at `path` held, by the names that it had there: `shapes`, and the fills that were made of
-    it.
+    """What the replaced module at `path` held: `shapes` by its own names, and the fills made of them.
 
-    `dequantized` is set while quantized weights may be saved in `dtype`: the tensors made so far, by the address of
-    their codes, so that tied weights stay tied.
+    `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
+    tensors made so far, so that tied weights stay tied.
     """
 
     path: str
@@ -45,7 +43,7 @@ class Original:
     dequantized: WeakValueDictionary[int, Tensor] | None = None
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-        """State-dict hook: replace our tensors in `state` by the original's."""
+        """State-dict hook: replace our tensors in `state` with the original's."""
         self._refuse_parts("A state dict")
         made: dict[str, Tensor] = {}
         for fill in self.fills:
@@ -55,7 +53,7 @@ class Original:
         state.update({prefix + name: made[name] for name in self.shapes if name in made})
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
-        """The target of `fill`, taken out of `state`; None where another module stands in its place now."""
+        """Take the target of `fill` out of `state`; None if another module has taken its place."""
         owner = fill.target.rpartition(".")[0]
         if fill.format is None:
             return state.pop(prefix + fill.target, None)
@@ -84,7 +82,7 @@ class Original:
         self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, missing: list[str],
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        """Load hook: replace the original's tensors in `state` by ours; quantized weights are quantized anew, in place."""
+        """Load hook: replace the original's tensors in `state` with ours, and quantize quantized weights again, in place."""
         self._refuse_parts("load_state_dict")
         given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
         for name, wanted in self.shapes.items():
@@ -104,7 +102,7 @@ class Original:
     def _fill(
         self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
     ) -> None:
-        """Give `state` the target of `fill`, made of what is given and, for the rest, of what is there."""
+        """Put the target of `fill` into `state`; sources that are not given keep the values that the module has."""
         owner = fill.target.rpartition(".")[0]
         place: Any = module.get_submodule(owner)
         if any(name not in given for name in fill.sources):
@@ -127,7 +125,7 @@ class Original:
         self._keep(fill, module, state, prefix)
 
     def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
-        """Give `state` the target of `fill` as the module has it, where it has none."""
+        """Put the target of `fill` into `state` as the module has it, unless it is there."""
         owner, _, leaf = fill.target.rpartition(".")
         place, at = module.get_submodule(owner), f"{prefix}{owner}." if owner else prefix
         for name in (leaf,) if fill.format is None else _BUFFERS:
@@ -136,7 +134,7 @@ class Original:
                 state.setdefault(f"{at}{name}", held.detach())
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
-        """Whether `state` has the target that `name` is a source of, under our own name."""
+        """Whether `state` has, under our own name, the target that `name` is a source of."""
         fill = next(fill for fill in self.fills if name in fill.sources)
         return (
             prefix + (fill.target if fill.format is None else f"{fill.target.rpartition('.')[0]}.data".lstrip("."))
@@ -152,7 +150,7 @@ class Original:
 
 
 class _Given:
-    """A source of tensors that are in memory."""
+    """Read tensors that are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | None):
         self._tensors, self._device = tensors, device
@@ -176,9 +174,9 @@ def keep_names(
     bodies: Mapping[str, str],
     put: Put,
 ) -> None:
-    """Make the state dict of `new`, filled by `fills`, that of `old`, which it replaces at `path`.
+    """Give `new`, which replaces `old` at `path` and was filled by `fills`, the state dict of `old`.
 
-    `put(mapping, key, value)` sets each hook, so that it can be taken back.
+    `put(mapping, key, value)` sets each hook, so that the caller can undo it.
     """
     held = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
     saved = tuple(fill for fill in fills if all(name in held for name in fill.sources))
@@ -192,10 +190,10 @@ def keep_names(
 
 @contextmanager
 def dequantized(model: nn.Module) -> Iterator[None]:
-    """Let `state_dict()`, `save_pretrained()` and the like of `model` give quantized weights back in the plan's dtype,
-    while inside.
+    """Inside the `with`, `state_dict()`, `save_pretrained()` and the like of `model` dequantize quantized weights to the
+    plan's dtype.
 
-    The values are those that the quantized weights stand for. The whole state dict is in memory at once.
+    The values have the rounding of the format. The whole state dict is in memory at once.
     """
     hooks = [hook for module in model.modules() for key, hook in module._state_dict_hooks.items() if key == _KEY]
     originals: list[Original] = [hook.__self__ for hook in hooks]  # type: ignore[attr-defined]

@@ -13,8 +13,6 @@ MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
 ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
 COMBINED_BLOCK = 512  # outputs for each program that adds up parts
 DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for each of its 128 threads
-ARGMAX_SHARE = 2048  # scores for each program that looks for the largest
-SAMPLED_BLOCK = 4096  # scores at a time in the one program that draws from a row
 # Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8
 # rows of 8192 values of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
 MOST_NORMED_ROWS = 8

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from fake_graph import FakeBackend
 from graphed import graphed
 from test_auto_tp import t5
 from test_graph_decode import PROMPT, made, original, padded, rows_of, same, seeded
@@ -21,11 +22,10 @@ from transformers import DynamicCache
 
 import infuse
 from infuse.graphs.bucket import Bucket
-from infuse.graphs.device_loop import Run
-from infuse.graphs.graphed_cache import LentCache
+from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.cache import KVCache, KVSlot
 
-WARM = 2
+EAGER = 2  # steps before the capture
 BEAMS: dict[str, dict[str, Any]] = {
     "2 beams": dict(num_beams=2),
     "3 beams, 2 returned": dict(num_beams=3, num_return_sequences=2),
@@ -37,11 +37,11 @@ BEAMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", BEAMS)
 def test_beams(mode: str) -> None:
-    """One graph, captured at the third step of the first call; all steps but the warm ones are replays."""
+    """One graph, captured at the third step of the first call; all steps but the first two are replays."""
     engine, backend = graphed(made("llama"))
     for call, padding in enumerate(("left", None, "left"), start=1):
         same("llama", engine, **padded(padding=padding), **BEAMS[mode])
-        assert (len(backend.captures), backend.warmed, backend.replays) == (1, WARM, 13 * call - WARM)
+        assert (len(backend.captures), backend.warmed, backend.replays) == (1, 1, 13 * call - EAGER)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_beams_of_families(name: str) -> None:
     engine, backend = graphed(made(name))
     for _ in range(2):
         same(name, engine, **padded(name), num_beams=3)
-    assert len(backend.captures) == 1 and backend.replays == 2 * 13 - WARM
+    assert len(backend.captures) == 1 and backend.replays == 2 * 13 - EAGER
 
 
 @pytest.mark.parametrize("early", [True, False, "never"])
@@ -78,23 +78,21 @@ def test_beams_grow_into_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None
     engine, backend = graphed(made("llama"))
     for call in (1, 2):
         same("llama", engine, **padded(), max_new_tokens=90, num_beams=2)
-        assert backend.replays == 89 * call - 2 * WARM
-    assert [bucket.capacity_tokens for bucket in engine.module._infuse.buckets._idle] == [64, 128] and len(
+        assert backend.replays == 89 * call - 2 * EAGER
+    assert [bucket.capacity_tokens for bucket in engine.module._infuse.buckets.idle] == [64, 128] and len(
         backend.captures
     ) == 2
 
 
 def test_a_bucket_serves_our_loop_and_others() -> None:
-    """What one loop makes in inference mode the other writes to without it; the steps that the host chooses over are
-    the same ones.
-    """
+    """By one graph for each number of rows: what one loop makes in inference mode the other writes to without it."""
     engine, backend = graphed(made("llama"))
     for _ in range(2):
         same("llama", engine, **padded())
         same("llama", engine, **padded(batch=1), num_beams=3)
         same("llama", engine, **padded(), no_repeat_ngram_size=2)
         same("llama", engine, **padded(), no_repeat_ngram_size=2, do_sample=True)
-    assert len(engine.module._infuse.buckets._idle) == 1 and len(backend.captures) == 2
+    assert len(engine.module._infuse.buckets.idle) == 1 and len(backend.captures) == 1
 
 
 def test_a_cap_on_tokens() -> None:
@@ -115,7 +113,7 @@ def test_results_are_the_callers(beams: int) -> None:
     exact = [seeded(original("llama"), **padded(seed=seed), **asked) for seed in (11, 12)]
     found = [seeded(engine, **padded(seed=seed), **asked) for seed in (11, 12)]
     seeded(engine, **padded(seed=13), **asked)
-    assert len(backend.captures) == 1 and backend.replays == 3 * 7 - WARM
+    assert len(backend.captures) == 1 and backend.replays == 3 * 7 - EAGER
     for ours, theirs in zip(found, exact, strict=True):
         assert type(ours) is type(theirs) and torch.equal(ours.sequences, theirs.sequences)
         for name in ("scores", "logits"):
@@ -187,7 +185,7 @@ def test_a_model_that_reads_the_device_goes_on_without() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         same("llama-dynamic", engine, **kwargs)
-    assert not backend.captures and backend.warmed == WARM, "it is not tried again"
+    assert not backend.captures and backend.warmed == 1, "it is not tried again"
 
 
 def test_an_encoder_with_a_decoder_stays_as_it_is() -> None:
@@ -214,7 +212,7 @@ def test_inputs_of_the_models_own_making() -> None:
     engine, backend = graphed(model)
     for call in (1, 2):
         same("llama", engine, **padded())
-        assert backend.replays == 13 * call - WARM
+        assert backend.replays == 13 * call - EAGER
 
 
 def test_other_kernels_are_another_graph() -> None:
@@ -229,11 +227,11 @@ def test_other_kernels_are_another_graph() -> None:
     assert len(backend.captures) == 2
 
 
-# ---- a caller's own loop over a cache that is lent
+# ---- a caller's own loop
 
 
-def lent(engine: Any, batch: int = 3, tokens: int = 40) -> LentCache:
-    return LentCache(Run(engine.module.forward.run, engine.module._infuse.buckets, batch, tokens))
+def graphed_cache(engine: Any, batch: int = 3, tokens: int = 40) -> GraphedCache:
+    return GraphedCache(engine.module._infuse.buckets, batch, tokens)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])
@@ -243,7 +241,7 @@ def test_calls_of_every_kind(name: str) -> None:
     cache.
     """
     engine, backend = graphed(made(name))
-    exact, ours, theirs = original(name), lent(engine), DynamicCache(config=original(name).config)
+    exact, ours, theirs = original(name), graphed_cache(engine), DynamicCache(config=original(name).config)
     generator = torch.Generator().manual_seed(7)
     mask, kept = padded(name)["attention_mask"], []
     sizes = [PROMPT, 1, 1, 1, 1, 3, 1, 1, "crop", 1, 1, "rows", 1, 1, "hidden", 1, 60, 1, 1, 1, 1]
@@ -289,8 +287,8 @@ def test_calls_that_are_no_steps() -> None:
 
     exact = original("llama")
 
-    def ready() -> tuple[LentCache, DynamicCache]:
-        ours, theirs = lent(engine), DynamicCache(config=exact.config)
+    def ready() -> tuple[GraphedCache, DynamicCache]:
+        ours, theirs = graphed_cache(engine), DynamicCache(config=exact.config)
         for model, cache in ((engine.module, ours), (exact, theirs)):
             model(input_ids=padded()["input_ids"], past_key_values=cache)
         return ours, theirs
@@ -312,11 +310,11 @@ def test_calls_that_are_no_steps() -> None:
     longer = dict(step, attention_mask=torch.ones(3, PROMPT + 4, dtype=torch.long))
     four_axes = dict(step, attention_mask=torch.zeros(3, 1, 1, PROMPT + 1))
     embedded = dict(inputs_embeds=torch.randn(3, 1, exact.config.hidden_size))
-    assert calls([longer, step, step, step, step]) == (WARM, 1, 2), "the first is no step, those after it are"
+    assert calls([longer, step, step, step, step]) == (1, 1, 2), "the first is no step, those after it are"
     assert calls([four_axes, step, step, step]) == (0, 0, 3)
     assert calls([embedded] * 4) == (0, 0, 0)
     assert calls([dict(step, return_dict=False)] * 4) == (1, 0, 0), "a tuple is found out once"
-    assert calls([dict(step, position_ids=torch.ones(3, 1, dtype=torch.long), use_cache=False)] * 4) == (WARM, 1, 2)
+    assert calls([dict(step, position_ids=torch.ones(3, 1, dtype=torch.long), use_cache=False)] * 4) == (1, 1, 2)
     with torch.enable_grad():
         assert calls([step] * 4) == (0, 0, 0)
     ours, _ = ready()
@@ -327,7 +325,7 @@ def test_calls_that_are_no_steps() -> None:
 @torch.no_grad()
 def test_a_cache_after_its_run() -> None:
     engine, _ = graphed(made("llama"))
-    cache, other = lent(engine), KVCache()
+    cache, other = graphed_cache(engine), KVCache()
     for each in (cache, other):
         engine.module(input_ids=padded()["input_ids"], past_key_values=each)
     copies = [copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))]
@@ -340,7 +338,7 @@ def test_a_cache_after_its_run() -> None:
             engine.module(input_ids=ids, past_key_values=each, return_dict=True).logits, exact, atol=1e-5
         )
         assert each.get_seq_length() == PROMPT + 1
-    dropped = lent(engine)
+    dropped = graphed_cache(engine)
     dropped.end(keep=False)
     assert dropped.get_seq_length() == 0
 
@@ -348,7 +346,7 @@ def test_a_cache_after_its_run() -> None:
 def test_beams_are_reordered_where_they_lie() -> None:
     """While there may be graphs of it; into new storages, in one pass, once there are none."""
     engine, _ = graphed(made("llama"))
-    cache = lent(engine)
+    cache = graphed_cache(engine)
     keys, values = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
     cache.update(keys, values, 0)
     before = [storage.data_ptr() for storage in cache.storages()]
@@ -376,7 +374,7 @@ def test_beams_are_reordered_where_they_lie() -> None:
 def test_a_bucket_is_handed_on_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another stream may be given it at once: what is copied from it comes before that."""
     engine, backend = graphed(made("llama"))
-    cache, buckets, seen = lent(engine), engine.module._infuse.buckets, []
+    cache, buckets, seen = graphed_cache(engine), engine.module._infuse.buckets, []
     engine.module(input_ids=padded()["input_ids"], past_key_values=cache)
     turn, inside = backend.turn, [False]
 
@@ -397,15 +395,16 @@ def test_a_bucket_is_handed_on_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("how", ["place", "storages"])
 def test_room_that_is_empty_holds_no_rubbish(how: str) -> None:
-    bucket = Bucket(64)
+    bucket = Bucket(FakeBackend(), 64)
     bucket.cache.update(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4), 0)
-    bucket.stand(5)
+    bucket.bind(5)
     slot = bucket.cache.layers[0]
     if how == "storages":
         slot.key_storage, slot.value_storage = (torch.full_like(storage, torch.nan) for storage in slot.whole())
     else:
         for storage in slot.whole():
             storage[:, :, 3:] = torch.nan
-    place = 5 if how == "storages" else 3
-    for storage in bucket.stand(place):
-        assert not storage[:, :, place:].any()
+    tokens = 6 if how == "storages" else 3
+    bucket.bind(tokens)
+    for storage in bucket.cache.storages():
+        assert not storage[:, :, tokens:].any()

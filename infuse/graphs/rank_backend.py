@@ -1,9 +1,9 @@
-"""Graphs of ranks that share a model: what one rank cannot capture, none does. Which collectives may be captured, the
-group knows.
+"""RankBackend: capture by ranks that share a model. If capture fails on any rank, all ranks run eagerly. `Group` knows
+which collectives can be captured.
 
-Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare notes where it
-is rare: after each run before a capture, after each capture, and, in the exchange that every call begins with, on what
-they keep. A replay costs nothing.
+Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare results where
+it is rare: after the run before a capture, after the capture, and, in the exchange that every call begins with, which
+graphs they keep. A replay costs nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from infuse.errors import RankError
-from infuse.graphs.capture import Backend, Captured, Letter
-from infuse.graphs.graph import where
+from infuse.graphs.capture import Backend, Captured
+from infuse.graphs.runner import where
 from infuse.parallel.group import Group
 
 _T = TypeVar("_T")
 _UNLIKE = "the ranks have left different numbers of operations to the device"
 
 
-class Together:
-    """A backend of one rank, in step with the others'."""
+class RankBackend:
+    """The capture backend of one rank, in step with the others'."""
 
     def __init__(self, backend: Backend, group: Group):
         self._backend, self._group = backend, group
 
     def warm(self, run: Callable[[], _T]) -> _T:
-        """An error on all ranks at one place is each one's own; else a RankError: of some, others have waited in vain
-        for the sums.
+        """Run once. An error of all ranks after equally many collectives is raised as it is; of some ranks, as RankError
+        on the others, which wait for the missing collectives in vain.
         """
         result, error = None, None
         try:
@@ -54,9 +53,7 @@ class Together:
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Nothing ran, so that all can go on without: an error, on every rank, is a RuntimeError, whatever it was on
-        each.
-        """
+        """Capture on all ranks, or raise RuntimeError on all: nothing ran, so they can go on without a graph."""
         found, error = None, None
         try:
             with self._group.recorded():
@@ -75,8 +72,8 @@ class Together:
         return found
 
     def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
-        """On which ranks, and whether all have left as many sums to the device: else the next call's would meet those
-        of this one.
+        """On which ranks it failed, and whether all have queued equally many collectives: else the next call's would
+        pair with those of this one.
         """
         failed, queued = zip(*self._group.numbers([error is not None, self._group.queued()], what), strict=True)
         return [bool(each) for each in failed], len(set(queued)) == 1
@@ -86,6 +83,3 @@ class Together:
 
     def turn(self) -> Any:
         return self._backend.turn()
-
-    def post(self, tensor: Tensor) -> Letter:
-        return self._backend.post(tensor)

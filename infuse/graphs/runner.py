@@ -1,9 +1,9 @@
-"""CUDA graphs of any callable: one for each signature of its arguments, captured when a signature comes again. Knows
-nothing of models.
+"""GraphRunner: CUDA graphs of any callable, one for each signature of its arguments, captured at a signature's third
+call. Knows nothing of models.
 
     call 1, 2      run as they are: what libraries set up on first use is set up
-    call 3         arguments → inputs of ours → capture → replay → copies of the results
-    call 4, ...    arguments → inputs of ours →           replay → copies of the results
+    call 3         arguments → inputs of ours → warm run, capture → replay → copies of the results
+    call 4, ...    arguments → inputs of ours →                     replay → copies of the results
 
 Results are copied out: later calls write to the graph's own, never to what a caller holds. Gradients do not pass.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,8 @@ from infuse.errors import RankError
 from infuse.graphs.capture import Backend, Captured, backend_for, without_autocast_cache
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
-_WARM_CALLS = 2
-_KNOWN_CALLS = (
-    256  # signatures that are counted at most: a program whose every call has another length captures nothing
-)
+_EAGER_CALLS = 2
+_KNOWN_CALLS = 256  # signatures counted at most: a program whose every call has another length captures nothing
 
 
 @dataclass
@@ -47,7 +45,19 @@ class _Entry:
         return held + (self.captured.nbytes if self.captured is not None else 0)
 
 
-class Graphs:
+class FirstError:
+    """Warns of the first error that it is told, and of no other."""
+
+    def __init__(self, what: str):
+        self._what, self._warned = what, False
+
+    def __call__(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logs.warn(f"infuse: {self._what}: {where(error)}", stacklevel=8)
+
+
+class GraphRunner:
     """`function` with one graph for each signature of its arguments; calls from several threads come one after the
     other.
 
@@ -55,7 +65,7 @@ class Graphs:
     plain, other arguments, structure. `state` adds what the function depends on beside them (its weights' places in
     memory): another state empties all. The least recently used graphs go first beyond `limit_bytes` or `limit_graphs`.
     Calls with arguments or results that a key cannot describe (caches), that change their arguments, or whose capture
-    fails run as they are; of the latter two one warning tells.
+    fails run as they are; `warn` is told of the latter two.
     """
 
     def __init__(
@@ -66,34 +76,38 @@ class Graphs:
         limit_bytes: int = 1 << 30,
         limit_graphs: int = 64,
         state: Callable[[], Hashable] | None = None,
+        warn: FirstError | None = None,
     ):
         self.function, self.backend = function, backend
         self.limit_bytes, self.limit_graphs = limit_bytes, limit_graphs
         self._state_of = state or (lambda: None)
         self._state: Hashable = None
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._warned = False
+        self._warn = warn or FirstError("no CUDA graph could be captured, so calls run without")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.backend.capturing():  # inside a larger graph
-            return self.function(*args, **kwargs)
+        """The function's result, by a graph or without."""
         tensors: list[Tensor] = []
-        try:
-            key = (signature((args, kwargs), tensors), modes())
-        except Unsupported:
+        key = None if self.backend.capturing() else _key_of(args, kwargs, tensors)
+        if key is None:  # inside a larger graph, or no signature
             return self.function(*args, **kwargs)
         with self.backend.turn():
             entry = self._entry(key)
-            if (
-                entry.calls >= _WARM_CALLS
-                and not entry.eager
-                and (entry.captured or self._capture(entry, tensors, args, kwargs))
-            ):
+            if self._can_replay(entry, tensors, args, kwargs):
                 return self._replayed(entry, tensors)
-            entry.calls += 1
             result = self.function(*args, **kwargs)
-            entry.eager = entry.eager or not _describable(result)
+            entry.eager = entry.eager or _key_of((result,), {}, []) is None
             return result
+
+    def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The result of these arguments' graph, which the third call captures; None where there is none."""
+        tensors: list[Tensor] = []
+        key = _key_of(args, kwargs, tensors)
+        if key is None:
+            return None
+        with self.backend.turn():
+            entry = self._entry(key)
+            return self._replayed(entry, tensors) if self._can_replay(entry, tensors, args, kwargs) else None
 
     def captured(self) -> int:
         """How many graphs there are."""
@@ -113,7 +127,8 @@ class Graphs:
         with self.backend.turn():
             self._look()
         return [
-            (min(entry.calls, _WARM_CALLS), entry.captured is not None, entry.eager) for entry in self._entries.values()
+            (min(entry.calls, _EAGER_CALLS), entry.captured is not None, entry.eager)
+            for entry in self._entries.values()
         ]
 
     def fitting(self) -> int:
@@ -125,10 +140,6 @@ class Graphs:
         with self.backend.turn():
             while len(self._entries) > latest:
                 self._entries.popitem(last=False)
-
-    def restart(self) -> None:
-        """Forget everything."""
-        self.clear()
 
     def _look(self) -> None:
         state = self._state_of()
@@ -144,9 +155,18 @@ class Graphs:
             self._entries.popitem(last=False)
         return entry
 
+    def _can_replay(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether there is a graph, captured now where the signature has come often enough."""
+        if entry.captured is not None:
+            return True
+        if entry.eager:
+            return False
+        entry.calls += 1
+        return entry.calls > _EAGER_CALLS and self._capture(entry, tensors, args, kwargs)
+
     @interrupts.held_back()  # an entry has its graph, inputs and results, or none of them
-    def _capture(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether it worked; what did not has warned."""
+    def _capture(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether it worked. What a graph cannot hold is no error: calls run without."""
         with torch.inference_mode(False), torch.no_grad():
             entry.inputs = [blank(tensor) for tensor in tensors]
             own_args, own_kwargs = rebuilt((args, kwargs), iter(entry.inputs))
@@ -156,17 +176,25 @@ class Graphs:
                 self.backend.warm(lambda: self.function(*own_args, **own_kwargs))
                 if versions != [tensor._version for tensor in entry.inputs]:
                     raise RuntimeError("it changes its arguments in place")
-                with without_autocast_cache():
-                    entry.captured, entry.result = self.backend.capture(lambda: self.function(*own_args, **own_kwargs))
+                entry.captured, entry.result = self._captured_run(lambda: self.function(*own_args, **own_kwargs))
                 signature(entry.result, entry.outputs)
-            except RankError:
+            except (RankError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever a model does that a graph cannot hold
                 entry.captured, entry.inputs, entry.outputs, entry.result, entry.eager = None, [], [], None, True
-                self._warn(error)
+                if not isinstance(error, Unsupported):
+                    self._warn(error)
                 return False
         self._evict(entry)
         return True
+
+    def _captured_run(self, run: Callable[[], Any]) -> tuple[Captured, Any]:
+        """A capture that finds no memory is one that failed: what ran before it had enough."""
+        try:
+            with without_autocast_cache():
+                return self.backend.capture(run)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(str(error)) from error
 
     def _replayed(self, entry: _Entry, tensors: list[Tensor]) -> Any:
         assert entry.captured is not None
@@ -188,24 +216,18 @@ class Graphs:
             del self._entries[key]
             graphs, held = graphs[1:], held - entry.nbytes
 
-    def _warn(self, error: Exception) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logs.warn(f"infuse: no CUDA graph could be captured, so calls run without: {where(error)}", stacklevel=6)
-
 
 class LocalGraph(nn.Module):
     """`module` with graphs of its own: for one hot module of a model that cannot be captured as a whole.
 
-    Arguments and results are `module`'s; see Graphs for what is captured and when.
+    Arguments and results are `module`'s; see GraphRunner for what is captured and when.
     """
 
     def __init__(self, module: nn.Module, backend: Backend | None = None, *, limit_bytes: int = 1 << 30):
         super().__init__()
         self.module = module
         self._backend, self._limit_bytes = backend, limit_bytes
-        self._graphs: Graphs | None = None
+        self._graphs: GraphRunner | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module`'s own forward, replayed where it can be; as it is on devices without graphs."""
@@ -215,7 +237,7 @@ class LocalGraph(nn.Module):
             )
             if backend is None:
                 return self.module(*args, **kwargs)
-            self._graphs = Graphs(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
+            self._graphs = GraphRunner(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
         return self._graphs(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:  # copies and pickles capture their own
@@ -260,12 +282,12 @@ def where(error: BaseException) -> str:
     return f"{text} (at {last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: {last.line})"
 
 
-def _describable(result: Any) -> bool:
+def _key_of(args: tuple, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Hashable | None:
+    """What tells calls apart, their tensors appended to `tensors`; None where there is no telling."""
     try:
-        signature(result, [])
+        return signature((args, kwargs), tensors), modes()
     except Unsupported:
-        return False
-    return True
+        return None
 
 
 def modes() -> Hashable:

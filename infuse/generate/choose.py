@@ -1,0 +1,78 @@
+"""Logits processors and stopping criteria, applied step by step: as transformers calls them, for less host time.
+
+Suffixes: B batch, I columns of ids, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+)
+
+
+class Processed:
+    """A LogitsProcessorList that reads each processor's signature once, not at every step."""
+
+    def __init__(self, processors: Any):
+        self._processors = processors
+        self._calls: dict[int, tuple[Any, Any]] = {}  # by the id of a processor: itself, and what is called
+
+    def __bool__(self) -> bool:
+        return bool(self._processors)
+
+    def __call__(self, ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
+        """May change `scores_BV`."""
+        if type(self._processors) is not LogitsProcessorList:
+            return self._processors(ids_BI, scores_BV)
+        for processor in self._processors:
+            found = self._calls.get(id(processor))
+            if found is None:
+                found = self._calls[id(processor)] = processor, _call_of(processor)
+            scores_BV = found[1](ids_BI, scores_BV)
+        return scores_BV
+
+
+def _call_of(processor: Any) -> Any:
+    """The processor itself where it takes ids and scores alone; else a list of it, whose call says what is wrong."""
+    if type(processor) is MinNewTokensLengthLogitsProcessor:
+        return partial(_without_ends, processor, processor.eos_token_id.reshape(-1).tolist())
+    try:
+        takes_two = len(inspect.signature(processor.__call__).parameters) <= 2
+    except (TypeError, ValueError):
+        takes_two = False
+    return processor if takes_two else LogitsProcessorList([processor])
+
+
+def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
+    """MinNewTokensLengthLogitsProcessor, which compares the whole vocabulary with the end tokens at every step."""
+    if ids_BI.shape[-1] - processor.prompt_length_to_skip >= processor.min_new_tokens:
+        return scores_BV
+    inside = torch.tensor(
+        [end for end in ends if 0 <= end < scores_BV.shape[-1]], dtype=torch.long, device=scores_BV.device
+    )
+    return scores_BV.index_fill(-1, inside, -math.inf)
+
+
+def ends_of(criteria: Iterable[Any]) -> tuple[int | None, set[int], list[Any]]:
+    """Split stopping criteria into max_length, end-of-sequence ids and the rest, which are called at each step."""
+    ends: set[int] = set()
+    limits, asked = [], []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends.update(criterion.eos_token_id.reshape(-1).tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            limits.append(criterion.max_length)
+        else:
+            asked.append(criterion)
+    return min(limits, default=None), ends, asked

@@ -1,0 +1,98 @@
+"""BucketPool: which bucket a call of `generate` gets, and which are kept for the next call, so that a graph is captured
+once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from itertools import accumulate
+
+from infuse.graphs.bucket import Bucket
+from infuse.graphs.capture import Backend
+from infuse.graphs.runner import FirstError
+from infuse.parallel.group import LOCAL, Group
+
+_SMALLEST_TOKENS = 64
+
+
+class BucketPool:
+    """The buckets of one model that no call uses, up to `limit_bytes`, the latest used last.
+
+    `weights` is what graphs depend on beside their arguments. The ranks of a `group` agree on what they keep when the
+    next call begins.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        limit_bytes: int,
+        limit_tokens: int | None = None,
+        weights: Callable[[], Hashable] | None = None,
+        group: Group = LOCAL,
+    ):
+        self.backend, self.limit_bytes, self.limit_tokens, self.group = backend, limit_bytes, limit_tokens, group
+        self.idle: list[Bucket] = []
+        self._weights = weights
+        self._warn = FirstError("no CUDA graph of the decode step, so it runs without")
+        self._lock = threading.Lock()
+
+    def capacity(self, tokens: int) -> int:
+        """The capacity of the bucket for so many tokens: a power of two, so that there are few."""
+        if self.limit_tokens is not None:
+            return self.limit_tokens
+        return max(_SMALLEST_TOKENS, 1 << (tokens - 1).bit_length())
+
+    def take(self, batch: int, tokens: int) -> Bucket:
+        """A bucket with room for `tokens`, its cache empty: one that is kept, else a new one."""
+        wanted = batch, self.capacity(tokens)
+        with self._lock:
+            found = next((b for b in reversed(self.idle) if (b.batch, b.capacity_tokens) == wanted), None)
+            if found is not None:
+                self.idle.remove(found)
+        if found is None:
+            return Bucket(self.backend, wanted[1], self.limit_tokens, weights=self._weights, warn=self._warn)
+        found.reset()
+        return found
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Keep it for the next call; the least recently used go beyond the bound."""
+        if not bucket.batch:  # it was never used
+            return
+        with self._lock:
+            self.idle.append(bucket)
+        if self.group.size == 1:
+            self.keep(self.fitting())
+
+    def grown(self, bucket: Bucket) -> Bucket:
+        """A bucket of twice the capacity with the same tokens; `bucket` is given back."""
+        larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
+        for index, source in enumerate(bucket.cache.layers):
+            keys, values = source.held()
+            larger.cache.slot(index).update(keys, values)
+        self.give_back(bucket)
+        return larger
+
+    def standing(self) -> list[tuple]:
+        """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
+        with self._lock:
+            return [(bucket.batch, bucket.capacity_tokens, bucket.graphs.standing()) for bucket in self.idle]
+
+    def fitting(self) -> int:
+        """How many of the latest buckets there is room for."""
+        with self._lock:
+            held = list(accumulate(bucket.nbytes() for bucket in reversed(self.idle)))
+        return sum(total <= self.limit_bytes for total in held)
+
+    def keep(self, latest: int) -> None:
+        """Give the memory of all but the `latest` back."""
+        with self._lock:
+            del self.idle[: max(len(self.idle) - latest, 0)]
+
+    def clear(self) -> None:
+        """Give the memory of all idle buckets back."""
+        with self._lock:
+            self.idle.clear()
+
+    def __reduce__(self) -> tuple:  # a copy has none of its own yet
+        return type(self), (self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group)

@@ -1,0 +1,92 @@
+"""What no checkpoint has: tensors that a model computes itself when it is made, such as rotary frequencies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infuse.errors import CheckpointError
+
+
+def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str, Tensor]]:
+    """Where the model has tensors that it computes itself (rotary frequencies), and their values: anew where they are
+    on meta.
+
+    They are those that a new model of the same class and config has: its parameters are made on meta, so that it costs
+    nothing.
+    """
+    found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
+    lost: list[str] = []
+    twins: list[tuple[str, dict[str, nn.Module]]] = []
+    optional = set(model.state_dict())
+    for path, module in model.named_modules():
+        buffers = module._buffers
+        plain = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta}
+        for leaf, value in [*buffers.items(), *plain.items()]:
+            name = f"{path}.{leaf}" if path else leaf
+            persistent = name in optional
+            if value is None or (persistent and not value.is_meta):
+                continue
+            owner: Any = buffers if leaf in buffers else vars(module)
+            if value.is_meta:
+                if not twins:
+                    twins = [(root, dict(_twin(part).named_modules())) for root, part in _models(model)]
+                again = _in_twin(twins, path, leaf)
+                if again is None:
+                    if not persistent:
+                        lost.append(name)
+                    continue
+                value = again
+            found.append((owner, leaf, value))
+    if lost:
+        raise CheckpointError(
+            f"the model computes these itself, they are on meta, and it cannot be made anew from its config: "
+            f"{', '.join(lost)}; make the model with its buffers on the CPU"
+        )
+    return found
+
+
+def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that are made from a config alone."""
+    if hasattr(model, "config") and hasattr(model, "base_model_prefix"):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _models(child, f"{path}.{name}" if path else name)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A new model of the same class and config: buffers computed on the CPU, parameters on meta."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    before, handle = torch.get_default_dtype(), register_module_parameter_registration_hook(on_meta)
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            make: Any = type(model)
+            return make(copy.deepcopy(model.config))
+    except Exception as error:  # whatever a class of the user's asks for
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be made anew from its config, to compute its buffers: {error}"
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+        handle.remove()
+
+
+def _in_twin(twins: list[tuple[str, dict[str, nn.Module]]], path: str, leaf: str) -> Tensor | None:
+    for root, modules in twins:
+        if path == root or not root or path.startswith(f"{root}."):
+            module = modules.get(path.removeprefix(root).removeprefix("."))
+            found = None if module is None else module._buffers.get(leaf, vars(module).get(leaf))
+            return found if isinstance(found, Tensor) and not found.is_meta else None
+    return None

@@ -1,0 +1,227 @@
+"""CheckpointLoader: a checkpoint's way into a model, live or on meta. Nothing is changed for good before all is there.
+
+The tensors of layers that will be replaced stay on meta: they are read when the new layer is filled, or for as long as
+the old one has to run. All else is read once and placed. Whatever fails, the model gets back every tensor and module
+that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import interrupts, memory
+from infuse.dtype_cast import cast_buffers
+from infuse.parallel.slices import Cut
+from infuse.weights.computed import computed_tensors
+from infuse.weights.layer_source import LayerSource
+from infuse.weights.names import ModelReader
+from infuse.weights.reader import Part, tensor_at
+from infuse.weights.saved_shards import SavedShards
+from infuse.weights.undo import UndoLog
+
+CAST_VALUES = 1 << 20  # a table is cast in parts of so many values, so that it is never there twice
+_Spot = tuple[nn.Module, str]
+
+
+class CheckpointLoader(LayerSource):
+    """The values of a checkpoint. `with loader:` takes the model over; an exception gives it back as it was.
+
+    `layers` are the paths of the modules that will be replaced. Raises CheckpointError, before the `with`, where a
+    computed buffer that is on meta cannot be made again.
+    """
+
+    is_live = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reader: ModelReader,
+        layers: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(model)
+        self.holds_replaced = reader.checkpoint.holds_replaced
+        self._reader, self._dtype, self._device, self._layers = reader, dtype, device, tuple(dict.fromkeys(layers))
+        self._computed = computed_tensors(model)
+        self._undo = UndoLog()
+        self._names: dict[int, str] = {}  # by placeholder
+        self._spots: dict[int, list[_Spot]] = {}
+
+    def __enter__(self) -> CheckpointLoader:
+        names: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        made: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for leaf, held in list(module._parameters.items()):
+                if held is None:
+                    continue
+                if id(held) not in made:
+                    dtype = self._dtype if held.is_floating_point() else held.dtype
+                    empty = torch.empty(held.shape, dtype=dtype, device="meta")
+                    made[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
+                placeholder = made[id(held)]
+                self._names[id(placeholder)] = names[id(held)]
+                self._spots.setdefault(id(placeholder), []).append((module, leaf))
+                self.put(module._parameters, leaf, placeholder)
+        try:
+            for owner, leaf, value in self._computed:
+                self.put(owner, leaf, value.to(self._device))
+            self._place_buffers()
+        except BaseException as error:  # `with` does not call __exit__ then
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._undo.take_back()
+        self._undo.forget()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        self._undo.put(mapping, key, value)
+
+    def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
+        self.place_rest(progress)
+        cast_buffers(self.model, self._dtype, self.put)  # parameters are placed in this dtype
+
+    def place_rest(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Read and place what is, in part at least, outside of the layers: tied weights go to all their places."""
+        inside = {id(module) for path in self._layers for module in self.model.get_submodule(path).modules()}
+        rest = [key for key, spots in self._spots.items() if any(id(module) not in inside for module, _ in spots)]
+        self._place(rest, progress)
+
+    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Nothing: what is placed has the dtype already."""
+
+    def step(self) -> None:
+        interrupts.check()  # all can be given back
+
+    def finish(self) -> None:
+        """Read and place what is still on meta: of layers that stay as they are."""
+        modules = {id(module) for module in self.model.modules()}
+        self._place(
+            [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)], None
+        )
+        on_meta = [
+            name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta
+        ]
+        assert not on_meta, on_meta
+
+    @contextlib.contextmanager
+    def loaded(self, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """The module at `path` has its values, in `dtype` (None: as the checkpoint has them), while inside."""
+        module = self.model.get_submodule(path)
+        with contextlib.ExitStack() as undo:
+            made: dict[int, nn.Parameter] = {}
+            for owner in module.modules():
+                for leaf, held in owner._parameters.items():
+                    if held is None or not held.is_meta:
+                        continue
+                    if id(held) not in made:
+                        made[id(held)] = nn.Parameter(
+                            self._value(self._names[id(held)], dtype), requires_grad=held.requires_grad
+                        )
+                    undo.callback(owner._parameters.__setitem__, leaf, held)
+                    owner._parameters[leaf] = made[id(held)]
+            yield
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The model can run: each layer is read before its turn and dropped after it, so that one is there at a time."""
+        with contextlib.ExitStack() as undo:
+            for path in self._layers:
+                layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
+
+                def before(
+                    module: nn.Module, args: Any, path: str = path, stack: contextlib.ExitStack = open_now
+                ) -> None:
+                    stack.enter_context(self.loaded(path, self._dtype))
+
+                def after(module: nn.Module, args: Any, output: Any, stack: contextlib.ExitStack = open_now) -> None:
+                    stack.close()
+
+                undo.callback(open_now.close)
+                undo.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
+                undo.callback(layer.register_forward_hook(after, prepend=True).remove)
+            yield
+
+    def reader(self, path: str) -> LayerReader:
+        """The values of the layer at `path`, by their names in it."""
+        return LayerReader(self, path)
+
+    def stored(self, name: str, cut: Cut | None) -> Tensor:
+        assert isinstance(self._reader.checkpoint, SavedShards)
+        return self._reader.checkpoint.part(name, cut).to(self._device)
+
+    def value(self, name: str, part: Part = ()) -> Tensor:
+        return self._reader.read(name, part).to(self._device)
+
+    def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
+        waiting = [key for key in keys if self._spots[key][0][0]._parameters[self._spots[key][0][1]].is_meta]  # type: ignore[union-attr]
+        for done, key in enumerate(waiting):
+            interrupts.check()
+            owner, leaf = self._spots[key][0]
+            placeholder = owner._parameters[leaf]
+            assert placeholder is not None
+            value = self._value(self._names[key], self._dtype)
+            placed = nn.Parameter(value, requires_grad=placeholder.requires_grad)
+            for spot, name in self._spots[key]:
+                self.put(spot._parameters, name, placed)
+            if progress:
+                progress(done + 1, len(waiting), "loading")
+
+    def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """The tensor of that name, cast in parts where it has to be cast."""
+        stored = self._reader.tensors[name]
+        if dtype is None or not stored.dtype.is_floating_point or dtype == stored.dtype:
+            return self.value(name)
+        value = memory.empty(stored.shape, dtype, self._device)
+        if value.dim() == 0:
+            return value.copy_(self.value(name))
+        rows = max(1, CAST_VALUES * value.shape[0] // max(value.numel(), 1))
+        for start in range(0, value.shape[0], rows):
+            value[start : start + rows] = self.value(name, (slice(start, start + rows),))
+        return value
+
+    def _place_buffers(self) -> None:
+        """Persistent buffers, in the dtype that the model has them in."""
+        seen: set[int] = set()
+        for path, module in self.model.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for leaf, buffer in list(module._buffers.items()):
+                name = f"{path}.{leaf}" if path else leaf
+                if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._reader.tensors:
+                    continue
+                self.put(module._buffers, leaf, self.value(name).to(buffer.dtype))
+
+
+class LayerReader:
+    """A layer's values by their names in it: from the model what is placed there, else from the checkpoint."""
+
+    def __init__(self, loader: CheckpointLoader, path: str):
+        self._loader, self._path, self._module = loader, path, loader.model.get_submodule(path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(tensor_at(self._module, name).shape)
+
+    def read(self, name: str, part: Part = ()) -> Tensor:
+        held = tensor_at(self._module, name)
+        if held.is_meta:
+            return self._loader.value(f"{self._path}.{name}", part)
+        return held[part] if part else held
