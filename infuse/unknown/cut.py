@@ -17,7 +17,7 @@ from infuse.architectures.ranks import Part
 from infuse.architectures.split import Count, SplitShape, TablePart
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
-from infuse.parallel.slices import Cut, Range, split, split_heads
+from infuse.parallel.slices import Cut, Range, split, split_heads, total
 from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of
 from infuse.unknown.roles import Roles
 
@@ -118,13 +118,13 @@ class _Cutter:
             return _Share(each, each)
         found = split_heads(heads.query, heads.key, mesh.tp)
         assert found is not None
-        counts = tuple(share.heads[1] - share.heads[0] for share in found)
+        counts = tuple(total([share.heads]) for share in found)
         return _Share((found[rank].heads,), (found[rank].kv_heads,), counts)
 
     def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
         """A rank's part of the chain."""
         share, heads = self.share(mesh), self.way.heads.query
-        lengths = _length(share.query), _length(share.key)
+        lengths = total(share.query), total(share.key)
         matrices, fills, tables = [], [], []
         for path in (*self.chain.columns, *self.chain.rows):
             linear, row = self.chain.shapes[path], path in self.chain.rows
@@ -132,7 +132,7 @@ class _Cutter:
             ranges = self.ranges(share, size)
             cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
             bias = linear.bias and not (row and mesh.tp_rank)
-            own = (linear.outputs, _length(ranges)) if row else (_length(ranges), linear.inputs)
+            own = (linear.outputs, total(ranges)) if row else (total(ranges), linear.inputs)
             matrices.append(Matrix(path, *own, bias, ROW if row else COLUMN))
             fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut))
             if bias:
@@ -159,8 +159,8 @@ class _Cutter:
         h, k, d = heads.query, heads.key, heads.width
         if size == heads.rows and not self.way.by_features:
             starts = block_starts(packing, heads)
-            blocks = [first + i for first, own in ((0, share.query), (h, share.key), (h + k, share.key))
-                      for start, stop in own for i in range(start, stop)]  # fmt: skip
+            own = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
+            blocks = [block for start, stop in own for block in range(start, stop)]
             return _joined(sorted((starts[block], starts[block] + d) for block in blocks))
         if size == h * d:
             return _scaled(share.query, d)
@@ -183,10 +183,6 @@ class _Cutter:
                 if tensor.shape[axis] == heads:
                     where = f"{path}.{leaf}" if path else leaf
                     yield TablePart(where, tuple(tensor.shape), leaf in module._buffers), axis
-
-
-def _length(ranges: Iterable[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def _scaled(ranges: Iterable[Range], length: int, first: int = 0) -> tuple[Range, ...]:
