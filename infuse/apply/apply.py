@@ -145,26 +145,26 @@ class _Run:
             if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
                 self.callers, reasons = find_callers(self.model, called, self.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
-            fault = self.agreed_fault(step, found)
-            if fault is not None:
+            mismatch = self.agreed_mismatch(step, found)
+            if mismatch is not None:
                 if self.config.verify == "strict":
-                    raise ProofError(f"{step.path}: {fault}")
-                self.refused[self.key(step)] = fault
+                    raise ProofError(f"{step.path}: {mismatch}")
+                self.refused[self.key(step)] = mismatch
             if progress:
                 progress(done + 1, len(steps), "proving")
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
-    def agreed_fault(self, step: Step, cases: list[Case] | str) -> str | None:
+    def agreed_mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
         """Why a step is refused on any rank, None if it is proven on all. `cases`: or why there are none."""
         if step.depth == ATTENTION:
-            fault = self.hook_fault(step)
+            mismatch = self.hook_mismatch(step)
         elif isinstance(cases, str):
-            fault = cases
+            mismatch = cases
         elif step.depth == SPLIT:
-            return self.split_fault(step, cases)  # on which the ranks have agreed
+            return self.split_mismatch(step, cases)  # on which the ranks have agreed
         else:
-            fault = self.fault(step, cases)
-        return self.group.any_fault(fault, f"the proof of {step.path}")
+            mismatch = self.mismatch(step, cases)
+        return self.group.any_fault(mismatch, f"the proof of {step.path}")
 
     def cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
         """The cases of each step by its path, or why there are none."""
@@ -203,30 +203,30 @@ class _Run:
         shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
         return self.source.holds_replaced and (shared or step.depth == ATTENTION or is_packed(step))
 
-    def fault(self, step: Step, cases: list[Case]) -> str | None:
+    def mismatch(self, step: Step, cases: list[Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
         try:
-            fault = self.alone_fault(step, cases)
+            mismatch = self.alone_mismatch(step, cases)
             caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
-            return fault if fault or caller is None else self.in_place_fault(step, caller)
+            return mismatch if mismatch or caller is None else self.in_place_mismatch(step, caller)
         except (CheckpointError, RankError):
             raise
-        except Exception as error:  # a body or an op that raises is a fault like any other
+        except Exception as error:  # a body or an op that raises is a mismatch like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
-    def alone_fault(self, step: Step, cases: list[Case]) -> str | None:
+    def alone_mismatch(self, step: Step, cases: list[Case]) -> str | None:
         """The same by what the module makes of `cases`."""
         old = self.model.get_submodule(step.path)
         with self.source.loaded(step.path):
             wanted = compare.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
-            if step.depth == BLOCK and (fault := compare.structure_mismatch(self.built(plain, None), cases, wanted)):
-                return fault
+            if step.depth == BLOCK and (mismatch := compare.structure_mismatch(self.built(plain, None), cases, wanted)):
+                return mismatch
             new = self.built(step, self.plan.dtype)
             return compare.result_mismatch(new, step, cases, wanted, self.plan.dtype)
 
-    def in_place_fault(self, step: Step, caller: Caller) -> str | None:
+    def in_place_mismatch(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""
         dtype = next(self.model.get_submodule(step.path).parameters()).dtype
         with self.source.loaded(step.path):  # in the model's own dtype, for which the chosen bodies need not be
@@ -234,13 +234,13 @@ class _Run:
         with self.source.running():
             return in_place_mismatch(caller, new)
 
-    def split_fault(self, step: Step, cases: list[Case]) -> str | None:
+    def split_mismatch(self, step: Step, cases: list[Case]) -> str | None:
         """Why no interpretation of a layer that is split is the original, None if one is, which is remembered."""
         with self.source.loaded(step.path):
             layer = self.model.get_submodule(step.path)
-            number, fault = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
+            number, mismatch = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
         self.interpretations[self.key(step)] = number
-        return fault
+        return mismatch
 
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled by itself; dtype None keeps the source's."""
@@ -282,7 +282,7 @@ class _Run:
                 self.left.append(Left(step.path, f"refused: {reason}"))
         return accepted
 
-    def hook_fault(self, step: Step) -> str | None:
+    def hook_mismatch(self, step: Step) -> str | None:
         """Why the model is not the same with our attention, None if it is."""
         model: Any = self.model
         before = model.config._attn_implementation
@@ -292,8 +292,8 @@ class _Run:
                 body = dict(step.bodies)["attention"]
                 model.set_attn_implementation(hook_name(body))
                 before_ran = ran[body]
-                fault = compare.hook_mismatch(compare.model_outputs(model), wanted)
-            return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
+                mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+            return mismatch or (None if ran[body] > before_ran else "the model's attention does not come through it")
         except CheckpointError:
             raise
         except Exception as error:  # what cannot be run cannot be proven

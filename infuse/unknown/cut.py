@@ -22,7 +22,6 @@ from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of
 from infuse.unknown.roles import Roles
 
 MOST_INTERPRETATIONS = 24  # each costs a proof
-Ways = tuple[Interpretation, ...]  # one of each chain
 
 
 def split_parts(
@@ -40,11 +39,11 @@ def split_parts(
     if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
         raise SpecMismatch(name, wrong)
     found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
-    for ways in _products(choices):
+    for chosen in _products(choices):
         with suppress(SpecMismatch) if found else nullcontext():  # the first one says why it cannot be
-            cutters = [_Cutter(chain, way, name, grain, multiple) for chain, way in zip(chains, ways, strict=True)]
+            cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
             parts = _layer_part(cutters, ONE), tuple(_layer_part(cutters, rank) for rank in mesh.ranks())
-            found.setdefault(parts, []).append("; ".join(map(str, ways)))
+            found.setdefault(parts, []).append("; ".join(map(str, chosen)))
     first = itertools.islice(found.items(), MOST_INTERPRETATIONS)
     return [(_named(whole, names), list(parts)) for (whole, parts), names in first]
 
@@ -54,7 +53,7 @@ def _named(whole: Part, names: list[str]) -> Part:
     return replace(whole, shape=replace(whole.shape, interpretations=tuple(names)))
 
 
-def _products(choices: list[list[Interpretation]]) -> Iterator[Ways]:
+def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretation, ...]]:
     """Combinations of interpretations, likely ones first: those that differ from the first in one kind of chain, then
     in two. Chains that are alike (self- and cross-attention, the blocks of a stage) are understood alike.
     """
@@ -97,22 +96,22 @@ class _Cutter:
     """Cuts one chain by one interpretation; `name` is for errors."""
 
     chain: LayerChain
-    way: Interpretation
+    interpretation: Interpretation
     name: str
     grain: int
     multiple: Callable[[str, int], int]
 
     def share(self, mesh: Mesh) -> _Share:
-        heads, rank = self.way.heads, mesh.tp_rank
-        parts = 4 if self.way.packing == FOUR_PARTS else 1
+        heads, rank = self.interpretation.heads, mesh.tp_rank
+        parts = 4 if self.interpretation.packing == FOUR_PARTS else 1
         if heads.query // parts < mesh.tp:
-            what = "inner features" if self.way.by_features else "heads"
+            what = "inner features" if self.interpretation.by_features else "heads"
             raise SpecMismatch(self.name, [f"{heads.query} {what}{' in four parts' * (parts > 1)} are too few"])
-        if self.way.by_features:
+        if self.interpretation.by_features:
             multiple = max(self.multiple(path, heads.query) for path in self.chain.rows)
             own = split(heads.query, mesh.tp, grain=self.grain, multiple=multiple)[rank]
             return _Share((own,), (own,))
-        if self.way.packing == FOUR_PARTS:
+        if self.interpretation.packing == FOUR_PARTS:
             start, stop = split(heads.query // 4, mesh.tp)[rank]
             each = tuple((first + start, first + stop) for first in range(0, heads.query, heads.query // 4))
             return _Share(each, each)
@@ -123,7 +122,7 @@ class _Cutter:
 
     def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
         """A rank's part of the chain."""
-        share, heads = self.share(mesh), self.way.heads.query
+        share, heads = self.share(mesh), self.interpretation.heads.query
         lengths = total(share.query), total(share.key)
         matrices, fills, tables = [], [], []
         for path in (*self.chain.columns, *self.chain.rows):
@@ -142,8 +141,8 @@ class _Cutter:
             fills.append(Fill(table.path, (table.path,), cut=Cut(axis, share.query, (heads,))))
         counts = [
             Count(module, name, count)
-            for module, name, value in self.chain.counts(self.way.config)
-            if (count := self.way.own_count(name, value, *lengths)) is not None
+            for module, name, value in self.chain.counts(self.interpretation.config)
+            if (count := self.interpretation.own_count(name, value, *lengths)) is not None
         ]
         shape = SplitShape(tuple(matrices), tuple(tables), tuple(counts))
         if share.counts:
@@ -155,9 +154,9 @@ class _Cutter:
 
     def ranges(self, share: _Share, size: int) -> tuple[Range, ...]:
         """What a rank has of an axis of `size`: of the outputs of a column linear, or of the inputs of a row linear."""
-        heads, packing = self.way.heads, self.way.packing
+        heads, packing = self.interpretation.heads, self.interpretation.packing
         h, k, d = heads.query, heads.key, heads.width
-        if size == heads.rows and not self.way.by_features:
+        if size == heads.rows and not self.interpretation.by_features:
             starts = block_starts(packing, heads)
             own = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
             blocks = [block for start, stop in own for block in range(start, stop)]
@@ -174,7 +173,7 @@ class _Cutter:
 
     def tables(self) -> Iterator[tuple[TablePart, int]]:
         """Parameters and buffers with a place for each head, and along which axis: the last of two, else the first."""
-        heads = self.way.heads.query
+        heads = self.interpretation.heads.query
         for path, module in self.chain.modules() if heads > 1 else ():
             for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or not tensor.dim() or ("Norm" in type(module).__name__ and tensor.dim() < 2):
