@@ -49,10 +49,9 @@ def matches(path: str, name: str) -> bool:
 
 def policy_names(policy: Policy | None, layer: nn.Module) -> tuple[str, ...] | None:
     """The row linears that `policy` names for the layer's class or the class's name; None where it has none for it."""
-    for key, names in (policy or {}).items():
-        if isinstance(layer, key) if isinstance(key, type) else any(cls.__name__ == key for cls in type(layer).__mro__):
-            return names
-    return None
+    classes = type(layer).__mro__
+    known = {*classes, *(cls.__name__ for cls in classes)}
+    return next((names for key, names in (policy or {}).items() if key in known), None)
 
 
 def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
