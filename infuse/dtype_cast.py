@@ -1,6 +1,4 @@
-"""Run a module in another dtype for a while: its weights are cast as they are needed, in parts, so that memory hardly
-grows; or cast it.
-"""
+"""Run a module in another dtype for a while, casting its weights only while they are used; or cast it for good."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _PART_VALUES = (
 
 @contextmanager
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run `module` in `dtype` for a while. Linears are cast in parts as they run, so that memory hardly grows."""
+    """Run `module` in `dtype` for a while. Linears cast their weight part by part as they run, so that memory hardly grows."""
     if type(module) is nn.Embedding:  # what is looked up is exact in any dtype that is wide enough
         yield
         return
@@ -65,8 +63,8 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters, for good. `requires_grad` stays: PyTorch's linear copies the whole weight for a strided x
-    where it is False (2 s for an lm_head).
+    """Cast all parameters for good, and keep `requires_grad`: where it is False, PyTorch's linear copies the whole
+    weight for a strided x (2 s for an lm_head).
     """
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
@@ -76,10 +74,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(
     model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]
 ) -> None:
-    """Cast the buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, but for those that stay exact.
+    """Cast buffers by `put(buffers, name, tensor)` as `model.to(dtype)` does, except for those that must stay exact.
 
-    These are rotary frequencies, which must not be rounded, those that classes of transformers name for this dtype
-    (`_keep_in_fp32_modules`), and those of our own modules.
+    Exact stay rotary frequencies, what classes of transformers name for this dtype (`_keep_in_fp32_modules`), and
+    buffers of our own modules.
     """
     attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
     named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
@@ -105,7 +103,7 @@ def _names(module: nn.Module, attribute: str) -> Iterable[str]:
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """linear(x) with a weight in `dtype` of which only a part exists at a time."""
+    """linear(x) with its weight cast to `dtype` part by part."""
     rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
     x = x.to(dtype)  # T5 casts it to the dtype that the weight is held in
     out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)

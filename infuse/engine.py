@@ -30,7 +30,7 @@ from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
 from infuse.plan.step import BLOCK, LINEAR
 from infuse.profile.profiler import ForwardTimes, Profile
-from infuse.proof.proof import decodes
+from infuse.proof.sessions import decodes
 from infuse.shards.save import check_folder, save
 
 if TYPE_CHECKING:

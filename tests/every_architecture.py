@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from infuse.proof.unknown import random_inputs
+from infuse.architectures.model_inputs import random_inputs
 
 # The names that configs give to their numbers, by what is asked of them here.
 NUMBERS: dict[int, str] = {

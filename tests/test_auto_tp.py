@@ -16,7 +16,7 @@ from ranks import Ranks, same
 from torch import Tensor, nn
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.t5.modeling_t5 import T5Block
-from unknown_models import VOCABULARY, make
+from unknown_models import VOCABULARY, Apart, Unknown, make
 
 import infuse
 from infuse.deepspeed import module_inject
@@ -259,7 +259,7 @@ def strict_on_rank(name: str) -> tuple[str, bool]:
 
 def test_an_error_leaves_the_model_unharmed(ranks: Ranks) -> None:
     for told, unharmed in ranks.run(2, strict_on_rank, "fixed"):
-        assert told.startswith("layers.0: rank 0: ") and "other readings of it" in told and unharmed
+        assert told.startswith("layers.0: rank 0: ") and "other interpretations of it" in told and unharmed
 
 
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96)
@@ -306,6 +306,26 @@ def test_models_of_transformers(name: str, ranks: Ranks) -> None:
     results = ranks.run(2, known_on_rank, name)
     assert results[0][2] and "refused" not in results[0][1], results[0][1]
     assert same([result[0] for result in results]) and error(results[0][0], first_output(known(name), name)) < TOLERANCE
+
+
+class NeedsValues(Unknown):
+    """A model that cannot be traced: it looks at its input."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids[: len(input_ids.tolist())])
+
+
+def test_a_model_that_cannot_be_traced_needs_a_policy() -> None:
+    model = NeedsValues(lambda: Apart())
+    plan = infuse.plan(model, dtype="fp32", tensor_parallel={"tp_size": 2})
+    assert not [step for step in plan.steps if step.depth == SPLIT]
+    assert "a run of the model on meta does not reach it" in str(plan)
+    plan = infuse.plan(model, dtype="fp32", tensor_parallel={"tp_size": 2}, injection_policy={"Apart": ("o", "down")})
+    shapes = [step.shape for step in plan.steps if step.depth == SPLIT]
+    assert [[matrix.target for matrix in shape.matrices] for shape in shapes] == [
+        ["q", "k", "v", "o", "gate_up", "down"]
+    ] * 2
+    assert "layers.{0-1}: token_gate" in str(plan) and "not tensor-parallel" in str(plan)
 
 
 # ---- from a checkpoint
@@ -364,8 +384,9 @@ def test_tp_parser_finds_them_in_encoders_and_decoders_and_in_models_of_the_user
     assert module_inject.AutoTP.tp_parser(nn.Linear(3, 3)) == []
 
 
-def test_the_roles_of_structure_are_those_of_the_models_own_plan() -> None:
-    model = BY_NAME["llama"].make()
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_roles_of_structure_are_those_of_the_models_own_plan(name: str) -> None:
+    model = known(name) if name in KNOWN else BY_NAME[name].make()
     told = module_inject.AutoTP.tp_parser(model)
     model.config.base_model_tp_plan = None
     assert module_inject.AutoTP.tp_parser(model) == told

@@ -302,17 +302,20 @@ def test_a_call_that_the_model_itself_refuses_is_no_part_of_the_proof() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-dynamic", "bert", "vit"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_proof_leaves_no_traces(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_leaves_no_traces(name: str, dtype: str) -> None:
     """Hooks, dtypes, storages, versions, training flags and the global random state are what they were."""
     model = BY_NAME[name].make()
     list(model.modules())[-1].train()  # a linear: it does not mind, and its flag must stay
     plan, config = planned(model, dtype=dtype, verify="all")
-    run = APPLY._Run(plan, model, config)
-    before, state = traces(model), torch.get_rng_state()
-    with torch.no_grad():
-        run.prove(None)
-    assert not run.refused and torch.equal(torch.get_rng_state(), state)
-    assert traces(model) == before
+    before, state, proven = traces(model), torch.get_rng_state(), []
+
+    def look(done: int, total: int, what: str) -> None:
+        if what == "proving":
+            proven.append(done)
+            assert torch.equal(torch.get_rng_state(), state) and traces(model) == before
+
+    done = apply(plan, model, config, look)
+    assert len(proven) == len(plan.steps) == len(done.steps)
 
 
 def test_progress_is_told() -> None:
@@ -408,8 +411,8 @@ def test_a_body_that_is_wrong_in_one_kind_of_call_is_refused(what: str, monkeypa
 def test_a_body_for_linears_is_proven_on_linears(right_up_to: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = right_up_to is not None
 
-    def body(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = registered()["linear"].reference(x, weight, bias)
+    def body(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Tensor:
+        out = registered()["linear"].reference(x, weight, bias, *around)
         return out.roll(1, -1) if right_up_to is not None and x.numel() // x.shape[-1] > right_up_to else out
 
     model = BY_NAME["llama"].make()

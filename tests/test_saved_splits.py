@@ -276,7 +276,7 @@ def test_several_interpretations_are_refused(tmp_path: Path, ranks: Ranks) -> No
     readings = json.loads((tmp_path / "infuse.json").read_text())["readings"]
     plan = infuse.plan(make("per head"), dtype="fp32", tensor_parallel={"tp_size": 2})
     step = next(step for step in plan.steps if step.path == "layers.0")
-    names = [name for one in (step, *step.others) for name in one.whole.readings]  # type: ignore[union-attr]
+    names = [name for one in (step, *step.others) for name in one.whole.interpretations]  # type: ignore[union-attr]
     assert set(readings["layers.0"]) < set(names)
     changed(tmp_path, readings=dict.fromkeys(readings, names))
     for told, unharmed in ranks.run(2, refused_by_rank, "per head", str(tmp_path)):

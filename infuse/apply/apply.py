@@ -16,10 +16,11 @@ from infuse import interrupts
 from infuse.apply.adopt import adopt
 from infuse.apply.build import build
 from infuse.apply.shared import Made
-from infuse.apply.unknown import proven, put_part, together
+from infuse.apply.unknown import proven, together
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.packing import Fill
 from infuse.architectures.quantized_elsewhere import quantized_by
+from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.dtype_cast import cast_buffers, cast_parameters
@@ -34,10 +35,13 @@ from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR, SPLIT, Left, Step
-from infuse.proof import proof
-from infuse.proof.in_place import Caller, find_callers, in_place_fault, proven_alone
-from infuse.proof.unknown import split_cases
+from infuse.proof import compare
+from infuse.proof.callers import Caller, find_callers, proven_alone
+from infuse.proof.cases import Case, matrix_cases, recorded_cases
+from infuse.proof.in_place import in_place_mismatch
+from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import is_packed, packed_fill
+from infuse.unknown.install import put_part
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.layer_source import LayerSource
@@ -94,7 +98,7 @@ class _Run:
     left: list[Left] = field(default_factory=list)
     swapped: list[Step] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    readings: dict[tuple, int] = field(default_factory=dict)
+    interpretations: dict[tuple, int] = field(default_factory=dict)
     callers: dict[str, Caller] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -128,7 +132,7 @@ class _Run:
         for step in candidates:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
-        cases: dict[str, list[proof.Case] | str] = {}
+        cases: dict[str, list[Case] | str] = {}
         # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes
         # are not the model's.
         in_place = self.group.size == 1 and self.source.is_live
@@ -141,47 +145,48 @@ class _Run:
             if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
                 self.callers, reasons = find_callers(self.model, called, self.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
-            fault = self.agreed_fault(step, found)
-            if fault is not None:
+            mismatch = self.agreed_mismatch(step, found)
+            if mismatch is not None:
                 if self.config.verify == "strict":
-                    raise ProofError(f"{step.path}: {fault}")
-                self.refused[self.key(step)] = fault
+                    raise ProofError(f"{step.path}: {mismatch}")
+                self.refused[self.key(step)] = mismatch
             if progress:
                 progress(done + 1, len(steps), "proving")
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
-    def agreed_fault(self, step: Step, cases: list[proof.Case] | str) -> str | None:
+    def agreed_mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
         """Why a step is refused on any rank, None if it is proven on all. `cases`: or why there are none."""
         if step.depth == ATTENTION:
-            fault = self.hook_fault(step)
+            mismatch = self.hook_mismatch(step)
         elif isinstance(cases, str):
-            fault = cases
+            mismatch = cases
         elif step.depth == SPLIT:
-            return self.split_fault(step, cases)  # on which the ranks have agreed
+            return self.split_mismatch(step, cases)  # on which the ranks have agreed
         else:
-            fault = self.fault(step, cases)
-        return self.group.any_fault(fault, f"the proof of {step.path}")
+            mismatch = self.mismatch(step, cases)
+        return self.group.any_fault(mismatch, f"the proof of {step.path}")
 
-    def cases(self, steps: Iterable[Step]) -> dict[str, list[proof.Case] | str]:
+    def cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
         """The cases of each step by its path, or why there are none."""
-        found: dict[str, list[proof.Case] | str] = {}
+        found: dict[str, list[Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
                 # what is split runs in the model as a whole
                 owner = model_around(self.model, step.path) if step.depth == BLOCK else None
-                by_owner.setdefault((owner, proof.decodes(step)), []).append(step)
+                by_owner.setdefault((owner, decodes(step)), []).append(step)
             elif step.shape is not None:
                 (matrix,) = (step.whole or step.shape).matrices
-                found[step.path] = proof.matrix_cases(matrix, self.source.device)
-        for (owner, decodes), members in by_owner.items():
+                found[step.path] = matrix_cases(matrix, self.source.device)
+        for (owner, on_cache), members in by_owner.items():
             layers = {step.path: self.model.get_submodule(step.path) for step in members}
             try:
                 with self.source.running():
                     if owner is None:
-                        recorded = split_cases(self.model, layers)
+                        recorded = recorded_cases(self.model, layers, model_sessions(self.model))
                     else:
-                        recorded = proof.recorded_cases(self.model.get_submodule(owner), layers, decodes)
+                        model = self.model.get_submodule(owner)
+                        recorded = recorded_cases(model, layers, block_sessions(model, on_cache))
             except CheckpointError:
                 raise
             except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
@@ -198,44 +203,44 @@ class _Run:
         shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
         return self.source.holds_replaced and (shared or step.depth == ATTENTION or is_packed(step))
 
-    def fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+    def mismatch(self, step: Step, cases: list[Case]) -> str | None:
         """Why the step's new module is not the original, None if it is."""
         try:
-            fault = self.alone_fault(step, cases)
+            mismatch = self.alone_mismatch(step, cases)
             caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
-            return fault if fault or caller is None else self.in_place_fault(step, caller)
+            return mismatch if mismatch or caller is None else self.in_place_mismatch(step, caller)
         except (CheckpointError, RankError):
             raise
-        except Exception as error:  # a body or an op that raises is a fault like any other
+        except Exception as error:  # a body or an op that raises is a mismatch like any other
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
-    def alone_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
+    def alone_mismatch(self, step: Step, cases: list[Case]) -> str | None:
         """The same by what the module makes of `cases`."""
         old = self.model.get_submodule(step.path)
         with self.source.loaded(step.path):
-            wanted = proof.expected(old, cases, self.plan.dtype)
+            wanted = compare.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
             # A linear has no structure to be wrong: what it computes is the next comparison.
-            if step.depth == BLOCK and (fault := proof.structure_fault(old, self.built(plain, None), cases, wanted)):
-                return fault
+            if step.depth == BLOCK and (mismatch := compare.structure_mismatch(self.built(plain, None), cases, wanted)):
+                return mismatch
             new = self.built(step, self.plan.dtype)
-            return proof.result_fault(new, step, cases, wanted, self.plan.dtype)
+            return compare.result_mismatch(new, step, cases, wanted, self.plan.dtype)
 
-    def in_place_fault(self, step: Step, caller: Caller) -> str | None:
+    def in_place_mismatch(self, step: Step, caller: Caller) -> str | None:
         """Why the module that calls a linear is not the same with the new one, None if it is."""
         dtype = next(self.model.get_submodule(step.path).parameters()).dtype
         with self.source.loaded(step.path):  # in the model's own dtype, for which the chosen bodies need not be
             new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
         with self.source.running():
-            return in_place_fault(caller, new)
+            return in_place_mismatch(caller, new)
 
-    def split_fault(self, step: Step, cases: list[proof.Case]) -> str | None:
-        """Why no reading of a layer that is split is the original, None if one is, which is remembered."""
+    def split_mismatch(self, step: Step, cases: list[Case]) -> str | None:
+        """Why no interpretation of a layer that is split is the original, None if one is, which is remembered."""
         with self.source.loaded(step.path):
             layer = self.model.get_submodule(step.path)
-            number, fault = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
-        self.readings[self.key(step)] = number
-        return fault
+            number, mismatch = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
+        self.interpretations[self.key(step)] = number
+        return mismatch
 
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
         """The new module, filled by itself; dtype None keeps the source's."""
@@ -272,23 +277,23 @@ class _Run:
             if step.shares and all(other.path != step.shares for other in accepted):
                 reason = reason or f"{step.shares}, whose weight it shares, was refused"
             if reason is None:
-                accepted.append((step, *step.others)[self.readings.get(self.key(step), 0)])
+                accepted.append((step, *step.others)[self.interpretations.get(self.key(step), 0)])
             else:
                 self.left.append(Left(step.path, f"refused: {reason}"))
         return accepted
 
-    def hook_fault(self, step: Step) -> str | None:
+    def hook_mismatch(self, step: Step) -> str | None:
         """Why the model is not the same with our attention, None if it is."""
         model: Any = self.model
         before = model.config._attn_implementation
         try:
             with self.source.running():
-                wanted = proof.model_outputs(model)
+                wanted = compare.model_outputs(model)
                 body = dict(step.bodies)["attention"]
                 model.set_attn_implementation(hook_name(body))
                 before_ran = ran[body]
-                fault = proof.hook_fault(proof.model_outputs(model), wanted)
-            return fault or (None if ran[body] > before_ran else "the model's attention does not come through it")
+                mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+            return mismatch or (None if ran[body] > before_ran else "the model's attention does not come through it")
         except CheckpointError:
             raise
         except Exception as error:  # what cannot be run cannot be proven
@@ -312,12 +317,14 @@ class _Run:
             install_hook(self.model, dict(step.bodies)["attention"], self.source.put)
             return
         old = self.model.get_submodule(step.path)
-        if step.depth == SPLIT:
+        if isinstance(step.shape, SplitShape):
             part = self.built_to_stay(step, made)
             keep_names(
                 old, old, step.path, step.fills, dtype=self.plan.dtype, bodies=dict(step.bodies), put=self.source.put
             )
-            put_part(old, step, part, self.source.put, self.group, adopt)
+            for matrix in step.shape.matrices:
+                adopt(part.get_submodule(matrix.target), old.get_submodule(matrix.target))
+            put_part(old, step.shape, part, self.source.put, self.group, step.path)
             return
         parameters = dict(old.named_parameters())
         for fill in step.fills:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from infuse.apply.unknown import build_part, over
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
-from infuse.layers.combine import SideBySide, Sum
+from infuse.layers.combine import Combine, SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import make_linear
 from infuse.parallel.group import LOCAL, Group
@@ -33,7 +34,38 @@ def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> n
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    return build_part(step, over(group))
+    return build_part(step, partial(Sum, group))
+
+
+def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
+    """The linears and tables of a rank's part of a layer, on meta, under their paths in it; `combine(path)` ends a row
+    linear.
+    """
+    assert isinstance(step.shape, SplitShape)
+    root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
+    for matrix in step.shape.matrices:
+        combined = combine(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
+        format = formats.get(matrix.weight)
+        owner, _, leaf = matrix.target.rpartition(".")
+        made = make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined)
+        _owner(root, owner).add_module(leaf, made)
+    for table in step.shape.tables:
+        owner, _, leaf = table.path.rpartition(".")
+        empty = torch.empty(table.shape, device="meta")
+        if table.buffer:
+            _owner(root, owner).register_buffer(leaf, empty)
+        else:
+            _owner(root, owner).register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+    return root
+
+
+def _owner(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made with those above it where it is not there."""
+    for name in filter(None, path.split(".")):
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root
 
 
 def _embedding(step: Step, shape: EmbeddingShape, dtype: torch.dtype, group: Group) -> nn.Module:

@@ -152,8 +152,8 @@ def _unread(plan: Plan) -> Callable[[str], bool]:
     away = [f"{path}." for step in plan.steps for path in packed_paths(step)]
     for step in plan.steps:
         if isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
-            parts = zip(step.whole.linears, step.shape.linears, strict=True)
-            away += [f"{step.path}.{whole.path}.bias" for whole, part in parts if whole.bias and not part.bias]
+            parts = zip(step.whole.matrices, step.shape.matrices, strict=True)
+            away += [f"{step.path}.{whole.target}.bias" for whole, part in parts if whole.bias and not part.bias]
     return lambda name: name.startswith(tuple(away))
 
 

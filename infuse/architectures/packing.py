@@ -6,7 +6,7 @@ shards and quantization never see an interleaving. Rows are the first axis: weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from infuse.parallel.slices import Cut, Span, taken
 
@@ -38,9 +38,7 @@ class Fill:
 
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
     split to q, k, v; several sources are merged by `merge` along a new or the first axis; `cut` is the part that a rank
-    has.
-    `format` names a quantization format, None keeps the compute dtype. `matrix`: the weight of a linear that keeps its
-    own name.
+    has. `format` names a quantization format, None keeps the compute dtype.
     """
 
     target: str
@@ -51,7 +49,6 @@ class Fill:
     merge: str = CAT
     format: str | None = None
     cut: Cut | None = None
-    matrix: bool = field(default=False, repr=False)
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:

@@ -7,21 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infuse.architectures.part import COLUMN, ROW, WHOLE, Matrix
+from infuse.architectures.part import Matrix
 from infuse.parallel.slices import Range
-
-__all__ = ["COLUMN", "ROW", "WHOLE", "Count", "LinearPart", "SplitShape", "TablePart"]
-
-
-@dataclass(frozen=True)
-class LinearPart:
-    """One linear: its path in the layer, its role, and a rank's numbers of it."""
-
-    path: str
-    role: str
-    inputs: int
-    outputs: int
-    bias: bool
 
 
 @dataclass(frozen=True)
@@ -51,20 +38,16 @@ class Count:
 class SplitShape:
     """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none).
 
-    `attentions` are the paths of the modules that may return the weights of their heads, `head_counts` the heads of
-    each rank.
-    `readings` name the ways to understand the layer that come to this: the same names whatever the number of ranks.
+    `matrices` are of linears by their paths in the layer. `attentions` are the paths of the modules that may return the
+    weights of their heads, `head_counts` the heads of each rank. `interpretations` name the ways to understand the layer
+    that come to this: the same names whatever the number of ranks.
     """
 
-    linears: tuple[LinearPart, ...]
+    matrices: tuple[Matrix, ...]
     tables: tuple[TablePart, ...] = ()
     counts: tuple[Count, ...] = ()
     heads: Range = (0, 0)
     all_heads: int = 0
     attentions: tuple[str, ...] = ()
     head_counts: tuple[int, ...] = ()
-    readings: tuple[str, ...] = field(default=(), compare=False, repr=False)
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(Matrix(one.path, one.outputs, one.inputs, one.bias, one.role) for one in self.linears)
+    interpretations: tuple[str, ...] = field(default=(), compare=False, repr=False)

@@ -159,18 +159,19 @@ class _Decision:
         """
         try:
             if self.mesh.tp > 1:
-                roles, readings = self.splits.parts(path, config, self.formats)
+                roles, interpretations = self.splits.parts(path, config, self.formats)
                 steps: list[Step] = []
                 left: list[Left] = []
-                for whole, parts in readings:
+                for whole, parts in interpretations:
                     shape, fills, all_of_it = self.chosen(parts, whole.shape, path)
                     bodies = self.bodies(matrix_ops(fills, shape))
                     why = f"linears shared by ranks, as {roles.why} tells"
                     steps.append(Step(path, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
-                    left = left or list(self.left)  # what is told of the first reading speaks for all
+                    left = left or list(self.left)  # what is told of the first one speaks for all
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 self.left = [*left] + [
-                    Left(f"{path}: {name}", "whole on each rank: no column and no row of a sum") for name in roles.left
+                    Left(f"{path}: {name}", "not tensor-parallel: neither column- nor row-parallel")
+                    for name in roles.left
                 ]
                 return
         except SpecMismatch as mismatch:

@@ -15,7 +15,7 @@ _PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transforme
 
 
 def path_of(model: Any, getter: str) -> str | None:
-    """The path of what `model.getter()` gives, or of what an adapter there wraps; None where it has no such module."""
+    """Path of the module that `model.getter()` returns, or of the one that an adapter there wraps; None without one."""
     try:
         wanted = getattr(model, getter)()
     except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
@@ -25,7 +25,7 @@ def path_of(model: Any, getter: str) -> str | None:
 
 
 def shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Module path → the other modules that hold the same weight (tied embeddings)."""
+    """Path of each module with a tied weight → paths of the other modules that hold it."""
     by_weight: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
@@ -36,15 +36,15 @@ def shared_weights(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def config_around(model: nn.Module, path: str) -> Any:
-    """The config of the nearest model around a module."""
+    """Config of the nearest model around the module at `path`."""
     owners = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
     return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
 
 
 def users_own(layer: nn.Module, attn: str) -> list[str]:
-    """What somebody put on parts of a layer and a whole block would not call: forwards set on instances, and hooks.
+    """Forwards set on instances and hooks inside a layer, which a whole block would not call.
 
-    The hooks of the layer and of its attention, at `attn`, move to the block.
+    Hooks of the layer itself and of its attention, at `attn`, are not listed: they move to the block.
     """
     found = []
     for path, module in layer.named_modules():
@@ -56,7 +56,7 @@ def users_own(layer: nn.Module, attn: str) -> list[str]:
 
 
 def model_around(model: nn.Module, path: str) -> str:
-    """The path of the nearest model around a module: what has embeddings and a config."""
+    """Path of the nearest model around the module at `path`: a module with embeddings and a config."""
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
@@ -66,8 +66,9 @@ def model_around(model: nn.Module, path: str) -> str:
 
 
 def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
-    """What tells modules of one kind apart: their plain attributes but for their place, by which a spec may have gone
-    wrong; of a linear its name and what the module around it is made of, since that is what calls it.
+    """What modules of one kind may differ in beside weights: plain attributes, except for their place in the model.
+
+    For a linear also its name and the structure of the module around it, which calls it.
     """
     own = tuple(
         (place, name, value)
@@ -89,7 +90,7 @@ def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
 
 
 def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:
-    """Rows that are alike but for a number in their path, as one row: layers.{0-15}.mlp."""
+    """Merge rows that differ only in a number in their path into one row: layers.{0-15}.mlp."""
     groups: dict[tuple, list[str]] = {}
     for row in rows:
         template = re.sub(r"(?<=\.)\d+(?=\.|:|$)", "#", row[path_column], count=1)
@@ -103,7 +104,7 @@ def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as {0-2,5}; a single number as itself."""
+    """Write [0, 1, 2, 5] as {0-2,5}, and a single number as itself."""
     if len(numbers) == 1:
         return str(numbers[0])
     spans: list[list[int]] = []

@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.packing import Fill
-from infuse.architectures.part import matrix_of
-from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
-from infuse.architectures.split import SplitShape
 from infuse.config import keys as config_keys
-from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.plan.formats import Formats
 from infuse.plan.found import shared_weights
 from infuse.plan.shared import refuse_shared
 from infuse.unknown.cut import split_parts
-from infuse.unknown.roles import (
-    Policy,
-    Roles,
-    find_roles,
-    layer_paths,
-    matches,
-    own_plan,
-    planned_roles,
-    policy_names,
-    policy_problems,
-)
-from infuse.unknown.trace import Trace, traced
+from infuse.unknown.roles import ModelRoles, Policy, Roles, layer_paths, policy_names, policy_problems
 
 
 class Splits:
-    """The layers of a model that have no spec of their own, and how each is shared by the ranks of `mesh`."""
+    """The layers of a model without a spec, or that a policy names, and how each is shared by the ranks of `mesh`."""
 
     def __init__(self, model: nn.Module, policy: Policy | None, mesh: Mesh, grain: int):
         self._model, self._policy, self._mesh, self._grain = model, policy, mesh, grain
         if problems := policy_problems(policy, model):
             raise config_keys.failure(problems)
-        self.layers = (
-            {path: layer for path, layer in layer_paths(model).items() if not _inside_has_spec(layer)}
-            if mesh.tp > 1
-            else {}
-        )
-        named = {
-            path: layer for path, layer in model.named_modules() if policy and policy_names(policy, layer) is not None
-        }
-        for path in named if mesh.tp > 1 else ():
-            self.layers = {other: layer for other, layer in self.layers.items() if not _nested(path, other)} | {
-                path: named[path]
-            }
-        self._named = set(named)
+        self._named: dict[str, nn.Module] = {}
+        self.layers: dict[str, nn.Module] = {}
+        if mesh.tp > 1:
+            modules = model.named_modules() if policy else ()
+            self._named = {path: module for path, module in modules if policy_names(policy, module) is not None}
+            for path, layer in layer_paths(model).items():
+                if not _inside_has_spec(layer) and not any(_nested(path, named) for named in self._named):
+                    self.layers[path] = layer
+            self.layers |= self._named
+        self._roles = ModelRoles(model, self.layers, policy)
 
     def takes(self, path: str) -> bool:
         """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer
@@ -62,36 +43,23 @@ class Splits:
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
-        """The roles of the layer's linears, and for each reading the whole and every rank's part. SpecMismatch: it
-        cannot be split.
+        """The roles of the layer's linears, and for each interpretation the whole and every rank's part.
+
+        SpecMismatch: it cannot be split.
         """
         refuse_shared(self._model, path, self._shared)
+        roles = self._roles.of(path)
+
+        def multiple(linear: str, inputs: int) -> int:
+            format = formats.of(f"{path}.{linear}")
+            return 1 if format is None else format.of_part(inputs).group_size or format.pack
+
         layer = self._model.get_submodule(path)
-        rows = policy_names(self._policy, layer)
-        if rows is not None and not any(matches(name, row) for name, _ in linears(layer) for row in rows):
-            raise SpecMismatch(type(layer).__name__, ["injection_policy names none of its linears"])
-        planned = planned_roles(self._plan, path, [name for name, _ in linears(layer)])
-        roles = find_roles(layer, self._traces.get(path), rows, planned)
-        multiple = partial(_multiple, formats, path)
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
 
     @cached_property
     def _shared(self) -> dict[str, tuple[str, ...]]:
         return shared_weights(self._model)
-
-    @cached_property
-    def _plan(self) -> dict[str, str]:
-        return own_plan(self._model)
-
-    @cached_property
-    def _traces(self) -> dict[str, Trace]:
-        return traced(self._model, self.layers)
-
-
-def _multiple(formats: Formats, path: str, fill: Fill, whole: SplitShape) -> int:
-    matrix = matrix_of(whole, fill.target)
-    assert matrix is not None, fill
-    return formats.multiple(fill, path, matrix.inputs)
 
 
 def _inside_has_spec(layer: nn.Module) -> bool:

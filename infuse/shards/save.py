@@ -46,7 +46,7 @@ def save(
     the index has each quantized linear as a step, as one rank would take it, and the interpretation of the layer.
     """
     steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
-    readings = {step.path: list(step.whole.readings) for step in plan.steps if isinstance(step.whole, SplitShape)}
+    readings = {step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
         quant["format"] = config.weight_format
@@ -192,6 +192,6 @@ def kind_of_linear(step: Step, fill: Fill) -> str:
     """The digest of one linear of a layer that ranks share, as it is replaced where one rank has the layer."""
     assert isinstance(step.whole, SplitShape)
     path = fill.target.removesuffix(".weight")
-    part = next(part for part in step.whole.linears if part.path == path)
+    part = next(matrix for matrix in step.whole.matrices if matrix.target == path)
     shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)
     return kind_of(Step(path, "Linear", shape, shape.fills, (), ""))

@@ -1,269 +1,200 @@
-"""One rank's part of a layer without a spec, for each way in which it may be meant. Pure: numbers only."""
+"""One rank's part of a layer without a spec, for each interpretation of its linears. Pure: numbers only."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from infuse.architectures.packing import BLOCKS, FOUR_PARTS, Fill, Heads, block_starts
+from infuse.architectures.packing import BLOCKS, FOUR_PARTS, Fill, block_starts
+from infuse.architectures.part import COLUMN, ROW, Matrix
 from infuse.architectures.plain import linears
 from infuse.architectures.ranks import Part
-from infuse.architectures.split import COLUMN, ROW, Count, LinearPart, SplitShape, TablePart
+from infuse.architectures.split import Count, SplitShape, TablePart
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
-from infuse.parallel.slices import Cut, Range, split, split_heads
-from infuse.unknown.interpretations import (
-    KV_WORDS,
-    WIDTH_WORDS,
-    Layer,
-    Reading,
-    around,
-    attributes,
-    counts_heads,
-    has_word,
-    misfit,
-    owner_of,
-    readings,
-)
-from infuse.unknown.roles import Chain, Roles
+from infuse.parallel.slices import Cut, Range, split, split_heads, total
+from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of
+from infuse.unknown.roles import Roles
 
-MOST_READINGS = 24  # each costs a proof
+MOST_INTERPRETATIONS = 24  # each costs a proof
 
 
 def split_parts(
-    module: nn.Module, roles: Roles, config: Any, mesh: Mesh, *, grain: int, multiple: Callable[[Fill, SplitShape], int]
+    module: nn.Module, roles: Roles, config: Any, mesh: Mesh, *, grain: int, multiple: Callable[[str, int], int]
 ) -> list[tuple[Part, list[Part]]]:
-    """For each reading of the layer: the whole, and the part of each rank. SpecMismatch: there is none, or too little
-    to share.
+    """For each interpretation of the layer: the whole, and the part of each rank, without duplicates.
 
-    `multiple(fill, whole)` is what an inner width must be split in multiples of.
+    `multiple(path, inputs)` is what the inputs of a row linear must be split in multiples of. SpecMismatch: there is no
+    interpretation, or too little to share.
     """
-    layer = Layer(module, {path: shape for path, shape in linears(module) if path}, config, type(module).__name__)
-    choices = [list(readings(layer, chain)) for chain in roles.chains]
-    if wrong := [misfit(layer, chain) for chain, found in zip(roles.chains, choices, strict=True) if not found]:
-        raise SpecMismatch(f"{layer.name} over {mesh.tp} ranks", wrong)
+    name = f"{type(module).__name__} over {mesh.tp} ranks"
+    shapes = {path: shape for path, shape in linears(module) if path}
+    chains = [LayerChain(chain.columns, chain.rows, module, shapes, config) for chain in roles.chains]
+    choices = [chain.interpretations() for chain in chains]
+    if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
+        raise SpecMismatch(name, wrong)
     found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
     for chosen in _products(choices):
-        cutter = _Cutter(layer, tuple(zip(roles.chains, chosen, strict=True)), grain, multiple)
-        with (
-            contextlib.suppress(SpecMismatch) if found else contextlib.nullcontext()
-        ):  # the first reading says why it cannot be
-            parts = cutter.part(ONE), tuple(cutter.part(rank) for rank in mesh.ranks())
-            found.setdefault(parts, []).append(hashlib.sha256(repr(chosen).encode()).hexdigest()[:16])
-    first = itertools.islice(found.items(), MOST_READINGS)
+        with suppress(SpecMismatch) if found else nullcontext():  # the first one says why it cannot be
+            cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
+            parts = _layer_part(cutters, ONE), tuple(_layer_part(cutters, rank) for rank in mesh.ranks())
+            found.setdefault(parts, []).append("; ".join(map(str, chosen)))
+    first = itertools.islice(found.items(), MOST_INTERPRETATIONS)
     return [(_named(whole, names), list(parts)) for (whole, parts), names in first]
 
 
 def _named(whole: Part, names: list[str]) -> Part:
     assert isinstance(whole.shape, SplitShape)
-    return replace(whole, shape=replace(whole.shape, readings=tuple(names)))
+    return replace(whole, shape=replace(whole.shape, interpretations=tuple(names)))
 
 
-def _products(choices: list[list[Reading]]) -> Iterator[tuple[Reading, ...]]:
-    """Combinations of readings, likely ones first: those that differ from the first in one kind of chain, then in two.
-
-    Groups that are alike (self- and cross-attention, the blocks of a stage) are read alike.
+def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretation, ...]]:
+    """Combinations of interpretations, likely ones first: those that differ from the first in one kind of chain, then
+    in two. Chains that are alike (self- and cross-attention, the blocks of a stage) are understood alike.
     """
-    kinds = [(len(found), found[0].heads) for found in choices]
+    kinds = [(len(found), None if found[0].by_features else found[0].heads) for found in choices]
     distinct = list(dict.fromkeys(kinds))
-    combinations = itertools.product(*(range(number) for number, _ in distinct))
+    combinations = itertools.product(*(range(kind[0]) for kind in distinct))
     for combination in sorted(combinations, key=lambda numbers: (sum(map(bool, numbers)), sum(numbers))):
         numbers = dict(zip(distinct, combination, strict=True))
         yield tuple(found[numbers[kind]] for found, kind in zip(choices, kinds, strict=True))
 
 
-@dataclass(frozen=True)
-class _Cutter:
-    layer: Layer
-    chains: tuple[tuple[Chain, Reading], ...]
-    grain: int
-    multiple: Callable[[Fill, SplitShape], int]
-
-    def part(self, mesh: Mesh) -> Part:
-        parts, fills, tables, shares = [], [], [], []
-        counts: list[Count] = []
-        for chain, reading in self.chains:
-            share = self.share(chain, reading, mesh)
-            shares.append(share)
-            counts += self.counts(chain, reading, share)
-            for path in (*chain.columns, *chain.rows):
-                linear = self.layer.shapes[path]
-                row = path in chain.rows
-                ranges = share.inputs if row else share.outputs(linear.outputs)
-                size = linear.inputs if row else linear.outputs
-                cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
-                length = sum(stop - start for start, stop in ranges)
-                bias = linear.bias and not (row and mesh.tp_rank)
-                own = (length, linear.outputs) if row else (linear.inputs, length)
-                parts.append(LinearPart(path, ROW if row else COLUMN, *own, bias))
-                fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut, matrix=True))
-                if bias:
-                    fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
-            if reading.heads is not None and share.own is not None:
-                for table, axis in self.tables(chain, reading.heads):
-                    mine = share.own[1] - share.own[0]
-                    tables.append(
-                        replace(table, shape=tuple(mine if i == axis else n for i, n in enumerate(table.shape)))
-                    )
-                    fills.append(Fill(table.path, (table.path,), cut=Cut(axis, (share.own,), (reading.heads.query,))))
-        of_heads = {
-            (share.own, reading.heads.query)
-            for share, (_, reading) in zip(shares, self.chains, strict=True)
-            if reading.heads
-        }
-        heads, all_heads = next(iter(of_heads)) if len(of_heads) == 1 else (None, 0)
-        shape = SplitShape(tuple(parts), tuple(tables), tuple(counts))
-        if heads is not None:
-            attentions = tuple(owner_of(chain.columns) for chain, reading in self.chains if reading.heads)
-            owned = next(share.counts for share in shares if share.own == heads and share.counts)
-            shape = replace(shape, heads=heads, all_heads=all_heads, attentions=attentions, head_counts=owned)
-        return Part(shape, tuple(fills))
-
-    def share(self, chain: Chain, reading: Reading, mesh: Mesh) -> _Share:
-        width = self.layer.shapes[chain.rows[0]].inputs
-        if reading.heads is None:
-            if width < mesh.tp:
-                raise SpecMismatch(f"{self.layer.name} over {mesh.tp} ranks", [f"{width} inner features are too few"])
-            parts = split(width, mesh.tp, grain=self.grain, multiple=self.inner_multiple(chain, width))
-            return _Share(reading, width, parts[mesh.tp_rank])
-        heads = reading.heads
-        if reading.packing == FOUR_PARTS:
-            each = split(heads.query // 4, mesh.tp)[mesh.tp_rank]
-            if heads.query // 4 < mesh.tp:
-                raise SpecMismatch(
-                    f"{self.layer.name} over {mesh.tp} ranks", [f"{heads.query} heads in four parts are too few"]
-                )
-            own = tuple(part * (heads.query // 4) + head for part in range(4) for head in range(*each))
-            return _Share(reading, width, None, own, own)
-        found = split_heads(heads.query, heads.key, mesh.tp)
-        if found is None:
-            raise SpecMismatch(f"{self.layer.name} over {mesh.tp} ranks", [f"{heads.query} heads are too few"])
-        mine = found[mesh.tp_rank]
-        counts = tuple(share.heads[1] - share.heads[0] for share in found)
-        return _Share(reading, width, mine.heads, tuple(range(*mine.heads)), tuple(range(*mine.kv_heads)), counts)
-
-    def inner_multiple(self, chain: Chain, width: int) -> int:
-        """What an inner width is split in multiples of, for the formats of the rows that read it."""
-        fills = [(path, Fill(f"{path}.weight", (f"{path}.weight",), matrix=True)) for path in chain.rows]
-        whole = SplitShape(
-            tuple(LinearPart(path, ROW, width, self.layer.shapes[path].outputs, False) for path in chain.rows)
-        )
-        return max(self.multiple(fill, whole) for _, fill in fills)
-
-    def tables(self, chain: Chain, heads: Heads) -> Iterator[tuple[TablePart, int]]:
-        """The parameters and buffers of a chain that have a place for each head, and along which axis: the last of two,
-        else the first.
-        """
-        top = around(self.layer, chain)
-        for name, module in self.layer.module.get_submodule(top).named_modules():
-            path = ".".join(part for part in (top, name) if part)
-            if path in self.layer.shapes or heads.query == 1:
-                continue
-            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if "Norm" in type(module).__name__ and (tensor is None or tensor.dim() < 2):
-                    continue  # over features, of which there may be as many as heads
-                axis = 1 if tensor is not None and tensor.dim() == 2 and tensor.shape[1] == heads.query else 0
-                if tensor is not None and tensor.dim() and tensor.shape[axis] == heads.query:
-                    yield (
-                        TablePart(f"{path}.{leaf}" if path else leaf, tuple(tensor.shape), leaf in module._buffers),
-                        axis,
-                    )
-
-    def counts(self, chain: Chain, reading: Reading, share: _Share) -> Iterator[Count]:
-        """The attributes of a chain's modules that count what a rank has only a part of."""
-        for module, name, value in attributes(self.layer, chain, reading.config):
-            own = share.count(name, value)
-            if own is not None:
-                yield Count(module, name, own)
+def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> Part:
+    parts = [cutter.part(mesh) for cutter in cutters]
+    shapes = [shape for shape, _ in parts]
+    by_heads = [shape for shape in shapes if shape.all_heads]
+    alike = len({(shape.heads, shape.all_heads) for shape in by_heads}) == 1
+    shape = replace(
+        by_heads[0] if alike else SplitShape(()),
+        matrices=tuple(one for shape in shapes for one in shape.matrices),
+        tables=tuple(one for shape in shapes for one in shape.tables),
+        counts=tuple(one for shape in shapes for one in shape.counts),
+        attentions=tuple(path for shape in by_heads for path in shape.attentions) if alike else (),
+    )
+    return Part(shape, tuple(fill for _, fills in parts for fill in fills))
 
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's share of a chain: its range `own` of heads or of the width, its query and key/value heads one by one;
-    all ranks' counts.
+    """A rank's query and key/value heads (or inner features, which are both); `counts` are the heads of each rank where
+    each has neighbours.
     """
 
-    reading: Reading
-    width: int
-    own: Range | None
-    query: tuple[int, ...] = ()
-    key: tuple[int, ...] = ()
+    query: tuple[Range, ...]
+    key: tuple[Range, ...]
     counts: tuple[int, ...] = ()
 
-    @property
-    def inputs(self) -> tuple[Range, ...]:
-        """The inputs of the chain's row linears."""
-        heads = self.reading.heads
-        if heads is None:
-            assert self.own is not None
-            return (self.own,)
-        return _ranges([head * heads.width for head in self.query], heads.width)
 
-    def outputs(self, rows: int) -> tuple[Range, ...]:
-        """The outputs of a column linear that makes so many rows."""
-        heads = self.reading.heads
-        if heads is None:
-            assert self.own is not None
-            start, stop = self.own
-            if rows == self.width:
-                return (self.own,)
-            return (
-                (self.own, (self.width + start, self.width + stop)) if self.reading.halves else ((2 * start, 2 * stop),)
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts one chain by one interpretation; `name` is for errors."""
+
+    chain: LayerChain
+    interpretation: Interpretation
+    name: str
+    grain: int
+    multiple: Callable[[str, int], int]
+
+    def share(self, mesh: Mesh) -> _Share:
+        heads, rank = self.interpretation.heads, mesh.tp_rank
+        parts = 4 if self.interpretation.packing == FOUR_PARTS else 1
+        if heads.query // parts < mesh.tp:
+            what = "inner features" if self.interpretation.by_features else "heads"
+            raise SpecMismatch(self.name, [f"{heads.query} {what}{' in four parts' * (parts > 1)} are too few"])
+        if self.interpretation.by_features:
+            multiple = max(self.multiple(path, heads.query) for path in self.chain.rows)
+            own = split(heads.query, mesh.tp, grain=self.grain, multiple=multiple)[rank]
+            return _Share((own,), (own,))
+        if self.interpretation.packing == FOUR_PARTS:
+            start, stop = split(heads.query // 4, mesh.tp)[rank]
+            each = tuple((first + start, first + stop) for first in range(0, heads.query, heads.query // 4))
+            return _Share(each, each)
+        found = split_heads(heads.query, heads.key, mesh.tp)
+        assert found is not None
+        counts = tuple(total([share.heads]) for share in found)
+        return _Share((found[rank].heads,), (found[rank].kv_heads,), counts)
+
+    def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
+        """A rank's part of the chain."""
+        share, heads = self.share(mesh), self.interpretation.heads.query
+        lengths = total(share.query), total(share.key)
+        matrices, fills, tables = [], [], []
+        for path in (*self.chain.columns, *self.chain.rows):
+            linear, row = self.chain.shapes[path], path in self.chain.rows
+            size = linear.inputs if row else linear.outputs
+            ranges = self.ranges(share, size)
+            cut = None if mesh.tp == 1 else Cut(1 if row else 0, ranges, (size,))
+            bias = linear.bias and not (row and mesh.tp_rank)
+            own = (linear.outputs, total(ranges)) if row else (total(ranges), linear.inputs)
+            matrices.append(Matrix(path, *own, bias, ROW if row else COLUMN))
+            fills.append(Fill(f"{path}.weight", (f"{path}.weight",), linear.transposed, cut=cut))
+            if bias:
+                fills.append(Fill(f"{path}.bias", (f"{path}.bias",), cut=None if row else cut))
+        for table, axis in self.tables() if share.counts else ():
+            tables.append(replace(table, shape=(*table.shape[:axis], lengths[0], *table.shape[axis + 1 :])))
+            fills.append(Fill(table.path, (table.path,), cut=Cut(axis, share.query, (heads,))))
+        counts = [
+            Count(module, name, count)
+            for module, name, value in self.chain.counts(self.interpretation.config)
+            if (count := self.interpretation.own_count(name, value, *lengths)) is not None
+        ]
+        shape = SplitShape(tuple(matrices), tuple(tables), tuple(counts))
+        if share.counts:
+            attention = owner_of(self.chain.columns)
+            shape = replace(
+                shape, heads=share.query[0], all_heads=heads, attentions=(attention,), head_counts=share.counts
             )
+        return shape, tuple(fills)
+
+    def ranges(self, share: _Share, size: int) -> tuple[Range, ...]:
+        """What a rank has of an axis of `size`: of the outputs of a column linear, or of the inputs of a row linear."""
+        heads, packing = self.interpretation.heads, self.interpretation.packing
         h, k, d = heads.query, heads.key, heads.width
-        if rows == heads.rows:
-            starts = block_starts(self.reading.packing, heads)
-            own = [*self.query, *(h + head for head in self.key), *(h + k + head for head in self.key)]
-            return _ranges(sorted(starts[block] for block in own), d)
-        if rows == h * d:
-            return self.inputs
-        if rows == k * d:
-            return _ranges([head * d for head in self.key], d)
-        if rows == 2 * k * d and self.reading.packing == BLOCKS:
-            return _ranges([block * k * d + head * d for block in range(2) for head in self.key], d)
-        if rows == 2 * k * d:
-            return _ranges([2 * head * d for head in self.key], 2 * d)
-        return _ranges([head * (rows // h) for head in self.query], rows // h)
+        if size == heads.rows and not self.interpretation.by_features:
+            starts = block_starts(packing, heads)
+            own = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
+            blocks = [block for start, stop in own for block in range(start, stop)]
+            return _joined(sorted((starts[block], starts[block] + d) for block in blocks))
+        if size == h * d:
+            return _scaled(share.query, d)
+        if size == k * d:
+            return _scaled(share.key, d)
+        if size == 2 * k * d and packing == BLOCKS:
+            return (*_scaled(share.key, d), *_scaled(share.key, d, k * d))
+        if size == 2 * k * d:
+            return _scaled(share.key, 2 * d)
+        return _scaled(share.query, size // h)
 
-    def count(self, name: str, value: int) -> int | None:
-        """What an attribute of that name and value is on this rank, None where it stays."""
-        heads = self.reading.heads
-        if heads is None:
-            assert self.own is not None
-            return (
-                self.own[1] - self.own[0]
-                if value == self.width and self.reading.widths and has_word(name, WIDTH_WORDS)
-                else None
-            )
-        query, key = len(self.query), len(self.key)
-        if counts_heads(name):
-            if value == heads.key and has_word(name, KV_WORDS) and "group" not in name:
-                return key
-            if value == heads.query and not has_word(name, KV_WORDS):
-                return query
-        if ("group" in name or "rep" in name) and value == heads.query // heads.key:
-            return query // key
-        if (
-            self.reading.widths
-            and has_word(name, WIDTH_WORDS)
-            and value in (heads.query * heads.width, heads.key * heads.width)
-        ):
-            return (query if value == heads.query * heads.width else key) * heads.width
-        return None
+    def tables(self) -> Iterator[tuple[TablePart, int]]:
+        """Parameters and buffers with a place for each head, and along which axis: the last of two, else the first."""
+        heads = self.interpretation.heads.query
+        for path, module in self.chain.modules() if heads > 1 else ():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or not tensor.dim() or ("Norm" in type(module).__name__ and tensor.dim() < 2):
+                    continue  # a norm is over features, of which there may be as many as heads
+                axis = 1 if tensor.dim() == 2 and tensor.shape[1] == heads else 0
+                if tensor.shape[axis] == heads:
+                    where = f"{path}.{leaf}" if path else leaf
+                    yield TablePart(where, tuple(tensor.shape), leaf in module._buffers), axis
 
 
-def _ranges(starts: Iterable[int], length: int) -> tuple[Range, ...]:
-    """Ranges of `length` from each start, neighbours joined."""
+def _scaled(ranges: Iterable[Range], length: int, first: int = 0) -> tuple[Range, ...]:
+    """Ranges of units that are `length` long each, from `first` on."""
+    return tuple((first + start * length, first + stop * length) for start, stop in ranges)
+
+
+def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Neighbours as one."""
     joined: list[Range] = []
-    for start in starts:
+    for start, stop in ranges:
         if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], start + length)
+            joined[-1] = (joined[-1][0], stop)
         else:
-            joined.append((start, start + length))
+            joined.append((start, stop))
     return tuple(joined)

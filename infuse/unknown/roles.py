@@ -1,31 +1,26 @@
 """Which linears of a layer are split by outputs (column), which by inputs (row), and who feeds whom.
 
-Told by a policy of the caller, by the model's own plan for tensor parallelism, or found from the layer's structure: a
-linear that reads the hidden state is column, one that reads what column linears made is row, and its sum over ranks
-meets the residual.
+Told by a policy of the caller, by the model's own plan for tensor parallelism, or found from a trace: a linear that
+reads the hidden state is column, one that reads what column linears made is row, and its sum over ranks meets the
+residual.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from infuse.architectures.plain import LinearShape, linears
-from infuse.architectures.split import COLUMN, ROW, WHOLE
+from infuse.architectures.part import COLUMN, ROW, WHOLE
+from infuse.architectures.plain import linears
 from infuse.errors import SpecMismatch
 from infuse.unknown.trace import Trace, traced
 
-# The last words of what transformers' models name the linears that close an attention or an MLP; for layers that cannot
-# be traced.
-_ROW_NAMES = frozenset((
-    "o", "o_proj", "out_proj", "wo", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "out_lin", "lin2", "output.dense",
-    "attention.dense", "self_attention.dense", "linear2", "to_out.0", "attn.out", "attn.proj", "attn_out", "ff_out", "mlp.out",
-))  # fmt: skip
 _STYLES = {"colwise": COLUMN, "rowwise": ROW}
 Policy = Mapping[Any, tuple[str, ...]]
 
@@ -46,10 +41,6 @@ class Roles:
     left: tuple[str, ...]
     why: str
 
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return tuple(row for chain in self.chains for row in chain.rows)
-
 
 def matches(path: str, name: str) -> bool:
     """Whether `name` means the linear at `path`: it is its end, as in DeepSpeed's policies."""
@@ -57,19 +48,14 @@ def matches(path: str, name: str) -> bool:
 
 
 def policy_names(policy: Policy | None, layer: nn.Module) -> tuple[str, ...] | None:
-    """The row linears that `policy` names for the layer's class, given itself or by name; None where it has none for
-    it.
-    """
-    for key, names in (policy or {}).items():
-        if isinstance(layer, key) if isinstance(key, type) else any(cls.__name__ == key for cls in type(layer).__mro__):
-            return names
-    return None
+    """The row linears that `policy` names for the layer's class or the class's name; None where it has none for it."""
+    classes = type(layer).__mro__
+    known = {*classes, *(cls.__name__ for cls in classes)}
+    return next((names for key, names in (policy or {}).items() if key in known), None)
 
 
 def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
-    """One line for each class of `policy` that is in no module, and for each name that is in none of the class's
-    layers.
-    """
+    """One line for each class of `policy` without a module, and for each name that no layer of the class has."""
     problems = []
     for key, names in (policy or {}).items():
         layers = [module for module in model.modules() if policy_names({key: names}, module) is not None]
@@ -105,89 +91,102 @@ def _layers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str,
             yield from _layers(child, at, seen)
 
 
-def own_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan for tensor parallelism: pattern of a path in the model (`*` any number) → style. Empty where
-    it has none.
+class ModelRoles:
+    """The roles of the linears in `layers` of a model: told by a policy, by the model's own plan for tensor
+    parallelism, or found by a trace on meta.
     """
-    found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        config = getattr(module, "config", None)
-        base = getattr(config, "base_model_tp_plan", None)
-        if (
-            isinstance(base, dict)
-            and hasattr(module, "base_model_prefix")
-            and not hasattr(module, module.base_model_prefix)
-        ):  # type: ignore
-            found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in base.items()}
-    return found
 
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], policy: Policy | None = None):
+        self._model, self._layers, self._policy = model, layers, policy
 
-def planned_roles(plan: Mapping[str, str], path: str, names: Iterable[str]) -> dict[str, str]:
-    """The roles that the model's own plan gives to linears of the layer at `path`; other styles than column and row are
-    left.
-    """
-    roles = {}
-    for name in names:
-        at = re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{path}.{name}")
-        style = plan.get(at) or plan.get(f"{path}.{name}")
-        if style is not None:
-            roles[name] = _STYLES.get(style, WHOLE)
-    return roles
+    def of(self, path: str) -> Roles:
+        """The roles of the layer at `path`. SpecMismatch: there are none, or they cannot be."""
+        layer, trace = self._model.get_submodule(path), self._traces.get(path)
+        names = [name for name, _ in linears(layer) if name]
+        rows, planned = policy_names(self._policy, layer), self._planned(path, names)
+        if rows is not None:
+            fixed = {name: ROW if any(matches(name, row) for row in rows) else COLUMN for name in names}
+            why = "injection_policy"
+            if ROW not in fixed.values():
+                raise SpecMismatch(type(layer).__name__, ["injection_policy names none of its linears"])
+        elif ROW in planned.values():
+            fixed, why = {name: planned.get(name, WHOLE) for name in names}, "the model's own plan"
+        elif trace is None:
+            raise SpecMismatch(
+                "roles", ["a run of the model on meta does not reach it: injection_policy may name them"]
+            )
+        else:
+            fixed, why = {}, "structure"
+        chains = _in_order(fixed) if trace is None else _settled(trace, fixed)
+        if not chains:
+            raise SpecMismatch("roles", ["no linear reads what others make of the hidden state"])
+        split = {name for chain in chains for name in (*chain.columns, *chain.rows)}
+        return Roles(chains, tuple(name for name in names if name not in split), why)
 
+    @cached_property
+    def _traces(self) -> dict[str, Trace]:
+        return traced(self._model, self._layers)
 
-def find_roles(layer: nn.Module, trace: Trace | None, rows: Sequence[str] | None, planned: Mapping[str, str]) -> Roles:
-    """The roles of the layer's linears: of a policy's `rows`, else as `planned`, else from structure. SpecMismatch:
-    none can be found.
-    """
-    shapes = {path: shape for path, shape in linears(layer) if path}
-    if rows is not None:
-        fixed = {path: ROW if any(matches(path, name) for name in rows) else COLUMN for path in shapes}
-        why = "injection_policy"
-    elif ROW in planned.values():
-        fixed, why = {path: planned.get(path, WHOLE) for path in shapes}, "the model's own plan"
-    else:
-        fixed, why = {}, "structure" if trace is not None else "names"
-    if trace is None:
-        return _in_order(shapes, fixed, why)
-    return _settled(shapes, trace, fixed, why)
+    @cached_property
+    def _plan(self) -> dict[str, str]:
+        """Pattern of a path (`*` any number) → style, of all models inside."""
+        found: dict[str, str] = {}
+        for path, module in self._model.named_modules():
+            plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+            prefix = getattr(module, "base_model_prefix", None)  # of the model whose config the plan is for
+            if isinstance(plan, dict) and prefix is not None and not hasattr(module, prefix):
+                found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
+        return found
+
+    def _planned(self, path: str, names: Iterable[str]) -> dict[str, str]:
+        """The roles that the model's own plan gives to linears of a layer, WHOLE for styles of other kinds."""
+        found = {}
+        for name in names:
+            full = f"{path}.{name}"
+            style = self._plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", full)) or self._plan.get(full)
+            if style is not None:
+                found[name] = _STYLES.get(style, WHOLE)
+        return found
 
 
 def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
     """For each class of repeated layers the names of its row linears, from the last number in their paths on."""
-    layers, plan = layer_paths(model), own_plan(model)
-    traces = traced(model, layers)
+    layers = layer_paths(model)
+    roles = ModelRoles(model, layers)
     found: dict[type[nn.Module], dict[str, None]] = {}
     for path, layer in layers.items():
-        planned = planned_roles(plan, path, [name for name, _ in linears(layer)])
         with suppress(SpecMismatch):
-            for row in find_roles(layer, traces.get(path), None, planned).rows:
+            for row in (row for chain in roles.of(path).chains for row in chain.rows):
                 found.setdefault(type(layer), {})[re.sub(r"^(.*\.)?\d+\.", "", row)] = None
     return [(cls, list(rows)) for cls, rows in found.items()]
 
 
-def _settled(shapes: Mapping[str, LinearShape], trace: Trace, fixed: dict[str, str], why: str) -> Roles:
-    """The roles with which no part of a value leaves the layer: who makes one that does is whole, until none is left."""
-    given = why != "structure"
+def _in_order(roles: Mapping[str, str]) -> tuple[Chain, ...]:
+    """The chains of a layer that cannot be traced: a row linear reads the columns declared since the row before."""
+    chains, columns = [], []
+    for path, role in roles.items():
+        if role == COLUMN:
+            columns.append(path)
+        elif role == ROW and columns:
+            chains.append(Chain(tuple(columns), (path,)))
+            columns = []
+    return tuple(chains)
+
+
+def _settled(trace: Trace, fixed: Mapping[str, str]) -> tuple[Chain, ...]:
+    """The chains with which no part of a value leaves the layer: who makes one that does is whole, until none is left."""
     whole: set[str] = set()
-    for _ in range(len(shapes) + 1):
-        flow = _Flow(trace, fixed | dict.fromkeys(whole, WHOLE))
-        open_now = (flow.returned | flow.misread) - whole
-        if not open_now:
-            break
-        if given and flow.misread - whole:
-            first = next(name for name in trace.linears if name in flow.misread)
+    while True:
+        flow = _Flow(trace, {**fixed, **dict.fromkeys(whole, WHOLE)})
+        misread = flow.misread - whole
+        if fixed and misread:
+            first = next(name for name in trace.linears if name in misread)
             raise SpecMismatch(
                 "roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"]
             )
-        whole |= open_now
-    roles = flow.chains(), tuple(path for path in shapes if path not in flow.split)
-    return _checked(Roles(*roles, why))
-
-
-def _checked(roles: Roles) -> Roles:
-    if not roles.chains:
-        raise SpecMismatch("roles", ["no linear reads what others make of the hidden state"])
-    return roles
+        if not (misread | flow.returned) - whole:
+            return flow.chains()
+        whole |= misread | flow.returned
 
 
 class _Flow:
@@ -214,10 +213,6 @@ class _Flow:
         self.returned = set(none.union(*(made.get(number, none) for number in trace.returns)))
         self.order = trace.linears
 
-    @property
-    def split(self) -> set[str]:
-        return set(self.fed).union(*self.fed.values())
-
     def chains(self) -> tuple[Chain, ...]:
         """Rows with a column in common are one chain."""
         joined: list[tuple[set[str], set[str]]] = []
@@ -231,18 +226,3 @@ class _Flow:
             Chain(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows))
             for rows, columns in joined
         )
-
-
-def _in_order(shapes: Mapping[str, LinearShape], fixed: Mapping[str, str], why: str) -> Roles:
-    """Roles by the order in which linears are declared: a row linear reads the columns since the one before."""
-    roles = fixed or {path: ROW if any(matches(path, name) for name in _ROW_NAMES) else COLUMN for path in shapes}
-    chains, columns, left = [], [], [path for path, role in roles.items() if role == WHOLE]
-    for path in shapes:
-        if roles[path] == COLUMN:
-            columns.append(path)
-        elif roles[path] == ROW and columns:
-            chains.append(Chain(tuple(columns), (path,)))
-            columns = []
-        elif roles[path] == ROW:
-            left.append(path)
-    return _checked(Roles(tuple(chains), (*left, *columns), why))

@@ -6,8 +6,8 @@ is followed through splits, transpositions, attention and caches alike.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infuse.architectures.model_inputs import model_inputs, watched
 from infuse.architectures.plain import linear_shape
 
-BATCH, TOKENS = 2, 12
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values
 
 
@@ -44,159 +44,105 @@ class Trace:
         return tuple(dict.fromkeys(event.linear for event in self.events if event.linear))
 
 
-def model_inputs(model: nn.Module, make: Callable[[str, tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-    """Arguments of the model's forward: token ids, or embeddings, or pixels, or sound, and for a decoder behind an
-    encoder its own.
-
-    `make("ids" | "mask" | "values", shape)` makes each tensor. An argument that forward does not name is not given; the
-    first one takes the tokens where none has a name that transformers uses.
-    """
-    config: Any = getattr(model, "config", None)
-    parameters = inspect.signature(type(model).forward).parameters
-    names = list(parameters)[1:]
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if getattr(model, "main_input_name", "") == "pixel_values" or (
-        "pixel_values" in names and "input_ids" not in names
-    ):
-        return {"pixel_values": make("values", _images(config))}
-    if "input_features" in names and hasattr(config, "num_mel_bins"):
-        given = {"input_features": make("values", (BATCH, config.num_mel_bins, 2 * config.max_source_positions))}
-        return given | ({"decoder_input_ids": make("ids", (BATCH, TOKENS))} if "decoder_input_ids" in names else {})
-    most = getattr(config, "max_position_embeddings", None) or 0
-    tokens = min(TOKENS, most - 1) if most > 1 else TOKENS
-    table = any(isinstance(module, nn.Embedding) for module in model.modules())
-    main = next((name for name in ("input_ids", "inputs_embeds", "hidden_states") if name in names), names[0])
-    width: Any = getattr(config, "hidden_size", None) or _first_inputs(model)
-    values = (
-        make("ids", (BATCH, tokens)) if table and main != "hidden_states" else make("values", (BATCH, tokens, width))
-    )
-    if main == "input_ids" and not table:
-        main = "inputs_embeds" if "inputs_embeds" in names else main
-    given = {main: values}
-    vision = getattr(config, "vision_config", None)
-    both = (
-        hasattr(config, "logit_scale_init_value") and hasattr(vision, "image_size") and hasattr(vision, "num_channels")
-    )
-    if both and "pixel_values" in names:  # it compares texts with images, and needs both
-        given["pixel_values"] = make("values", _images(vision))
-    if "attention_mask" in names or anything:
-        given["attention_mask"] = make("mask", (BATCH, tokens))
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        given["decoder_input_ids"] = make("ids", (BATCH, tokens))
-    return given
-
-
-def _images(config: Any) -> tuple[int, ...]:
-    """The shape of a batch of images."""
-    size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
-    return (BATCH, config.num_channels, *size)
-
-
-def _first_inputs(model: nn.Module) -> int:
-    """The width that the first linear takes."""
-    return next((shape.inputs for module in model.modules() if (shape := linear_shape(module)) is not None), 1)
-
-
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
-    """The first call of each layer, by its path; those that the model does not reach on meta are not in it. The model
-    is unchanged.
+    """The first call of each layer by its path, without layers that the model does not reach on meta.
+
+    The model is unchanged.
     """
-    tracer = _Tracer(layers)
-    tensors = {name: torch.empty_like(value, device="meta") for name, value in _all_tensors(model)}
-    before = {module: module.training for module in model.modules()}
+    tracer = _Tracer()
+    training = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        inputs = model_inputs(model, _on_meta)
-        inputs.pop("attention_mask", None)  # whose values models ask for
-        with torch.no_grad(), tracer:
-            torch.func.functional_call(model, tensors, (), inputs, tie_weights=False)
-    except Exception:  # noqa: S110  what needs values cannot be run on meta: what was reached is known
-        pass
+        with tracer.watching(layers):
+            tracer.run(model, torch.bfloat16)  # in which alone torch multiplies by experts on meta
+            if len(tracer.done) < len(layers):
+                tracer.run(model, torch.float32)
     finally:
-        tracer.remove()
-        for module, training in before.items():
-            module.training = training
+        for module, was_training in training.items():
+            module.training = was_training
     return tracer.done
 
 
-def _all_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for (
-        path,
-        module,
-    ) in model.named_modules():  # a module in several places once: else functional_call gives it back what is on meta
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of modules that are in several places once: functional_call would restore the second as one on meta."""
+    for path, module in model.named_modules():
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 yield f"{path}.{leaf}" if path else leaf, value
 
 
-def _on_meta(kind: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32 if kind == "values" else torch.long, device="meta")
+def _on_meta(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype if like.is_floating_point() else like.dtype, device="meta")
 
 
 class _Tracer(TorchDispatchMode):
-    """Notes what happens inside the layers while it is entered."""
+    """Notes what happens inside layers while it is entered."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]):
+    def __init__(self) -> None:
         super().__init__()
         self.done: dict[str, Trace] = {}
+        self._path = ""  # of the layer that runs now
         self._now: Trace | None = None
-        self._path = ""
         self._inside_linear = False
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # storages: an address must not be given to another while we look
-        self._handles: list[Any] = []
-        for path, layer in layers.items():
-            self._listen(layer, self._enter(path), self._leave(path))
-            for name, module in layer.named_modules():
-                if name and linear_shape(module) is not None:
-                    self._listen(module, self._before_linear, self._after_linear(name))
+
+    def run(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Run `model` in `dtype` on meta, as far as it goes."""
+
+        def make(kind: str, shape: tuple[int, ...]) -> Tensor:
+            return torch.empty(shape, dtype=dtype if kind == "values" else torch.long, device="meta")
+
+        tensors = {name: _on_meta(value, dtype) for name, value in _all_tensors(model)}
+        try:
+            inputs = model_inputs(model, make)
+            inputs.pop("attention_mask", None)  # whose values models ask for
+            with torch.no_grad(), self:
+                torch.func.functional_call(model, tensors, (), inputs, tie_weights=False)
+        except Exception:  # noqa: S110  what needs values cannot be run on meta: what was reached is known
+            pass
+        self._now = None
+
+    @contextmanager
+    def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Note the calls of `layers` and of the linears in them."""
+        inside = {f"{path}.{name}": module for path, layer in layers.items() for name, module in layer.named_modules()}
+        linears = {path: module for path, module in inside.items() if linear_shape(module) is not None}
+        with watched(layers, self._enter, self._leave), watched(linears, self._enter_linear, self._leave_linear):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return (
-                1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-            )  # any value: only where it flows matters
+        if func is torch.ops.aten._local_scalar_dense.default:  # any value: only where it flows matters
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if func is torch.ops.aten.nonzero.default:  # as if all were: experts are looked up by it
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
         out = func(*args, **(kwargs or {}))
         if self._now is not None and not self._inside_linear:
             shape_only = any(word in func.__name__ for word in _SHAPE_ONLY)
-            reads = () if shape_only else self._storages((args, kwargs))
-            self._now.events.append(Event("", reads, self._storages(out)))
+            self._note("", () if shape_only else (args, kwargs), out)
         return out
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _enter(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._now is None and path not in self.done:
+            self._now, self._path = Trace(), path
 
-    def _listen(self, module: nn.Module, before: Callable, after: Callable) -> None:
-        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    def _leave(self, path: str, args: tuple, output: Any) -> None:
+        if self._now is not None and self._path == path:
+            # beside the hidden state: weights and biases of the attention's heads
+            self._now.returns = self._storages(output)[:1]
+            self.done[path], self._now = self._now, None
 
-    def _enter(self, path: str) -> Callable:
-        def hook(module: nn.Module, args: tuple) -> None:
-            if self._now is None and path not in self.done:
-                self._now, self._path = Trace(), path
-
-        return hook
-
-    def _leave(self, path: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if self._now is not None and self._path == path:
-                self._now.returns = self._storages(output)[
-                    :1
-                ]  # beside the hidden state: weights and biases of the attention's heads
-                self.done[path], self._now = self._now, None
-
-        return hook
-
-    def _before_linear(self, module: nn.Module, args: tuple) -> None:
+    def _enter_linear(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         self._inside_linear = self._now is not None
 
-    def _after_linear(self, name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            self._inside_linear = False
-            if self._now is not None:
-                self._now.events.append(Event(name, self._storages(args), self._storages(output)))
+    def _leave_linear(self, path: str, args: tuple, output: Any) -> None:
+        self._inside_linear = False
+        if path.startswith(f"{self._path}."):
+            self._note(path.removeprefix(f"{self._path}."), args, output)
 
-        return hook
+    def _note(self, linear: str, read: Any, written: Any) -> None:
+        if self._now is not None:
+            self._now.events.append(Event(linear, self._storages(read), self._storages(written)))
 
     def _storages(self, value: Any) -> tuple[int, ...]:
         found = []

@@ -1,0 +1,169 @@
+"""Inputs that a model accepts, and hooks that see what its modules are given when it runs on them.
+
+The proof, the trace on meta and the search for callers all run models on inputs from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures.plain import linear_shape
+
+BATCH, TOKENS, SEED = 2, 12, 2026  # 12 divides into the chunks of chunked feed-forward layers
+_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
+MakeTensor = Callable[[str, tuple[int, ...]], Tensor]  # kind ("ids", "mask" or "values") and shape → tensor
+
+
+def model_inputs(
+    model: nn.Module, make: MakeTensor, batch: int = BATCH, tokens: int | None = None
+) -> dict[str, Tensor]:
+    """Arguments of the model's forward by name: images, sound, token ids or embeddings, and a decoder's own ids.
+
+    `tokens` defaults to TOKENS, or to as many as the model has positions for. An argument that forward does not name is
+    not given; where forward has none of the usual names, its first argument takes the tokens.
+    """
+    config: Any = getattr(model, "config", None)
+    names, anything = _argument_names(model)
+    shape = (batch, first_tokens(config) if tokens is None else tokens)
+    if reads_images(model):
+        return {"pixel_values": make("values", _image_shape(config, batch))}
+    given: dict[str, Tensor] = {}
+    if "input_features" in names and hasattr(config, "num_mel_bins"):
+        given["input_features"] = make("values", (batch, config.num_mel_bins, 2 * config.max_source_positions))
+    else:
+        given |= _token_input(model, names, shape, make)
+        vision = getattr(config, "vision_config", None)
+        compares_images = hasattr(config, "logit_scale_init_value") and hasattr(vision, "num_channels")
+        if compares_images and hasattr(vision, "image_size") and "pixel_values" in names:
+            given["pixel_values"] = make("values", _image_shape(vision, batch))
+        if "attention_mask" in names or anything:
+            given["attention_mask"] = make("mask", shape)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        given["decoder_input_ids"] = make("ids", shape)
+    return given
+
+
+def first_tokens(config: Any) -> int:
+    """TOKENS, or as many as leave room for one more among the model's positions."""
+    return min(TOKENS, most_tokens(config))
+
+
+def most_tokens(config: Any) -> int:
+    """How many tokens the model has positions for, less one; a large number where its config does not say."""
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    return positions - 1 if positions > 1 else 1 << 30
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Whether images are all that the model's forward reads."""
+    names, _ = _argument_names(model)
+    only = "pixel_values" in names and "input_ids" not in names
+    return only or getattr(model, "main_input_name", "") == "pixel_values"
+
+
+def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
+    """The names of forward's arguments, and whether it takes any other name too."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return [parameter.name for parameter in parameters if parameter.kind not in starred], anything
+
+
+def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], make: MakeTensor) -> dict[str, Tensor]:
+    """Token ids where the model looks them up in a table, else embeddings."""
+    main = next((name for name in _TOKEN_ARGUMENTS if name in names), names[0] if names else "input_ids")
+    if main != "hidden_states" and isinstance(_table(model), nn.Embedding):
+        return {main: make("ids", shape)}
+    if main == "input_ids" and "inputs_embeds" in names:
+        main = "inputs_embeds"
+    return {main: make("values", (*shape, _width(model)))}
+
+
+def _table(model: Any) -> nn.Module | None:
+    """What the model looks its tokens up in, None where it has no such table."""
+    if not hasattr(model, "get_input_embeddings"):
+        return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    try:
+        return model.get_input_embeddings()
+    except AttributeError:  # some users delete the table and pass embeddings alone
+        return None
+    except NotImplementedError:
+        return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def _width(model: nn.Module) -> int:
+    """The width of the embeddings that the model's forward takes."""
+    config: Any = getattr(model, "config", None)
+    first = (shape.inputs for module in model.modules() if (shape := linear_shape(module)) is not None)
+    return getattr(_table(model), "embedding_dim", None) or getattr(config, "hidden_size", None) or next(first, 1)
+
+
+def _image_shape(config: Any, batch: int) -> tuple[int, ...]:
+    size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size, config.image_size)
+    return (batch, config.num_channels, *size)
+
+
+class RandomTensors:
+    """Makes random tensors that `model` accepts, from one seed; a mask of ones."""
+
+    def __init__(self, model: nn.Module):
+        self._generator = torch.Generator().manual_seed(SEED)
+        self._like = like(model)
+        self._rows = getattr(_table(model), "num_embeddings", 4)
+        padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self._padding = padding if isinstance(padding, int) else None
+
+    def __call__(self, kind: str, shape: tuple[int, ...]) -> Tensor:
+        if kind == "values":
+            return torch.randn(shape, generator=self._generator).to(self._like)
+        if kind == "mask":
+            return torch.ones(shape, dtype=torch.long, device=self._like.device)
+        lowest = min(3, self._rows - 1)
+        ids = torch.randint(lowest, self._rows, shape, generator=self._generator)
+        if self._padding is not None:  # some models count positions by what is not padding
+            ids[ids == self._padding] = min(lowest + (self._padding == lowest), self._rows - 1)
+        return ids.to(self._like.device)
+
+
+def random_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Random arguments of the model's forward by name."""
+    return model_inputs(model, RandomTensors(model))
+
+
+def like(model: nn.Module) -> Tensor:
+    """A parameter with the model's device and dtype: while a checkpoint is being read, some layers are on meta."""
+    return min(model.parameters(), key=lambda parameter: parameter.is_meta)
+
+
+class StopModel(Exception):
+    """Raised by what watches a model once it has seen enough."""
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module],
+    before: Callable[[str, tuple, dict[str, Any]], None],
+    after: Callable[[str, tuple, Any], None],
+) -> Iterator[None]:
+    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules. StopModel ends the
+    `with`.
+    """
+
+    def enter(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        before(path, args, kwargs)
+
+    def leave(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        after(path, args, output)
+
+    with suppress(StopModel), ExitStack() as undo:
+        for path, module in modules.items():
+            undo.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(partial(leave, path)).remove)
+        yield

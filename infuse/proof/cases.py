@@ -1,0 +1,124 @@
+"""Cases: what a layer is called with when its model runs, recorded; random rows for linears and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from infuse import interrupts
+from infuse.architectures.model_inputs import SEED, StopModel, watched
+from infuse.architectures.part import Matrix
+from infuse.errors import CheckpointError, RankError
+from infuse.proof.sessions import Session, session_inputs, short_window
+
+CACHE = object()  # stands in a call for the model's cache: each run has one of its own, and that one may go
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the model passed to a layer once: hidden states, arguments, and which positions are real (None: all)."""
+
+    hidden: Tensor
+    args: tuple
+    kwargs: dict[str, Any]
+    real: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls in order on one cache: a prompt, then further tokens where there is a cache. Each of `caches` makes a fresh
+    one: the original runs on the first, what is to replace it on all of them. Where `refusable`, the new module may
+    refuse the calls by name instead of computing them (UnsupportedCall).
+    """
+
+    label: str
+    calls: tuple[Call, ...]
+    caches: tuple[Callable[[], Cache] | None, ...]
+    refusable: bool = False
+
+
+def recorded_cases(
+    model: nn.Module, layers: Mapping[str, nn.Module], sessions: Iterable[Session]
+) -> dict[str, list[Case]]:
+    """For each path in `layers` (layers of `model`): the cases that the model makes of random inputs."""
+    cases: dict[str, list[Case]] = {path: [] for path in layers}
+    for session in sessions:
+        cache = session.make_cache() if session.make_cache else None
+        seen: dict[str, list[Call]] = {path: [] for path in layers}
+        try:
+            with short_window(model, session.window):
+                for inputs, real in session_inputs(model, cache, session):
+                    _run_and_record(model, layers, inputs, real, seen)
+        except (CheckpointError, RankError):
+            raise
+        except Exception:
+            if session.optional:  # the model does not take such a cache or mask, so that nobody can make these calls
+                continue
+            raise
+        for path, calls in seen.items():
+            if calls:
+                also = session.also if _sees_all(calls) else ()
+                cases[path].append(Case(session.label, tuple(calls), (session.make_cache, *also), session.optional))
+    return cases
+
+
+def _sees_all(calls: list[Call]) -> bool:
+    """Whether each call's mask, if it has one, has a column for every token so far, as on our cache."""
+    seen_tokens = 0
+    for call in calls:
+        seen_tokens += call.hidden.shape[1]
+        masks = [
+            value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim() == 4
+        ]
+        if any(mask.shape[-1] != seen_tokens for mask in masks):
+            return False
+    return True
+
+
+def _run_and_record(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    inputs: dict[str, Any],
+    real: Tensor | None,
+    seen: dict[str, list[Call]],
+) -> None:
+    """Run the model until each layer has run, and append each layer's call to its list in `seen`."""
+    remaining = set(layers)
+
+    def record(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        interrupts.check()
+        if path not in remaining:  # a shared layer runs several times: its first call speaks for it
+            return
+        kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
+        args = tuple(CACHE if isinstance(value, Cache) else value for value in args)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        fits = real is not None and hidden.shape[:2] == real.shape  # else it counts other rows than the layer's
+        seen[path].append(Call(hidden.clone(), args[1:], kwargs, real if fits else None))
+
+    def reached(path: str, args: tuple, output: Any) -> None:
+        remaining.discard(path)
+        if not remaining:
+            raise StopModel
+
+    with watched(layers, record, reached):
+        model(**inputs)
+
+
+def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
+    """For a table, random rows of it and its first and last one; for a linear, random inputs: one, some, and more rows
+    than kernels for few rows take.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    if matrix.op == "embedding":
+        index = torch.randint(matrix.outputs, (1, 30), generator=generator)
+        return [_one_call(torch.cat((torch.tensor([[0, matrix.outputs - 1]]), index), dim=1), device)]
+    return [_one_call(torch.randn(1, rows, matrix.inputs, generator=generator), device) for rows in (1, 7, 33)]
+
+
+def _one_call(x: Tensor, device: torch.device) -> Case:
+    return Case(f"{x.shape[1]} rows", (Call(x.to(device), (), {}, None),), (None,))

@@ -1,0 +1,153 @@
+"""The proof: a new module against the one that it would replace, on calls that the model itself makes.
+
+Two comparisons. Structure: old and new in float32, same weights, which must agree closely. Result: the new module as it
+will run, in the target dtype and format, whose distance from the original in float32 may be at most twice that of the
+original itself run in that dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.dtype_cast import in_dtype
+from infuse.errors import UnsupportedCall
+from infuse.plan.step import Step
+from infuse.proof.cases import CACHE, Case
+from infuse.proof.sessions import our_cache, plain_sessions, session_inputs
+from infuse.quant.parse import quant_format
+
+# Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the
+# last place.
+STRUCTURE_TOLERANCE = 5e-5
+_FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def _cast(value: Any, dtype: torch.dtype, cache: Any) -> Any:
+    """An argument of the recorded call for a run in `dtype`, on a cache of its own."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        lowest = max(torch.finfo(dtype).min, torch.finfo(value.dtype).min)  # a mask's lowest value must not become -inf
+        return value.clamp(min=lowest).to(dtype)
+    if value is CACHE:
+        return cache
+    return type(value)(_cast(v, dtype, cache) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
+    """What the layer makes of the case's calls, in order; hidden states only, real positions only [N, C]."""
+    cache = make_cache() if make_cache else None
+    results = []
+    for call in case.calls:
+        args = [_cast(arg, dtype, cache) for arg in call.args]
+        kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
+        given = (
+            call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
+        )  # an embedding is given indices
+        hidden = given.clone()
+        out = layer(hidden, *args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        if not torch.equal(hidden, given):
+            raise ValueError("the hidden states that were passed in were written to")
+        results.append(out.flatten(0, 1) if call.real is None else out[call.real.to(out.device)])
+    return results
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The original's outputs for each case: in float32, and how far it is from them in the target dtype."""
+
+    exact: list[list[Tensor]]
+    own_error: list[list[float]]
+
+
+def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expected:
+    with in_dtype(layer, torch.float32):
+        exact = [outputs(layer, case, torch.float32, case.caches[0]) for case in cases]
+    if dtype == torch.float32:
+        return Expected(exact, [[0.0] * len(row) for row in exact])
+    with in_dtype(layer, dtype):
+        rounded = [outputs(layer, case, dtype, case.caches[0]) for case in cases]
+    errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
+    return Expected(exact, errors)
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """The root mean square of the difference over that of `exact`; infinite where shapes differ or a value is not
+    finite.
+    """
+    if found.shape != exact.shape:
+        return float("inf")
+    if exact.numel() == 0:
+        return 0.0
+    error = (found.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp(min=1e-30)
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
+
+
+def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
+    """Why `new` (reference bodies, weights not quantized) is not the same function as the original; None if it is."""
+    with in_dtype(new, torch.float32):
+        for case, exact in zip(cases, wanted.exact, strict=True):
+            for cache, i, error in _distances(new, case, torch.float32, exact):
+                if error > STRUCTURE_TOLERANCE:
+                    return _too_far(error, torch.float32, case, cache, i, STRUCTURE_TOLERANCE)
+    return None
+
+
+def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
+    """Why `new`, as it will run, is too far from the original in float32; None if it is near enough."""
+    # Matrices are rounded independently of each other: their errors add up in squares.
+    quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
+    for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
+        for cache, i, error in _distances(new, case, dtype, exact):
+            allowed = max(2 * own[i], _FLOOR[dtype]) + quantized
+            if error > allowed:
+                return _too_far(error, dtype, case, cache, i, allowed)
+    return None
+
+
+def _distances(new: nn.Module, case: Case, dtype: torch.dtype, exact: list[Tensor]) -> Iterator[tuple[str, int, float]]:
+    """Of each call on each cache: the cache, which call it is, and how far `new` is from `exact` in it."""
+    for make_cache in case.caches:
+        try:
+            found = outputs(new, case, dtype, make_cache)
+        except UnsupportedCall:
+            if case.refusable:  # its user will be told the same, by name
+                continue
+            raise
+        errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+        cache = ", our cache" if make_cache is our_cache else ""
+        yield from ((cache, i, error) for i, error in enumerate(errors))
+
+
+def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int, allowed: float) -> str:
+    which = ("prefill", "decode", "several tokens")[call]
+    place = f"{str(dtype).removeprefix('torch.')} ({case.label}{cache}, {which}; {allowed:.1e} is allowed)"
+    return f"differs from the original by {error:.1e} of its size in {place}"
+
+
+def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
+    """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their
+    dtype.
+    """
+    outputs = []
+    for session in plain_sessions(model.config):
+        for inputs, real in session_inputs(model, None, session):
+            out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
+            fits = real is not None and out.shape[:2] == real.shape
+            outputs.append(((out[real.to(out.device)] if fits else out).float(), out.dtype))  # type: ignore[union-attr]
+    return outputs
+
+
+def hook_mismatch(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
+    """Why the model is too far from itself with another attention: both ran in one dtype, whose rounding is allowed
+    twice.
+    """
+    for (a, dtype), (b, _) in zip(found, wanted, strict=True):
+        if (error := distance(a, b)) > 2 * _FLOOR[dtype]:
+            return f"the model differs from itself by {error:.1e} of its size in {dtype} ({2 * _FLOOR[dtype]:.1e} is allowed)"
+    return None

@@ -1,0 +1,87 @@
+"""Put a rank's part of a layer into it: linears, tables and counts change, the layer's forward stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from infuse.architectures.split import SplitShape
+from infuse.parallel.group import Group
+
+Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
+
+
+def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, group: Group, what: str) -> None:
+    """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each. `what` is the layer,
+    for errors.
+    """
+    for matrix in shape.matrices:
+        old, new = layer.get_submodule(matrix.target), part.get_submodule(matrix.target)
+        for module in list(layer.modules()):
+            for name, child in module._modules.items():
+                if child is old:
+                    put(module._modules, name, new)
+    for table in shape.tables:
+        owner, _, leaf = table.path.rpartition(".")
+        module = layer.get_submodule(owner)
+        new_tensor = getattr(part.get_submodule(owner), leaf)
+        put(module._buffers if table.buffer else module._parameters, leaf, new_tensor)
+    for count in shape.counts:
+        held = vars(layer.get_submodule(count.module))
+        section, _, name = count.name.rpartition(".")
+        put(held, section or name, _OwnCount(held[section], name, count.value) if section else count.value)
+    if shape.all_heads:
+        handle = RemovableHandle(layer._forward_pre_hooks, extra_dict=layer._forward_pre_hooks_with_kwargs)
+        put(layer._forward_pre_hooks_with_kwargs, handle.id, True)
+        put(layer._forward_pre_hooks, handle.id, partial(_give_own_heads, *shape.heads, shape.all_heads))
+    for path in shape.attentions if group.size > 1 else ():
+        hooks = layer.get_submodule(path)._forward_hooks
+        gather = partial(_return_all_heads, group, shape.head_counts, f"weights of {what}.{path}")
+        put(hooks, RemovableHandle(hooks).id, gather)
+
+
+class _OwnCount:
+    """A config in which one count is the rank's; all else is read from the config itself."""
+
+    def __init__(self, config: Any, name: str, value: int):
+        vars(self).update(_config=config, _name=name, _value=value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_config" not in vars(self):  # while it is copied it has nothing yet
+            raise AttributeError(name)
+        return self._value if name == self._name else getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+def _give_own_heads(
+    first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
+    """Forward pre-hook: of masks and biases of all heads, [B, heads, T, L] or [B heads, T, L], this rank's."""
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value is hidden or heads == 1:
+            return value
+        if value.dim() == 4 and value.shape[1] == heads:
+            return value[:, first:last]
+        if value.dim() == 3 and hidden is not None and value.shape[0] == hidden.shape[0] * heads:
+            return value.unflatten(0, (-1, heads))[:, first:last].flatten(0, 1)
+        return value
+
+    return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+
+
+def _return_all_heads(
+    group: Group, counts: tuple[int, ...], what: str, module: nn.Module, args: tuple, output: Any
+) -> Any:
+    """Forward hook: the attention weights that a module returns last, [B, heads, T, L], of all ranks' heads."""
+    last = output[-1] if isinstance(output, tuple) else None
+    if not isinstance(last, Tensor) or last.dim() != 4 or last.shape[1] != counts[group.rank]:
+        return None
+    return (*output[:-1], group.all_gather(last, counts, 1, what))
