@@ -1,4 +1,4 @@
-"""A block of an encoder in one call of C++ (layers/encoder_call.py) against the same block part by part."""
+"""A block of an encoder in one call of C++ (layers/one_call.py) against the same block part by part."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
-from infuse.layers import encoder_call
+from infuse.layers import one_call
 from infuse.layers.block import Block
-from infuse.layers.encoder_call import EncoderCall
+from infuse.layers.one_call import EncoderCall
 from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
 
@@ -153,10 +153,10 @@ def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
 def test_decoders_and_positions_of_their_own_are_not_asked() -> None:
     for name in ("llama", "modernbert"):
         found = blocks(model_of(name))
-        assert found and all(block._encoder_call is None for block in found)
+        assert found and not any(isinstance(block._one_call, EncoderCall) for block in found)
 
 
 def test_where_pytorch_multiplies_better_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert block_of(POST)._encoder_call is not None or isa() == "avx512_amx"
-    monkeypatch.setattr(encoder_call, "takes_tiles", lambda: False)
-    assert block_of(POST)._encoder_call is None
+    assert block_of(POST)._one_call is not None or isa() == "avx512_amx"
+    monkeypatch.setattr(one_call, "takes_tiles", lambda: False)
+    assert block_of(POST)._one_call is None
