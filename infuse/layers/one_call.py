@@ -47,6 +47,10 @@ class OneCall:
         self._numbers = self._code.numbers()
         del self._code
 
+    def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
+        """The block's result; None where it has to go part by part."""
+        raise NotImplementedError
+
     def _describe(self, name: str, part: nn.Module) -> None:
         if isinstance(part, Norm):
             return self._norm(0, name, part)
@@ -112,7 +116,7 @@ class OneCall:
             owners.append(branch._modules)
         if all_are_heard():
             return None
-        parts = []
+        parts: list[Any] = []
         for owner, name, wanted in self._parts:
             part = owners[owner][name]
             if type(part) is not wanted:
@@ -145,7 +149,6 @@ class StepCall(OneCall):
         self._index, self._most_rows = index, limits().plain_rows
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        """The block's result; None where it has to go part by part."""
         batch, tokens, _ = x_BTC.shape
         cache = inputs.cache
         if batch * tokens > self._most_rows or not isinstance(cache, KVCache):
@@ -158,7 +161,7 @@ class StepCall(OneCall):
         shape = self._shape.attn
         start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC)
         assert slot.key_storage is not None and slot.value_storage is not None
-        positions, mask = attention.positions, inputs.mask
+        positions, mask = attention._modules["positions"], inputs.mask
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
         if mask is not None:
             mask = attention.allowed(mask, start + tokens)
@@ -175,7 +178,6 @@ class EncoderCall(OneCall):
     """Many tokens of an encoder, which have no order and see each other."""
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        """The block's result; None where it has to go part by part."""
         if x_BTC.dtype is not torch.bfloat16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
             return None
         tensors = self._tensors(block)

@@ -111,7 +111,9 @@ def folded(program: Program) -> Program:
 def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """The block's output and the weights of its attention."""
     parts: dict[str, Any] = block._modules  # attribute access on an nn.Module costs 0.7 us each time
-    y, branch, weights = x, None, None
+    y: Tensor = x
+    branch: Any = None  # a tensor as soon as a part ran
+    weights: Tensor | None = None
     for does, name, scale, norm in program:
         if does == NORM:
             y = direct(parts[name], x)
