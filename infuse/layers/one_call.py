@@ -22,7 +22,6 @@ from infuse.layers.program import ATTENTION, Program
 from infuse.native import limits
 from infuse.ops.cpu.layer import LayerCode, encoder_layer, layer_step
 from infuse.ops.cpu.linear import takes_tiles
-from infuse.quant.parse import quant_format
 
 
 class OneCall:
@@ -86,11 +85,12 @@ class OneCall:
 
     def _linear(self, owner: int, name: str, linear: Linear | QuantizedLinear) -> None:
         self._parts.append((owner, name, type(linear)))
-        format, scale, zero = None, -1, -1
+        format: str | None = None
+        scale, zero = -1, -1
         if isinstance(linear, QuantizedLinear):
-            format = linear.format
+            format = str(linear.format)
             weight, scale = self._place("_buffers", "data"), self._place("_buffers", "scale")
-            zero = -1 if quant_format(format).symmetric else self._place("_buffers", "zero")
+            zero = -1 if linear.format.symmetric else self._place("_buffers", "zero")
         else:
             weight = self._place("_parameters", "weight")
         self._code.linear(format, linear.out_features, weight, scale, zero, self._parameter(linear, "bias"))
@@ -108,7 +108,7 @@ class OneCall:
 
     def _tensors(self, block: nn.Module) -> list[Tensor] | None:
         """The tensors of the call; None where a part is not the one that was put in, or someone listens to it."""
-        owners: list[Any] = [block._modules]
+        owners: list[dict[str, Any]] = [block._modules]
         for name, forward in self._branches:
             branch = owners[0][name]
             if type(branch).forward is not forward or not untouched(branch):
