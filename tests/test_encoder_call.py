@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import BY_NAME
@@ -10,8 +12,9 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
+from infuse.architectures.layer import PARALLEL, SANDWICH
 from infuse.layers import one_call
-from infuse.layers.block import Block
+from infuse.layers.block import Block, block_ops
 from infuse.layers.one_call import EncoderCall
 from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
@@ -150,6 +153,24 @@ def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
         taken.clear()
         compare(block, x)
     assert not any(taken), "a weight that no kernel takes"
+
+
+@pytest.mark.parametrize("residual", [PARALLEL, SANDWICH])
+def test_every_residual_shape_goes_in_one_call(residual: str, taken: list[bool]) -> None:
+    """No family of encoders has these yet."""
+    shape = block_of(PRE).shape
+    shape = replace(
+        shape, residual=residual, **({} if residual == PARALLEL else dict(post1=shape.norm1, post2=shape.norm1))
+    )
+    bodies = dict.fromkeys((*block_ops(shape), "linear"), "cpu")
+    block = Block(shape, None, {}, bodies).to(torch.bfloat16).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    taken.clear()
+    compare(block, given(block, 3, 50))
+    compare(block, given(block, 8, 100))
+    assert taken == [WITH_TILES] * 6
 
 
 def test_decoders_and_positions_of_their_own_are_not_asked() -> None:

@@ -34,7 +34,7 @@ class OneCall:
     def __init__(self, block: Any, program: Program):
         self._shape: LayerShape = block.shape
         self._branches: list[tuple[str, Any]] = []  # names, and the forward of each
-        self._parts: list[tuple[int, str, type]] = []
+        self._parts: list[tuple[int, str, Any]] = []
         self._places: list[tuple[int, str, str]] = []  # of each tensor: its part, among what, and its name
         self._absent: list[tuple[int, str]] = []  # parameters that are not there
         self._code = LayerCode()
