@@ -1,6 +1,4 @@
-"""Blocks whose layer is one call of C++ (layers/one_call.py, layers/encoder_call.py): without it for a while, and
-whether it was taken.
-"""
+"""Blocks that go in one call of C++ (layers/one_call.py): without it for a while, and whether it was taken."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ def blocks(model: nn.Module) -> list[Block]:
 @contextmanager
 def part_by_part(model: nn.Module) -> Iterator[None]:
     """While the `with` runs, no block of the model goes in one call."""
-    held = [(block, block._one_call, block._encoder_call) for block in blocks(model)]
-    for block, _, _ in held:
-        block._one_call = block._encoder_call = None
+    held = [(block, block._one_call) for block in blocks(model)]
+    for block, _ in held:
+        block._one_call = None
     yield
-    for block, step, layer in held:
-        block._one_call, block._encoder_call = step, layer
+    for block, call in held:
+        block._one_call = call
 
 
 def calls_noted(kind: type[OneCall], monkeypatch: pytest.MonkeyPatch) -> list[bool]:

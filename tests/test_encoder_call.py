@@ -1,6 +1,8 @@
-"""A block of an encoder in one call of C++ (layers/encoder_call.py) against the same block part by part."""
+"""A block of an encoder in one call of C++ (layers/one_call.py) against the same block part by part."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +12,18 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
-from infuse.layers import encoder_call
-from infuse.layers.block import Block
-from infuse.layers.encoder_call import EncoderCall
+from infuse.architectures.layer import PARALLEL, SANDWICH
+from infuse.layers import one_call
+from infuse.layers.block import Block, block_ops
+from infuse.layers.one_call import EncoderCall
 from infuse.native import isa, kernels
 from infuse.ops.cpu.linear import takes_tiles
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Where there are tiles, and PyTorch has no AMX to multiply with.
 WITH_TILES = takes_tiles() and (isa() == "avx512_amx" or (isa() == "avx512_bf16" and not kernels().has_amx()))
+if not takes_tiles():
+    pytestmark = pytest.mark.skip(reason="PyTorch multiplies better here; INFUSE_CPU_ISA=avx512_amx! takes our tiles")
 POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
 
 
@@ -150,13 +155,31 @@ def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
     assert not any(taken), "a weight that no kernel takes"
 
 
+@pytest.mark.parametrize("residual", [PARALLEL, SANDWICH])
+def test_every_residual_shape_goes_in_one_call(residual: str, taken: list[bool]) -> None:
+    """No family of encoders has these yet."""
+    shape = block_of(PRE).shape
+    shape = replace(
+        shape, residual=residual, **({} if residual == PARALLEL else dict(post1=shape.norm1, post2=shape.norm1))
+    )
+    bodies = dict.fromkeys((*block_ops(shape), "linear"), "cpu")
+    block = Block(shape, None, {}, bodies).to(torch.bfloat16).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    taken.clear()
+    compare(block, given(block, 3, 50))
+    compare(block, given(block, 8, 100))
+    assert taken == [WITH_TILES] * 6
+
+
 def test_decoders_and_positions_of_their_own_are_not_asked() -> None:
     for name in ("llama", "modernbert"):
         found = blocks(model_of(name))
-        assert found and all(block._encoder_call is None for block in found)
+        assert found and not any(isinstance(block._one_call, EncoderCall) for block in found)
 
 
 def test_where_pytorch_multiplies_better_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert block_of(POST)._encoder_call is not None or isa() == "avx512_amx"
-    monkeypatch.setattr(encoder_call, "takes_tiles", lambda: False)
-    assert block_of(POST)._encoder_call is None
+    assert block_of(POST)._one_call is not None or isa() == "avx512_amx"
+    monkeypatch.setattr(one_call, "takes_tiles", lambda: False)
+    assert block_of(POST)._one_call is None

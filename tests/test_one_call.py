@@ -22,9 +22,8 @@ from infuse.layers import one_call
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
-from infuse.layers.one_call import OneCall
+from infuse.layers.one_call import StepCall
 from infuse.native import kernels
-from infuse.ops.cpu.layer import LayerForm, LinearForm, NormForm
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for
@@ -36,7 +35,7 @@ BY_NAME = {family.name: family for family in DECODERS}
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each block that was asked to make a step, whether it did it in one call."""
-    return calls_noted(OneCall, monkeypatch)
+    return calls_noted(StepCall, monkeypatch)
 
 
 @torch.no_grad()
@@ -194,47 +193,19 @@ def test_what_a_user_changes_in_a_block_counts(name: str, taken: list[bool]) -> 
     assert not torch.allclose(decoded(engine, family)[0], before[0], atol=1e-3)
 
 
-def test_a_form_has_all_that_shapes_can_say() -> None:
-    """A field that is added to a shape is part of a call's form, or a reason to go part by part, or is known to be
-    neither.
-    """
-    handled = {field.name for shape in (LayerForm, NormForm, LinearForm) for field in fields(shape)}
+def test_what_a_shape_can_say_is_known_to_the_call() -> None:
+    """A field that is added to a shape is told to C++, or a reason to go part by part, or is known to be neither."""
+    told = {
+        "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind", "residual",
+        "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias", "in_bias", "bias", "weight",
+    }  # fmt: skip
     refused = {"clip", "whole", "head_counts", "residual_scale", "causal"}  # by make_one_call
-    places = {
-        "norm1",
-        "norm2",
-        "post1",
-        "post2",
-        "q_norm",
-        "k_norm",
-        "attn",
-        "mlp",
-        "qkv_bias",
-        "out_bias",
-        "in_bias",
-        "bias",
-        "weight",
-    }
     sizes_and_names = {
-        "name",
-        "hidden",
-        "inner",
-        "width",
-        "arguments",
-        "repeated",
-        "returns",
-        "copies",
-        "first_head",
-        "inverted_mask",
-    }
-    by_call = {
-        "position",
-        "window",
-        "kind",
-        "passes",
-    }  # asked, an argument, `centred`; what other attention functions are given
+        "name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask",
+    }  # fmt: skip
+    by_call = {"position", "window", "passes"}  # asked, an argument; what other attention functions are given
     for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
-        unknown = {field.name for field in fields(shape)} - handled - refused - places - sizes_and_names - by_call
+        unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape
 
 

@@ -31,7 +31,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, Parameter, PartShape, named
 from infuse.errors import SpecMismatch
 
-# Residual shapes, drawn in layers/block.py.
+# Residual shapes, drawn in layers/program.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
 TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns

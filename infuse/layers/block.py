@@ -1,23 +1,10 @@
 """A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the
-model's.
-
-PRE                POST               PARALLEL             SANDWICH
-x ----+            x ----+            x --+------+----+    x ----+
-norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
-attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
-  + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
-x ----+            x ----+                                   + --+
-norm2 |            mlp   |                                 x ----+
-mlp   |              + --+                                 norm2, mlp, post2 likewise
-  + --+            norm2
-
-Where a body fuses, few tokens take each norm into the product after it and each sum into the product before it.
+model's. What it computes is a program: layers/program.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,20 +12,20 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, TUPLE, Alibi, LayerShape
+from infuse.architectures.layer import PARALLEL, TUPLE, Alibi, LayerShape
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
-from infuse.layers.encoder_call import make_encoder_call
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
-from infuse.layers.linear import all_are_heard, direct, fuses, untouched
+from infuse.layers.linear import all_are_heard, fuses, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
+from infuse.layers.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of, run
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 
@@ -48,7 +35,7 @@ LEAST_PADDING = 1 / 16
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
     """The names of the ops that a block of this shape calls, its linears aside."""
-    fused = shape.residual in (PRE, POST) and shape.residual_scale == 1.0
+    fused = any(step.does in (ADD_NORM, ADD_NORM_STREAM) for step in merged(program_of(shape)))
     alone = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) if norm for name in norm.ops]
     norms = [each for name in alone for each in ((name, f"add_{name}") if fused else (name,))]
     return tuple(dict.fromkeys((*norms, *shape.attn.ops, *shape.mlp.ops)))
@@ -71,21 +58,24 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
-        self._sum = Sum(group, f"{path}: attention and MLP")
+        self.reduce = Sum(group, f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
             of_attention, of_mlp = Sum(group, f"{path}.{shape.attn.name}"), Sum(group, f"{path}.mlp")
         for name in ("norm1", "norm2", "post1", "post2"):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
-        self._attention_name = shape.attn.name
-        name = shape.attn.name
-        attention: Any = make_part(shape.attn, Surroundings(name, formats, bodies, group, of_attention, index))
-        self.add_module(name, attention)
+        self._attention_name = name = shape.attn.name
+        self.add_module(name, make_part(shape.attn, Surroundings(name, formats, bodies, group, of_attention, index)))
         self.mlp = make_part(shape.mlp, Surroundings("mlp", formats, bodies, group, of_mlp, index))
-        self._run = _fused if fuses(bodies) and shape.residual in _FUSED else _RESIDUALS[shape.residual]
-        self._one_call = make_one_call(shape, formats, index, bodies, attention.positions.interleaved)
-        self._encoder_call = make_encoder_call(shape, formats, bodies)
+        program = program_of(shape, group.size)
+        self._program = merged(program)
+        self._of_few: Program | None = None
+        if type(self.mlp) is MLP and fuses(bodies):
+            self._of_few = merged(folded(program))
+            norms = [step.norm for step in self._of_few if step.norm]
+            self._passed_by = {"mlp", *(norm for norm in norms if norms.count(norm) > 1)}
+        self._one_call = make_one_call(self, self._program, bodies, index)
         self._heads = shape.attn.all_heads
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
         self._index, self._layer = index, layer
@@ -125,28 +115,33 @@ class Block(InferenceModule):
             None,
             more,
         )
-        if is_compiling():  # graphs have the parts as ops, and nothing that depends on the values in a mask
-            result = self._run(self, attention, hidden_states, inputs)
-            return result if self.shape.returns == TUPLE else result[0]
-        ours = more is None
+        packed = None
         if (
-            ours
-            and self._one_call is not None
-            and (out := self._one_call(self, attention, hidden_states, inputs)) is not None
-        ):
-            return (out, None) if self.shape.returns == TUPLE else out
-        skips = ours and self._skips_padding
-        packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states) if skips else None
-        if packed is None and ours and self._encoder_call is not None:
-            out = self._encoder_call(self, attention, hidden_states, inputs)
-            if out is not None:
-                return (out, None) if self.shape.returns == TUPLE else out
-        if packed is None:
-            out, weights = self._run(self, attention, hidden_states, inputs)
-        else:
-            out, weights = self._run(self, attention, packed.taken(hidden_states), inputs._replace(packed=packed))
+            more is None and not is_compiling()
+        ):  # graphs have the parts as ops, and nothing that depends on masks' values
+            if self._skips_padding:
+                packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
+            if packed is None and self._one_call is not None:
+                out = self._one_call(self, attention, hidden_states, inputs)
+                if out is not None:
+                    return (out, None) if self.shape.returns == TUPLE else out
+        x = hidden_states
+        if packed is not None:
+            x, inputs = packed.taken(x), inputs._replace(packed=packed)
+        out, weights = run(self._chosen(attention, x), self, attention, x, inputs)
+        if packed is not None:
             out = packed.spread(out)
         return (out, weights) if self.shape.returns == TUPLE else out
+
+    def _chosen(self, attention: nn.Module, x: Tensor) -> Program:
+        """The folded program for few tokens, while nothing listens to what it does not call."""
+        few, parts = self._of_few, self._modules
+        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard():
+            return self._program
+        if type(attention).forward is not Attention.forward or type(parts["mlp"]) is not MLP:
+            return self._program
+        silent = untouched(attention) and all(untouched(parts[name]) for name in self._passed_by)  # type: ignore[arg-type]
+        return few if silent else self._program
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:
@@ -179,114 +174,3 @@ def _weights_are_recorded(attention: nn.Module) -> bool:
         bool(attention._forward_hooks)
         and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
     )
-
-
-# The residual shapes read their parts from `_modules`: attribute access on an nn.Module costs 0.7 us each time.
-Parts = dict[str, Any]
-_Result = tuple[Tensor, Tensor | None]
-
-
-def _pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    scale = block.shape.residual_scale
-    branch, weights = attention(_normed(parts["norm1"], x), inputs)
-    norm2, mlp = parts["norm2"], parts["mlp"]
-    if scale != 1.0 or norm2 is None:
-        x = x + branch * scale
-        return x + direct(mlp, _normed(norm2, x)) * scale, weights
-    x, normed = _added(norm2, branch, x)
-    return x + direct(mlp, normed), weights
-
-
-def _post(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    branch, weights = attention(x, inputs)
-    _, x = _added(parts["norm1"], branch, x)
-    _, x = _added(parts["norm2"], direct(parts["mlp"], x), x)
-    return x, weights
-
-
-def _parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    normed = _normed(parts["norm1"], x)
-    branch, weights = attention(normed, inputs)
-    other = direct(parts["mlp"], normed if parts["norm2"] is None else direct(parts["norm2"], x))
-    return block._sum(branch + other) + x, weights
-
-
-def _sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    branch, weights = attention(_normed(parts["norm1"], x), inputs)
-    x = x + direct(parts["post1"], branch)
-    branch = direct(parts["mlp"], _normed(parts["norm2"], x))
-    return x + direct(parts["post2"], branch), weights
-
-
-def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum and its norm, in one pass where nobody listens to the norm."""
-    if type(norm) is Norm and untouched(norm):
-        return norm.add(branch, x)
-    x = x + branch
-    return x, norm(x)
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else direct(norm, x)
-
-
-_RESIDUALS: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
-    {PRE: _pre, POST: _post, PARALLEL: _parallel, SANDWICH: _sandwich}
-)
-
-
-# ---- the same with norms in the products after them, and sums in the products before them
-
-
-def _fused(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    """Fused for few tokens and while nothing listens to attention, MLP and a norm that both read."""
-    parts: Parts = block._modules
-    kind, mlp = block.shape.residual, parts["mlp"]
-    ours = type(attention).forward is Attention.forward and type(mlp) is MLP and untouched(attention) and untouched(mlp)
-    shared = parts["norm1"] if kind == PARALLEL and parts["norm2"] is None else None
-    few = (
-        ours
-        and not all_are_heard()
-        and x.numel() <= ops.FEW_ROWS * x.shape[-1]
-        and (shared is None or untouched(shared))
-    )
-    return (_FUSED if few else _RESIDUALS)[kind](block, attention, x, inputs)
-
-
-def _fused_pre(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    scale = block.shape.residual_scale
-    if scale == 1.0:
-        x, weights = attention.forward(x, inputs, parts["norm1"], x)
-        return parts["mlp"].fused(x, parts["norm2"], x), weights
-    branch, weights = attention.forward(x, inputs, parts["norm1"])
-    x = x + branch * scale
-    return x + parts["mlp"].fused(x, parts["norm2"], None) * scale, weights
-
-
-def _fused_parallel(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    alone = block._sum.group.size == 1  # ranks add up both branches before x
-    total, weights = attention.forward(x, inputs, parts["norm1"], x if alone else None)
-    total = parts["mlp"].fused(x, parts["norm2"] or parts["norm1"], total)
-    return total if alone else block._sum(total) + x, weights
-
-
-def _fused_sandwich(block: Block, attention: nn.Module, x: Tensor, inputs: Inputs) -> _Result:
-    parts: Parts = block._modules
-    branch, weights = attention.forward(x, inputs, parts["norm1"])
-    x = x + direct(parts["post1"], branch)
-    return x + direct(parts["post2"], parts["mlp"].fused(x, parts["norm2"], None)), weights
-
-
-_FUSED: Mapping[str, Callable[[Block, nn.Module, Tensor, Inputs], _Result]] = MappingProxyType(
-    {
-        PRE: _fused_pre,
-        PARALLEL: _fused_parallel,
-        SANDWICH: _fused_sandwich,
-    }  # of POST a norm reads the sum: there is nothing to fuse
-)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,22 @@ def _load(library: Path) -> str | None:
     except OSError as error:
         return f"the C++ kernels do not load: {error}".partition("\n")[0]
     return None
+
+
+class Limits(NamedTuple):
+    """Where the C++ bodies change their way of multiplying, as src/limits.h defines it."""
+
+    plain_rows: int  # up to which plain weights stream, and a decoder's layer goes in one call
+    code_rows: int  # up to which quantized weights stream: x in bfloat16,
+    code_rows_float: int  # in float32 and float16,
+    code_rows_integer: int  # and rounded to 8 bits
+    tiled_values: int  # of x, up to which it is multiplied by tiles of plain weights
+
+
+@cache
+def limits() -> Limits:
+    """Ask only where there are kernels."""
+    return Limits(*kernels().limits())
 
 
 def needs(device: Device, dtype: torch.dtype) -> str | None:

@@ -1,9 +1,8 @@
 """A layer in one call of C++, by the same kernels that its parts call one by one: over a few new tokens of a decoder
-(src/binding_layer.cpp), and over the many of an encoder (src/binding_encoder.cpp)."""
+(src/binding_layer.cpp), and over the many of an encoder (src/binding_encoder.cpp).
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,68 +11,52 @@ from infuse.native import kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.quantized_linear import code_of
 
-# Up to so many rows (tokens of all batches) the products are those that stream the weights once: ops/cpu/linear.py,
-# binding_panels.cpp.
-MOST_STEP_ROWS = 8
-RESIDUALS = ("pre", "post", "parallel", "sandwich")  # the order of `enum Residual`
+# The steps of layers/program.py in the order of `enum class Does` in src/binding_layer.h.
+_STEPS = ("norm", "norm_branch", "attention", "mlp", "add", "add_norm", "add_norm_stream")
 
 
-@dataclass(frozen=True)
-class NormForm:
-    """Of one norm: what it computes, and the places of its weight and bias among the layer's tensors (-1: none)."""
+class LayerCode:
+    """A layer's program in integers and reals, in the order in which `Reader` (src/binding_layer.h) takes them.
 
-    centred: bool
-    eps: float
-    offset: float
-    weight: int
-    bias: int
-
-
-@dataclass(frozen=True)
-class LinearForm:
-    """Of one product: `format` None is plain, whose weight is at `weight`; of a quantized one its data is there."""
-
-    format: str | None
-    outputs: int
-    weight: int
-    scale: int
-    zero: int
-    bias: int
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """What does not change from call to call. `norms` are norm1, norm2, post1, post2 and those of q and k; `linears`
-    qkv, out, up, down.
+    After each step comes what its part is made of. Weights are given by their places among the call's tensors, -1 where
+    there is none.
     """
 
-    residual: str
-    heads: int
-    kv_heads: int
-    head_width: int
-    activation: str
-    interleaved: bool
-    gated: bool
-    scale: float
-    softcap: float
-    norms: tuple[NormForm | None, ...]
-    linears: tuple[LinearForm, ...]
+    def __init__(self) -> None:
+        self._integers: list[int] = []
+        self._reals: list[float] = []
+
+    def step(self, does: str) -> None:
+        self._integers.append(_STEPS.index(does))
+
+    def norm(self, centred: bool, eps: float, offset: float, weight: int, bias: int) -> None:
+        self._integers += [int(centred), weight, bias]
+        self._reals += [eps, offset]
+
+    def linear(self, format: str | None, outputs: int, weight: int, scale: int, zero: int, bias: int) -> None:
+        """`weight` is the place of a quantized one's data; `format` None is plain."""
+        self._integers += [-1 if format is None else code_of(format), outputs, weight, scale, zero, bias]
+
+    def attention(self, sizes: tuple[int, int, int], interleaved: bool, scale: float, softcap: float) -> None:
+        """`sizes` are heads, key and value heads, and head width. Behind it come the linears qkv and out, and for the
+        norms of q and k whether each is there, and it.
+        """
+        self._integers += [*sizes, int(interleaved)]
+        self._reals += [scale, softcap]
+
+    def there(self, there: bool) -> None:
+        self._integers.append(int(there))
+
+    def mlp(self, activation: str, gated: bool) -> None:
+        """Behind it come the linears up and down."""
+        self._integers += [ACTIVATION_NUMBERS[activation], int(gated)]
 
     def numbers(self) -> tuple[Tensor, Tensor]:
-        """The integers and the reals of it in the order in which `layer_of` (src/binding_layer.h) reads them.
-
-        As tensors: a list of so many costs 5 us in each call.
-        """
-        integers = [RESIDUALS.index(self.residual), self.heads, self.kv_heads, self.head_width]
-        integers += [ACTIVATION_NUMBERS[self.activation], int(self.interleaved), int(self.gated)]
-        reals = [self.scale, self.softcap]
-        for norm in self.norms:
-            integers += [0, 0, -1, -1] if norm is None else [1, int(norm.centred), norm.weight, norm.bias]
-            reals += [0.0, 0.0] if norm is None else [norm.eps, norm.offset]
-        for linear in self.linears:
-            code = -1 if linear.format is None else code_of(linear.format)
-            integers += [code, linear.outputs, linear.weight, linear.scale, linear.zero, linear.bias]
-        return torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
+        """As tensors: a list of so many costs 5 us in each call."""
+        return (
+            torch.tensor(self._integers, device="cpu"),
+            torch.tensor(self._reals, dtype=torch.float64, device="cpu"),
+        )
 
 
 def layer_step(

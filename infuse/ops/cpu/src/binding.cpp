@@ -3,8 +3,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "binding_ops.h"
+#include "limits.h"
 
 namespace infuse {
 namespace {
@@ -29,6 +31,8 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
 
 std::string isa() { return kernels().isa; }
 bool has_amx() { return amx_multiplies(); }
+// In the order of `Limits` in infuse/native/__init__.py.
+std::vector<int64_t> limits() { return {kFewPlainRows, kFewRows, kFewRowsFloat, kFewRowsInteger, kMostTiled}; }
 
 }  // namespace
 
@@ -55,6 +59,7 @@ std::tuple<Tensor, Tensor> add_norm(
 STABLE_TORCH_LIBRARY(infuse_cpu, m) {
   m.def("isa() -> str");
   m.def("has_amx() -> bool");
+  m.def("limits() -> int[]");
   m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor");
   m.def("add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> (Tensor, Tensor)");
 }
@@ -62,6 +67,7 @@ STABLE_TORCH_LIBRARY(infuse_cpu, m) {
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&isa));
   m.impl("has_amx", TORCH_BOX(&has_amx));
+  m.impl("limits", TORCH_BOX(&limits));
 }
 
 // For tensors of CPUs alone: those of other devices, and the fake ones of tracing, have nothing behind their pointers.

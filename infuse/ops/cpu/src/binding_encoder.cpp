@@ -1,148 +1,204 @@
-// A layer of an encoder over many tokens in one call: what layers/block.py does part by part, by the same kernels. Where there are enough
-// sequences for all threads, each takes some of them through the whole layer: what passes between the parts stays in its core's caches,
-// and nobody waits at the end of a part.
+// A layer of an encoder over many tokens in one call, by the kernels that layers/program.py calls part by part. Where there
+// are enough sequences for all threads, each takes some of them through the whole layer: what passes between the parts stays
+// in its core's caches, and nobody waits at the end of a part.
 #include <atomic>
-#include <vector>
 
 #include "binding_layer.h"
 #include "binding_linear.h"
 #include "binding_ops.h"
+#include "limits.h"
 
 namespace infuse {
 namespace {
 
-// Tokens that a thread takes through the layer at once: with fewer the weights' tiles are filled too often, with more the results of a
-// part leave the cache before the next one reads them (2 to 8 sequences of 128 tokens over 384 columns take as long, 32 take 14 % more).
+// Tokens that a thread takes through the layer at once: with fewer the weights' tiles are filled too often, with more the
+// results of a part leave the cache before the next one reads them (2 to 8 sequences of 128 tokens over 384 columns take as
+// long, 32 take 14 % more).
 constexpr int64_t kChunkTokens = 512;
-// Up to so many tokens weights are multiplied as they stream, which goes part by part: codes as in binding_panels.cpp, plain ones as in
-// ops/cpu/linear.py.
-constexpr int64_t kFewRows = 28, kFewPlainRows = 8;
-constexpr int64_t kMostTiled = 1 << 21;  // values of an input that all threads share, as in ops/cpu/linear.py
 constexpr int64_t kLeastTokens = 128;  // for each thread; below, the threads share each part
-
-// Sequences of x, [batch, tokens, columns], what they become, and room for what lies between. Values are bf16.
-struct Sequences {
-  const uint16_t* x;
-  uint16_t* y;
-  uint16_t* room;
-  int64_t batch, tokens, threads;
-  Scored mask;
-};
-
-// Values of one token in the room: what a part reads and writes, see `encode`.
-struct Widths {
-  int64_t columns, qkv, attended, inner;
-
-  explicit Widths(const Layer& a)
-      : columns(a.linears[kOut].outputs),
-        qkv(a.linears[kQkv].outputs),
-        attended(a.heads * a.width),
-        inner(a.linears[kUp].outputs / (a.gated ? 2 : 1)) {}
-  int64_t all() const { return std::max(qkv + attended, inner) + 2 * columns; }
-};
 
 const void* data_of(const Maybe& t) { return t ? t->const_data_ptr() : nullptr; }
 
-// y = act(x w + bias), with an activation where act >= 0.
-void multiply(const LinearPart& part, const Sequences& s, const uint16_t* x, uint16_t* y, int64_t act = -1, bool gated = false) {
-  LinearArgs a{};
-  a.x = x, a.y = y, a.bias = data_of(part.bias);
-  a.rows = s.batch * s.tokens, a.type = Type::bf16;
-  a.activates = act >= 0, a.gated = gated;
-  if (a.activates) a.act = Act(act);
-  if (part.code < 0) return tile_linear(a, *part.weight, s.threads);
-  tile_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs, s.threads);
-}
+// Values of one token: of x, between the matrices of a part (`inner` at most), and the widest that a matrix reads.
+struct Widths {
+  int64_t columns, inner = 0, read;
 
-template <class F>
-void over_tokens(const Sequences& s, int64_t columns, const F& run) {
-  constexpr int64_t kGrainElements = 16384;
-  torch::stable::parallel_for(0, s.batch * s.tokens, kGrainElements / columns + 1, run);
-}
-
-// y = norm(x), or of x + residual, which `sum` receives; it may be x.
-void normalise(const NormPart& part, const Sequences& s, int64_t columns, const uint16_t* x, const uint16_t* residual, uint16_t* sum,
-               uint16_t* y) {
-  NormArgs a{};
-  a.x = x, a.residual = residual, a.sum = sum, a.y = y;
-  a.weight = data_of(part.weight), a.bias = data_of(part.bias);
-  a.rows = s.batch * s.tokens, a.columns = columns, a.type = Type::bf16;
-  a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred;
-  over_tokens(s, columns, [&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
-}
-
-void attend(const Layer& layer, const Sequences& s, const uint16_t* qkv, uint16_t* out) {
-  AttentionArgs a{};
-  a.type = Type::bf16;
-  a.batch = s.batch, a.heads = layer.heads, a.kv_heads = layer.kv_heads, a.tokens = a.length = s.tokens, a.width = layer.width;
-  a.q = qkv, a.k = qkv + layer.heads * layer.width, a.v = qkv + (layer.heads + layer.kv_heads) * layer.width;
-  a.q_n = a.k_n = a.v_n = layer.width;
-  a.q_t = a.k_t = a.v_t = (layer.heads + 2 * layer.kv_heads) * layer.width;
-  a.q_b = a.k_b = a.v_b = s.tokens * a.q_t;
-  a.mask = s.mask, a.out = out, a.scale = float(layer.scale), a.softcap = float(layer.softcap);
-  attend_tiles(a, s.threads);
-}
-
-void encode(const Layer& a, const Sequences& s) {
-  const Widths widths(a);
-  const int64_t rows = s.batch * s.tokens, C = widths.columns;
-  uint16_t *branch = s.room, *middle = branch + rows * C, *qkv = middle + rows * C, *attended = qkv + rows * widths.qkv, *inner = qkv;
-  const bool post = a.residual == kPost;
-  const uint16_t* into_attention = s.x;
-  if (!post && a.norms[kNorm1].there) normalise(a.norms[kNorm1], s, C, s.x, nullptr, nullptr, middle), into_attention = middle;
-  multiply(a.linears[kQkv], s, into_attention, qkv);
-  attend(a, s, qkv, attended);
-  multiply(a.linears[kOut], s, attended, branch);
-  normalise(a.norms[post ? kNorm1 : kNorm2], s, C, branch, s.x, branch, middle);
-  multiply(a.linears[kUp], s, middle, inner, a.act, a.gated);
-  if (post) {
-    multiply(a.linears[kDown], s, inner, branch);
-    return normalise(a.norms[kNorm2], s, C, branch, middle, branch, s.y);
+  Widths(const Program& program, int64_t columns) : columns(columns), read(columns) {
+    for (const Step& step : program) {
+      if (const auto* a = std::get_if<AttentionPart>(&step.part)) {
+        inner = std::max(inner, (a->all_heads() + a->heads) * a->width), read = std::max(read, a->heads * a->width);
+      } else if (const auto* mlp = std::get_if<MlpPart>(&step.part)) {
+        inner = std::max(inner, mlp->inner()), read = std::max(read, mlp->inner());
+      }
+    }
   }
-  multiply(a.linears[kDown], s, inner, middle);
-  over_tokens(s, C, [&](int64_t begin, int64_t end) {
-    const void* from[] = {branch, middle};
-    kernels().sum_arrays({from, s.y, 2, Type::bf16}, begin * C, end * C);
+  int64_t room() const { return kBuffers * columns + inner; }
+  static constexpr int64_t kBuffers = 3;  // with the result's own memory enough for x, y, branch and what is made next
+};
+
+// Takes `batch` sequences through the layer. Values are bf16, [batch, tokens, columns].
+class EncoderMachine {
+ public:
+  uint16_t *x, *y = x, *branch = nullptr;
+  bool last = false;
+
+  EncoderMachine(const uint16_t* from, uint16_t* result, uint16_t* room, const Widths& widths, int64_t batch,
+                 int64_t tokens, int64_t threads, const Scored& mask)
+      : x(const_cast<uint16_t*>(from)),  // which is only read: it is none of the buffers
+        batch_(batch),
+        tokens_(tokens),
+        rows_(batch * tokens),
+        columns_(widths.columns),
+        threads_(threads),
+        mask_(mask),
+        result_(result),
+        inner_(room + Widths::kBuffers * rows_ * columns_) {
+    uint16_t* rooms[] = {room, room + rows_ * columns_, result, room + 2 * rows_ * columns_};
+    std::copy(std::begin(rooms), std::end(rooms), buffers_);
+  }
+
+  uint16_t* norm(const NormPart& part, const uint16_t* of) const { return normalise(part, of, nullptr, nullptr, fresh()); }
+
+  void add_norm(const NormPart& part, uint16_t* made) {
+    const uint16_t* residual = std::exchange(x, made);  // the sum takes the place of what was made
+    y = x;
+    y = normalise(part, made, residual, x, fresh());
+  }
+
+  uint16_t* sum(const uint16_t* a, const uint16_t* b) const {
+    uint16_t* to = fresh();
+    over_tokens([&](int64_t begin, int64_t end) {
+      const void* from[] = {a, b};
+      kernels().sum_arrays({from, to, 2, Type::bf16}, begin * columns_, end * columns_);
+    });
+    return to;
+  }
+
+  uint16_t* attention(const AttentionPart& part) const {
+    const int64_t width = part.width;
+    uint16_t *qkv = inner_, *attended = qkv + rows_ * part.all_heads() * width, *made = fresh();
+    multiply(part.qkv, y, qkv);
+    AttentionArgs a{};
+    a.type = Type::bf16;
+    a.batch = batch_, a.heads = part.heads, a.kv_heads = part.kv_heads, a.tokens = a.length = tokens_, a.width = width;
+    a.q = qkv, a.k = qkv + part.heads * width, a.v = qkv + (part.heads + part.kv_heads) * width;
+    a.q_n = a.k_n = a.v_n = width;
+    a.q_t = a.k_t = a.v_t = part.all_heads() * width;
+    a.q_b = a.k_b = a.v_b = tokens_ * a.q_t;
+    a.mask = mask_, a.out = attended, a.scale = float(part.scale), a.softcap = float(part.softcap);
+    attend_tiles(a, threads_);
+    multiply(part.out, attended, made);
+    return made;
+  }
+
+  uint16_t* mlp(const MlpPart& part) const {
+    uint16_t* made = fresh();
+    multiply(part.up, y, inner_, part.act, part.gated);
+    multiply(part.down, inner_, made);
+    return made;
+  }
+
+ private:
+  // Memory that holds no value.
+  uint16_t* fresh() const {
+    if (last) return result_;
+    return *std::find_if(std::begin(buffers_), std::end(buffers_), [&](const uint16_t* b) { return b != x && b != y && b != branch; });
+  }
+
+  template <class F>
+  void over_tokens(const F& run) const {
+    constexpr int64_t kGrainElements = 16384;
+    torch::stable::parallel_for(0, rows_, kGrainElements / columns_ + 1, run);
+  }
+
+  // The norm of `of`, or of `of` + residual, which `sum` receives; it may be `of`.
+  uint16_t* normalise(const NormPart& part, const uint16_t* of, const uint16_t* residual, uint16_t* sum, uint16_t* to) const {
+    NormArgs a{};
+    a.x = of, a.residual = residual, a.sum = sum, a.y = to;
+    a.weight = data_of(part.weight), a.bias = data_of(part.bias);
+    a.rows = rows_, a.columns = columns_, a.type = Type::bf16;
+    a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred;
+    over_tokens([&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
+    return to;
+  }
+
+  // to = act(from w + bias), with an activation where act >= 0.
+  void multiply(const LinearPart& part, const uint16_t* from, uint16_t* to, int64_t act = -1, bool gated = false) const {
+    LinearArgs a{};
+    a.x = from, a.y = to, a.bias = data_of(part.bias);
+    a.rows = rows_, a.type = Type::bf16;
+    a.activates = act >= 0, a.gated = gated;
+    if (a.activates) a.act = Act(act);
+    if (part.code < 0) return tile_linear(a, *part.weight, threads_);
+    tile_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs, threads_);
+  }
+
+  int64_t batch_, tokens_, rows_, columns_, threads_;
+  Scored mask_;
+  uint16_t *result_, *inner_, *buffers_[Widths::kBuffers + 1];
+};
+
+// Whether the kernels that tokens come by in numbers take these parts.
+bool takes_many(const AttentionPart& a) {
+  return !a.q_norm && !a.k_norm && a.heads * a.width % 2 == 0 && tiles_take(a.width, a.heads, a.kv_heads);
+}
+bool takes_many(const MlpPart& mlp) {
+  const bool split = mlp.gated && mlp.up.code >= 0 && mlp.inner() % 16;  // a panel would hold gates and what they gate
+  return mlp.inner() % 2 == 0 && !split;
+}
+template <class Other>
+bool takes_many(const Other&) {
+  return true;
+}
+
+bool takes_many(const Program& program, const Tensor& x) {
+  if (x.scalar_type() != ScalarType::BFloat16 || !takes(program, x) || x.size(2) % 2) return false;
+  if (!kernels().linear.tiles.multiply || left_to_pytorch()) return false;
+  return std::all_of(program.begin(), program.end(), [](const Step& step) {
+    return std::visit([](const auto& part) { return takes_many(part); }, step.part);
   });
 }
 
-// Whether the kernels that tokens come by in numbers take this layer.
-bool takes_many(const Layer& a, const Tensor& x) {
-  if (x.scalar_type() != ScalarType::BFloat16 || !takes(a, x) || !kernels().linear.tiles.multiply || left_to_pytorch()) return false;
-  if (a.residual == kPost ? !a.norms[kNorm1].there || !a.norms[kNorm2].there : a.residual != kPre || !a.norms[kNorm2].there) return false;
-  const Widths widths(a);
-  for (int64_t inputs : {widths.columns, widths.attended, widths.inner}) {
-    if (inputs % 2) return false;
+bool has_codes(const Step& step) {
+  if (const auto* a = std::get_if<AttentionPart>(&step.part)) return a->qkv.code >= 0 || a->out.code >= 0;
+  const auto* mlp = std::get_if<MlpPart>(&step.part);
+  return mlp && (mlp->up.code >= 0 || mlp->down.code >= 0);
+}
+
+int64_t heads_of(const Program& program) {
+  for (const Step& step : program) {
+    if (const auto* a = std::get_if<AttentionPart>(&step.part)) return a->heads;
   }
-  if (a.gated && a.linears[kUp].code >= 0 && widths.inner % 16) return false;  // a panel would hold gates and what they gate
-  return !a.norms[kQNorm].there && !a.norms[kKNorm].there && tiles_take(a.width, a.heads, a.kv_heads);
+  return 1;
 }
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C], in which every token looks at all of its sequence, less what `mask` hides. None where the
-// kernels do not take it.
-std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor integers, Tensor reals) {
-  const Layer a = layer_of(tensors, integers, reals);
-  if (!takes_many(a, x)) return std::nullopt;
-  const int64_t batch = x.size(0), tokens = x.size(1), C = x.size(2), width = Widths(a).all();
+// The layer's result [B, T, C] for x [B, T, C], in which every token looks at all of its sequence, less what `mask` hides.
+// None where the kernels do not take it.
+Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor integers, Tensor reals) {
+  const Program program = Reader(tensors, integers, reals).program();
+  if (!takes_many(program, x)) return std::nullopt;
+  const int64_t batch = x.size(0), tokens = x.size(1), C = x.size(2), all = batch * tokens;
   AttentionArgs seen{};
-  seen.batch = batch, seen.heads = a.heads, seen.tokens = seen.length = tokens;
+  seen.batch = batch, seen.heads = heads_of(program), seen.tokens = seen.length = tokens;
   if (!set_scored(seen.mask, mask, seen, true)) return std::nullopt;
-  const int64_t threads = torch::stable::get_num_threads(), all = batch * tokens;
+  const int64_t threads = torch::stable::get_num_threads();
   int64_t chunks = std::min((all + kChunkTokens - 1) / kChunkTokens, batch);
   chunks = std::min((chunks + threads - 1) / threads * threads, batch);
   const int64_t sequences = (batch + chunks - 1) / chunks;  // of the largest
   const bool alone = threads == 1 || (chunks % threads == 0 && all >= threads * kLeastTokens) || chunks >= 4 * threads;
-  const Widths widths(a);
-  const bool codes = std::any_of(a.linears, a.linears + kLinears, [](const LinearPart& part) { return part.code >= 0; });
-  const int64_t widest = std::max({widths.columns, widths.attended, widths.inner});
-  if (all <= (codes ? kFewRows : kFewPlainRows) || (!alone && all * widest > kMostTiled)) return std::nullopt;
-  Tensor y = empty_as(x), room = empty({alone ? std::min(threads, chunks) * sequences * tokens : all, width}, x);
+  const Widths widths(program, C);
+  // Few rows are multiplied as weights stream, which goes part by part.
+  if (all <= (std::any_of(program.begin(), program.end(), has_codes) ? kFewRows : kFewPlainRows)) return std::nullopt;
+  if (!alone && all * widths.read > kMostTiled) return std::nullopt;
+  const int64_t room_tokens = alone ? std::min(threads, chunks) * sequences * tokens : all, width = widths.room();
+  Tensor y = empty_as(x), room = empty({room_tokens, width}, x);
   const auto* from = static_cast<const uint16_t*>(x.const_data_ptr());
   auto *to = static_cast<uint16_t*>(y.mutable_data_ptr()), *between = static_cast<uint16_t*>(room.mutable_data_ptr());
   if (!alone) {
-    encode(a, {from, to, between, batch, tokens, threads, seen.mask});
+    EncoderMachine machine(from, to, between, widths, batch, tokens, threads, seen.mask);
+    run(program, machine);
     return y;
   }
   std::atomic<int64_t> next{0};
@@ -150,7 +206,9 @@ std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t c; (c = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
         const int64_t first = batch * c / chunks, count = batch * (c + 1) / chunks - first, at = first * tokens * C;
-        encode(a, {from + at, to + at, between + t * sequences * tokens * width, count, tokens, 1, from_row(seen.mask, first)});
+        EncoderMachine machine(from + at, to + at, between + t * sequences * tokens * width, widths, count, tokens, 1,
+                               from_row(seen.mask, first));
+        run(program, machine);
       }
     }
   });

@@ -1,23 +1,20 @@
-// What a layer is made of, as ops/cpu/layer.py tells it to the operators that go through a whole layer; and whether their kernels take it.
+// A layer as a program of steps over tensors, as layers/program.py and ops/cpu/layer.py have it; whether the kernels take
+// its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp) share.
 #pragma once
 
 #include <optional>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "binding.h"
 
 namespace infuse {
 
-// The orders in which ops/cpu/layer.py gives what a layer is made of.
-enum NormPlace { kNorm1, kNorm2, kPost1, kPost2, kQNorm, kKNorm, kNorms };
-enum LinearPlace { kQkv, kOut, kUp, kDown, kLinears };
-constexpr int64_t kIntegers = 7 + 4 * kNorms + 6 * kLinears, kReals = 2 + 2 * kNorms;  // that describe a layer
-enum Residual { kPre, kPost, kParallel, kSandwich };
-
 using Maybe = std::optional<Tensor>;
 
 struct NormPart {
-  bool there, centred;
+  bool centred;
   Maybe weight, bias;
   double eps, offset;
 };
@@ -25,40 +22,80 @@ struct LinearPart {
   int64_t code, outputs;  // code -1: plain
   Maybe weight, scale, zero, bias;
 };
-struct Layer {
-  Residual residual;
-  int64_t heads, kv_heads, width, act;
-  bool interleaved, gated;
+struct AttentionPart {
+  int64_t heads, kv_heads, width;
+  bool interleaved;
   double scale, softcap;
-  NormPart norms[kNorms];
-  LinearPart linears[kLinears];
+  LinearPart qkv, out;
+  std::optional<NormPart> q_norm, k_norm;
+
+  int64_t all_heads() const { return heads + 2 * kv_heads; }
+};
+struct MlpPart {
+  int64_t act;
+  bool gated;
+  LinearPart up, down;
+
+  int64_t inner() const { return up.outputs / (gated ? 2 : 1); }
 };
 
-inline Layer layer_of(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals) {
-  const auto* next_integer = static_cast<const int64_t*>(integers.const_data_ptr());
-  const auto* next_real = static_cast<const double*>(reals.const_data_ptr());
-  STD_TORCH_CHECK(integers.numel() == kIntegers && reals.numel() == kReals, "a layer of ", integers.numel(), " and ", reals.numel(), " numbers");
-  const auto integer = [&] { return *next_integer++; };
-  const auto tensor = [&]() -> Maybe {
+// The steps of layers/program.py in the order of ops/cpu/layer.py.
+enum class Does : int64_t { norm, norm_branch, attention, mlp, add, add_norm, add_norm_stream };
+struct Step {
+  Does does;
+  std::variant<std::monostate, NormPart, AttentionPart, MlpPart> part;
+};
+using Program = std::vector<Step>;
+
+// Reads what LayerCode in ops/cpu/layer.py wrote. Initializers in braces are evaluated from left to right.
+class Reader {
+ public:
+  Reader(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals)
+      : tensors_(tensors),
+        integer_(static_cast<const int64_t*>(integers.const_data_ptr())),
+        end_(integer_ + integers.numel()),
+        real_(static_cast<const double*>(reals.const_data_ptr())),
+        last_(real_ + reals.numel()) {}
+
+  Program program() {
+    Program steps;
+    steps.reserve(8);
+    while (integer_ != end_) {
+      Step& step = steps.emplace_back(Step{Does(integer()), {}});
+      switch (step.does) {
+        case Does::attention: step.part = attention(); break;
+        case Does::mlp: step.part = MlpPart{integer(), integer() != 0, linear(), linear()}; break;
+        case Does::add: break;
+        default: step.part = norm();
+      }
+    }
+    return steps;
+  }
+
+ private:
+  int64_t integer() {
+    STD_TORCH_CHECK(integer_ != end_, "a layer's program ends within a part");
+    return *integer_++;
+  }
+  double real() {
+    STD_TORCH_CHECK(real_ != last_, "a layer's program has too few reals");
+    return *real_++;
+  }
+  Maybe tensor() {
     const int64_t place = integer();
-    return place < 0 ? Maybe() : Maybe(tensors.at(size_t(place)));
-  };
-  Layer a{};
-  a.residual = Residual(integer());
-  a.heads = integer(), a.kv_heads = integer(), a.width = integer(), a.act = integer();
-  a.interleaved = integer() != 0, a.gated = integer() != 0;
-  a.scale = *next_real++, a.softcap = *next_real++;
-  for (NormPart& norm : a.norms) {
-    norm.there = integer() != 0, norm.centred = integer() != 0;
-    norm.weight = tensor(), norm.bias = tensor();
-    norm.eps = *next_real++, norm.offset = *next_real++;
+    return place < 0 ? Maybe() : Maybe(tensors_.at(size_t(place)));
   }
-  for (LinearPart& linear : a.linears) {
-    linear.code = integer(), linear.outputs = integer();
-    linear.weight = tensor(), linear.scale = tensor(), linear.zero = tensor(), linear.bias = tensor();
+  NormPart norm() { return {integer() != 0, tensor(), tensor(), real(), real()}; }
+  std::optional<NormPart> norm_if_there() { return integer() ? std::optional(norm()) : std::nullopt; }
+  LinearPart linear() { return {integer(), integer(), tensor(), tensor(), tensor(), tensor()}; }
+  AttentionPart attention() {
+    return {integer(), integer(), integer(), integer() != 0, real(), real(), linear(), linear(), norm_if_there(), norm_if_there()};
   }
-  return a;
-}
+
+  const std::vector<Tensor>& tensors_;
+  const int64_t *integer_, *end_;
+  const double *real_, *last_;
+};
 
 // ---- what the kernels take ----
 
@@ -67,36 +104,82 @@ inline bool alike(const Maybe& t, const Tensor& x, int64_t size) {
 }
 
 inline bool takes(const NormPart& norm, const Tensor& x, int64_t columns) {
-  return !norm.there || (alike(norm.weight, x, columns) && alike(norm.bias, x, columns));
+  return alike(norm.weight, x, columns) && alike(norm.bias, x, columns);
 }
 
-inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs) {
+// Over each head, or over all heads at once.
+inline bool at_once(const NormPart& norm, int64_t heads, int64_t width) {
+  return norm.weight && norm.weight->dim() == 1 && norm.weight->size(0) == heads * width;
+}
+inline bool takes(const std::optional<NormPart>& norm, const Tensor& x, int64_t heads, int64_t width) {
+  return !norm || takes(*norm, x, at_once(*norm, heads, width) ? heads * width : width);
+}
+
+inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs, int64_t outputs) {
   const Tensor& weight = *linear.weight;
-  if (!weight.is_contiguous() || !alike(linear.bias, x, linear.outputs)) return false;
+  if (linear.outputs != outputs || !weight.is_contiguous() || !alike(linear.bias, x, outputs)) return false;
   if (linear.code < 0) {
-    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == linear.outputs && weight.size(1) == inputs;
+    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs && weight.size(1) == inputs;
   }
-  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(code_of(linear.code)) && weight.size(0) * 16 >= linear.outputs;
+  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(code_of(linear.code)) && weight.size(0) * 16 >= outputs;
   const Tensor& scale = *linear.scale;
   return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() && (!linear.zero || linear.zero->is_contiguous());
 }
 
-inline bool takes(const Layer& a, const Tensor& x) {
+inline bool takes(const AttentionPart& a, const Tensor& x, int64_t columns) {
+  return takes(a.qkv, x, columns, a.all_heads() * a.width) && takes(a.out, x, a.heads * a.width, columns) &&
+         takes(a.q_norm, x, a.heads, a.width) && takes(a.k_norm, x, a.kv_heads, a.width);
+}
+
+inline bool takes(const MlpPart& mlp, const Tensor& x, int64_t columns) {
+  return takes(mlp.up, x, columns, mlp.up.outputs) && takes(mlp.down, x, mlp.inner(), columns);
+}
+
+inline bool takes(const std::monostate&, const Tensor&, int64_t) { return true; }
+
+inline bool takes(const Program& program, const Tensor& x) {
   const ScalarType type = x.scalar_type();
   if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Half) return false;
   if (x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
-  const int64_t columns = x.size(2), inner = a.linears[kUp].outputs / (a.gated ? 2 : 1);
-  const auto head_columns = [&](int place, int64_t heads) {  // over each head, or over all at once
-    const Maybe& weight = a.norms[place].weight;
-    return weight && weight->dim() == 1 && weight->size(0) == heads * a.width ? heads * a.width : a.width;
-  };
-  for (int place : {kNorm1, kNorm2, kPost1, kPost2}) {
-    if (!takes(a.norms[place], x, columns)) return false;
+  const int64_t columns = x.size(2);
+  return std::all_of(program.begin(), program.end(), [&](const Step& step) {
+    return std::visit([&](const auto& part) { return takes(part, x, columns); }, step.part);
+  });
+}
+
+// ---- the interpreter ----
+
+// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP read;
+// `branch`, the sum of what these made since the last addition. A value is false where there is none. `last` tells the
+// machine that it makes the layer's result next. False where a part declines.
+template <class Machine>
+bool run(const Program& program, Machine& m) {
+  using Value = decltype(m.x);
+  for (const Step& step : program) {
+    m.last = &step == &program.back();
+    const auto* norm = std::get_if<NormPart>(&step.part);
+    if (step.does == Does::attention || step.does == Does::mlp) {
+      const auto* attention = std::get_if<AttentionPart>(&step.part);
+      Value made = attention ? m.attention(*attention) : m.mlp(std::get<MlpPart>(step.part));
+      if (!made) return false;
+      const Value before = std::exchange(m.branch, Value());
+      m.branch = before ? m.sum(before, made) : std::move(made);
+      continue;
+    }
+    if (step.does != Does::norm_branch) m.y = m.x;  // what it held is not needed any more
+    if (step.does == Does::norm) {
+      m.y = m.norm(*norm, m.x);
+      continue;
+    }
+    const Value branch = std::exchange(m.branch, Value());
+    switch (step.does) {
+      case Does::norm_branch: m.branch = m.norm(*norm, branch); break;
+      case Does::add: m.x = m.y = m.sum(branch, m.x); break;
+      case Does::add_norm: m.add_norm(*norm, branch); break;  // x becomes the sum, y its norm
+      default: m.add_norm(*norm, branch), m.x = m.y;
+    }
   }
-  if (!takes(a.norms[kQNorm], x, head_columns(kQNorm, a.heads)) || !takes(a.norms[kKNorm], x, head_columns(kKNorm, a.kv_heads))) return false;
-  return takes(a.linears[kQkv], x, columns) && takes(a.linears[kOut], x, a.heads * a.width) && takes(a.linears[kUp], x, columns) &&
-         takes(a.linears[kDown], x, inner) && a.linears[kQkv].outputs == (a.heads + 2 * a.kv_heads) * a.width &&
-         a.linears[kOut].outputs == columns && a.linears[kDown].outputs == columns;
+  return true;
 }
 
 }  // namespace infuse

@@ -4,15 +4,12 @@
 
 #include "binding_linear.h"
 #include "binding_ops.h"
+#include "limits.h"
 
 namespace infuse {
 namespace {
 
 constexpr int64_t kPanelRows = 16;
-// Up to so many rows of x, weights are decoded for each block of x anew; beyond, a tile of them is decoded once (where both take
-// as long, 8192 x 2048, bf16: 26 to 30 in every format) or the whole weight (1024 x 1024, float32).
-constexpr int64_t kFewRows = 28, kFewRowsFloat = 24;
-constexpr int64_t kFewRowsInteger = 8;  // the same where x may be rounded to 8 bits
 
 void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
   a.weight = data.const_data_ptr();
