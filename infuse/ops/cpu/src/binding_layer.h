@@ -1,5 +1,6 @@
-// A layer as a program of steps over tensors, as layers/program.py and ops/cpu/layer.py have it; whether the kernels take
-// its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp) share.
+// A layer as a program of steps over tensors, as layers/program.py and layers/one_call.py have it; whether the kernels
+// take its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp)
+// share.
 #pragma once
 
 #include <optional>
@@ -47,7 +48,7 @@ struct Step {
 };
 using Program = std::vector<Step>;
 
-// Reads what LayerCode in ops/cpu/layer.py wrote. Initializers in braces are evaluated from left to right.
+// Reads what OneCall in layers/one_call.py wrote. Initializers in braces are evaluated from left to right.
 class Reader {
  public:
   Reader(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals)
@@ -89,7 +90,8 @@ class Reader {
   std::optional<NormPart> norm_if_there() { return integer() ? std::optional(norm()) : std::nullopt; }
   LinearPart linear() { return {integer(), integer(), tensor(), tensor(), tensor(), tensor()}; }
   AttentionPart attention() {
-    return {integer(), integer(), integer(), integer() != 0, real(), real(), linear(), linear(), norm_if_there(), norm_if_there()};
+    return {integer(), integer(), integer(), integer() != 0,  real(),
+            real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
   }
 
   const std::vector<Tensor>& tensors_;
@@ -119,11 +121,14 @@ inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs, int
   const Tensor& weight = *linear.weight;
   if (linear.outputs != outputs || !weight.is_contiguous() || !alike(linear.bias, x, outputs)) return false;
   if (linear.code < 0) {
-    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs && weight.size(1) == inputs;
+    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs &&
+           weight.size(1) == inputs;
   }
-  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(code_of(linear.code)) && weight.size(0) * 16 >= outputs;
+  const int64_t input_bits = inputs * bits_of(code_of(linear.code));
+  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == input_bits && weight.size(0) * 16 >= outputs;
   const Tensor& scale = *linear.scale;
-  return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() && (!linear.zero || linear.zero->is_contiguous());
+  return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() &&
+         (!linear.zero || linear.zero->is_contiguous());
 }
 
 inline bool takes(const AttentionPart& a, const Tensor& x, int64_t columns) {
@@ -149,9 +154,9 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // ---- the interpreter ----
 
-// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP read;
-// `branch`, the sum of what these made since the last addition. A value is false where there is none. `last` tells the
-// machine that it makes the layer's result next. False where a part declines.
+// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP
+// read; `branch`, the sum of what these made since the last addition. A value is false where there is none. `last`
+// tells the machine that it makes the layer's result next. False where a part declines.
 template <class Machine>
 bool run(const Program& program, Machine& m) {
   using Value = decltype(m.x);
