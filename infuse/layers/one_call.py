@@ -29,7 +29,7 @@ from infuse.ops.cpu.quantized_linear import code_of
 class OneCall:
     """The program as C++ takes it, and where the tensors of a call are found.
 
-    Integers and reals stand in the order in which `Reader` (ops/cpu/src/binding_layer.h) takes them: each step, and
+    Integers and reals stand in the order in which `program_of` (ops/cpu/src/binding_layer.h) takes them: each step, and
     behind it what its part is made of, with weights as their places among the call's tensors (-1: none). A part is known
     by its owner, 0 the block and then its attention and MLP as the program has them, and its name there.
     """

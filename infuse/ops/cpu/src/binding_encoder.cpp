@@ -143,7 +143,7 @@ struct EncoderMachine {
 // The layer's result [B, T, C] for x [B, T, C], in which every token looks at all of its sequence, less what `mask`
 // hides. None where the kernels do not take it.
 Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor integers, Tensor reals) {
-  const Program program = Reader(tensors, integers, reals).program();
+  const Program program = program_of(tensors, integers, reals);
   if (x.scalar_type() != ScalarType::BFloat16 || !takes(program, x)) return std::nullopt;
   const Demand demand(program, x.size(2));
   const int64_t batch = x.size(0), tokens = x.size(1), C = x.size(2), all = batch * tokens;

@@ -95,7 +95,7 @@ struct StepMachine {
 // take what is given.
 Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
                  Tensor values, int64_t start, bool causal, int64_t window, Tensor integers, Tensor reals) {
-  const Program program = Reader(tensors, integers, reals).program();
+  const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
   const Given given{cos, sin, mask, bias, keys, values, start, causal, window};
   StepMachine machine{given, x};

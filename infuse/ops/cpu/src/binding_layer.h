@@ -49,55 +49,41 @@ struct Step {
 using Program = std::vector<Step>;
 
 // Reads what OneCall in layers/one_call.py wrote. Initializers in braces are evaluated from left to right.
-class Reader {
- public:
-  Reader(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals)
-      : tensors_(tensors),
-        integer_(static_cast<const int64_t*>(integers.const_data_ptr())),
-        end_(integer_ + integers.numel()),
-        real_(static_cast<const double*>(reals.const_data_ptr())),
-        last_(real_ + reals.numel()) {}
-
-  Program program() {
-    Program steps;
-    steps.reserve(8);
-    while (integer_ != end_) {
-      Step& step = steps.emplace_back(Step{Does(integer()), {}});
-      switch (step.does) {
-        case Does::attention: step.part = attention(); break;
-        case Does::mlp: step.part = MlpPart{integer(), integer() != 0, linear(), linear()}; break;
-        case Does::add: break;
-        default: step.part = norm();
-      }
-    }
-    return steps;
-  }
-
- private:
-  int64_t integer() {
-    STD_TORCH_CHECK(integer_ != end_, "a layer's program ends within a part");
-    return *integer_++;
-  }
-  double real() {
-    STD_TORCH_CHECK(real_ != last_, "a layer's program has too few reals");
-    return *real_++;
-  }
-  Maybe tensor() {
+inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals) {
+  const auto* next_integer = static_cast<const int64_t*>(integers.const_data_ptr());
+  const auto* next_real = static_cast<const double*>(reals.const_data_ptr());
+  const int64_t* const end = next_integer + integers.numel();
+  const double* const last = next_real + reals.numel();
+  const auto integer = [&] {
+    STD_TORCH_CHECK(next_integer != end, "a layer's program ends within a part");
+    return *next_integer++;
+  };
+  const auto real = [&] {
+    STD_TORCH_CHECK(next_real != last, "a layer's program has too few reals");
+    return *next_real++;
+  };
+  const auto tensor = [&] {
     const int64_t place = integer();
-    return place < 0 ? Maybe() : Maybe(tensors_.at(size_t(place)));
+    return place < 0 ? Maybe() : Maybe(tensors.at(size_t(place)));
+  };
+  const auto norm = [&] { return NormPart{integer() != 0, tensor(), tensor(), real(), real()}; };
+  const auto norm_if_there = [&] { return integer() ? std::optional(norm()) : std::nullopt; };
+  const auto linear = [&] { return LinearPart{integer(), integer(), tensor(), tensor(), tensor(), tensor()}; };
+  Program steps;
+  steps.reserve(8);
+  while (next_integer != end) {
+    Step& step = steps.emplace_back(Step{Does(integer()), {}});
+    if (step.does == Does::attention) {
+      step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
+                                real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
+    } else if (step.does == Does::mlp) {
+      step.part = MlpPart{integer(), integer() != 0, linear(), linear()};
+    } else if (step.does != Does::add) {
+      step.part = norm();
+    }
   }
-  NormPart norm() { return {integer() != 0, tensor(), tensor(), real(), real()}; }
-  std::optional<NormPart> norm_if_there() { return integer() ? std::optional(norm()) : std::nullopt; }
-  LinearPart linear() { return {integer(), integer(), tensor(), tensor(), tensor(), tensor()}; }
-  AttentionPart attention() {
-    return {integer(), integer(), integer(), integer() != 0,  real(),
-            real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
-  }
-
-  const std::vector<Tensor>& tensors_;
-  const int64_t *integer_, *end_;
-  const double *real_, *last_;
-};
+  return steps;
+}
 
 // ---- what the kernels take ----
 
