@@ -116,9 +116,8 @@ class Block(InferenceModule):
             more,
         )
         packed = None
-        if (
-            more is None and not is_compiling()
-        ):  # graphs have the parts as ops, and nothing that depends on masks' values
+        # Graphs have the parts as ops, and nothing that depends on a mask's values.
+        if more is None and not is_compiling():
             if self._skips_padding:
                 packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
             if packed is None and self._one_call is not None:

@@ -20,15 +20,18 @@ from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
 from infuse.layers.program import ATTENTION, Program
 from infuse.native import limits
-from infuse.ops.cpu.layer import LayerCode, encoder_layer, layer_step
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
+from infuse.ops.cpu.layer import STEPS, encoder_layer, layer_step
 from infuse.ops.cpu.linear import takes_tiles
+from infuse.ops.cpu.quantized_linear import code_of
 
 
 class OneCall:
     """The program as C++ takes it, and where the tensors of a call are found.
 
-    A part is known by its owner, 0 the block and then its attention and MLP as the program has them, and its name
-    there.
+    Integers and reals stand in the order in which `program_of` (ops/cpu/src/binding_layer.h) takes them: each step, and
+    behind it what its part is made of, with weights as their places among the call's tensors (-1: none). A part is known
+    by its owner, 0 the block and then its attention and MLP as the program has them, and its name there.
     """
 
     def __init__(self, block: Any, program: Program):
@@ -37,63 +40,60 @@ class OneCall:
         self._parts: list[tuple[int, str, Any]] = []
         self._places: list[tuple[int, str, str]] = []  # of each tensor: its part, among what, and its name
         self._absent: list[tuple[int, str]] = []  # parameters that are not there
-        self._code = LayerCode()
+        integers: list[int] = []
+        reals: list[float] = []
         for step in program:
+            integers.append(STEPS.index(step.does))
             name = self._shape.attn.name if step.does == ATTENTION else step.part
-            self._code.step(step.does)
-            if name:
-                self._describe(name, getattr(block, name))
-        self._numbers = self._code.numbers()
-        del self._code
+            part = getattr(block, name) if name else None
+            if isinstance(part, Norm):
+                integers += self._norm(0, name, part, reals)
+            elif part is not None:
+                self._branches.append((name, type(part).forward))
+                integers += self._attention(part, reals) if isinstance(part, Attention) else self._mlp(part)
+        # As tensors: a list of so many costs 5 us in each call.
+        self._numbers = (
+            torch.tensor(integers, device="cpu"),
+            torch.tensor(reals, dtype=torch.float64, device="cpu"),
+        )
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         """The block's result; None where it has to go part by part."""
         raise NotImplementedError
 
-    def _describe(self, name: str, part: nn.Module) -> None:
-        if isinstance(part, Norm):
-            return self._norm(0, name, part)
-        self._branches.append((name, type(part).forward))
-        owner = len(self._branches)
-        if isinstance(part, Attention):
-            shape = part.shape
-            sizes = (shape.heads, shape.kv_heads, shape.head_width)
-            self._code.attention(sizes, part.positions.interleaved, shape.scale, shape.softcap)
-            linears = {"qkv": part.qkv, "out": part.out}
-        else:
-            mlp = self._shape.mlp
-            assert isinstance(part, MLP) and isinstance(mlp, MLPShape)
-            self._code.mlp(mlp.activation, mlp.gated)
-            linears = {"up": part.up, "down": part.down}
-        for inner, linear in linears.items():
-            self._linear(owner, inner, linear)
-        if isinstance(part, Attention):
-            for inner in ("q_norm", "k_norm"):
-                norm: Any = getattr(part, inner)
-                self._code.there(norm is not None)
-                if norm is None:
-                    self._parts.append((owner, inner, NoneType))
-                else:
-                    self._norm(owner, inner, norm)
+    def _attention(self, part: Attention, reals: list[float]) -> list[int]:
+        shape, owner = part.shape, len(self._branches)
+        reals += [shape.scale, shape.softcap]
+        integers = [shape.heads, shape.kv_heads, shape.head_width, int(part.positions.interleaved)]
+        integers += [*self._linear(owner, "qkv", part.qkv), *self._linear(owner, "out", part.out)]
+        for name in ("q_norm", "k_norm"):
+            norm: Any = getattr(part, name)
+            if norm is None:
+                self._parts.append((owner, name, NoneType))
+                integers.append(0)
+            else:
+                integers += [1, *self._norm(owner, name, norm, reals)]
+        return integers
 
-    def _norm(self, owner: int, name: str, norm: Norm) -> None:
+    def _mlp(self, part: Any) -> list[int]:
+        shape, owner = self._shape.mlp, len(self._branches)
+        assert isinstance(shape, MLPShape)
+        integers = [ACTIVATION_NUMBERS[shape.activation], int(shape.gated)]
+        return [*integers, *self._linear(owner, "up", part.up), *self._linear(owner, "down", part.down)]
+
+    def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
         self._parts.append((owner, name, Norm))
-        shape = norm.shape
-        self._code.norm(
-            shape.kind != RMS, shape.eps, shape.offset, self._parameter(norm, "weight"), self._parameter(norm, "bias")
-        )
+        reals += [norm.shape.eps, norm.shape.offset]
+        return [int(norm.shape.kind != RMS), self._parameter(norm, "weight"), self._parameter(norm, "bias")]
 
-    def _linear(self, owner: int, name: str, linear: Linear | QuantizedLinear) -> None:
+    def _linear(self, owner: int, name: str, linear: Linear | QuantizedLinear) -> list[int]:
         self._parts.append((owner, name, type(linear)))
-        format: str | None = None
-        scale, zero = -1, -1
         if isinstance(linear, QuantizedLinear):
-            format = str(linear.format)
-            weight, scale = self._place("_buffers", "data"), self._place("_buffers", "scale")
-            zero = -1 if linear.format.symmetric else self._place("_buffers", "zero")
+            code, held = code_of(str(linear.format)), ("data", "scale", "zero")[: 2 if linear.format.symmetric else 3]
+            places = [*(self._place("_buffers", name) for name in held), -1][:3]
         else:
-            weight = self._place("_parameters", "weight")
-        self._code.linear(format, linear.out_features, weight, scale, zero, self._parameter(linear, "bias"))
+            code, places = -1, [self._place("_parameters", "weight"), -1, -1]
+        return [code, linear.out_features, *places, self._parameter(linear, "bias")]
 
     def _parameter(self, part: nn.Module, name: str) -> int:
         """The place of a parameter of the last part."""

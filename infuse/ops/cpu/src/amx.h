@@ -1,8 +1,9 @@
-// AMX: eight registers of 16 rows of 64 bytes ("tiles" in Intel's words, registers here: tile.h has tiles of its own), and products of
-// bf16 pairs in them. Registers belong to a thread: they are configured where they are used and released there, since other libraries
-// (oneDNN behind PyTorch) use them too.
+// AMX: eight registers of 16 rows of 64 bytes ("tiles" in Intel's words, registers here: tile.h has tiles of its own),
+// and products of bf16 pairs in them. Registers belong to a thread: they are configured where they are used and
+// released there, since other libraries (oneDNN behind PyTorch) use them too.
 //
-// The code was run on an emulator of these instructions only; how fast it is on a processor that has them has not been measured.
+// The code was run on an emulator of these instructions only; how fast it is on a processor that has them has not been
+// measured.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -22,8 +23,8 @@ struct alignas(64) AmxConfiguration {
 };
 static_assert(sizeof(AmxConfiguration) == 64);
 
-// Assembly, not g++'s intrinsics: those of g++ 12 do not say that loads read memory, nor that all 64 bytes of a configuration are read,
-// so that stores before them may be dropped.
+// Assembly, not g++'s intrinsics: those of g++ 12 do not say that loads read memory, nor that all 64 bytes of a
+// configuration are read, so that stores before them may be dropped.
 class AmxRegisters {
  public:
   AmxRegisters() {
@@ -59,8 +60,8 @@ struct AmxRows {
   int64_t row, step, block;  // from one to the next
 };
 
-// sums[16 * Blocks][32] = x y over `steps` steps of the depth, where y is [pairs][32] in rows of y_row words. Four sums and four operands:
-// each operand that is loaded is used twice.
+// sums[16 * Blocks][32] = x y over `steps` steps of the depth, where y is [pairs][32] in rows of y_row words. Four sums
+// and four operands: each operand that is loaded is used twice.
 template <int Blocks>
 inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums, int64_t sum_row) {
   amx_zero<0>();

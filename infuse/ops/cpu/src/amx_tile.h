@@ -3,17 +3,18 @@
 //   x    → [block of 16 rows][step][16 rows][16 pairs]: what a register takes lies in one piece
 //   tile → [padded inputs / 2][2 halves][16 outputs]
 //
-// Both are padded with zeros to whole steps of 32 inputs, x to whole blocks of rows. x is copied, though a register could be loaded from
-// it as it lies: rows of a power of two bytes would all fall into one set of the L1 cache, and the copy is 2 * I bytes against 2 * I * O
-// operations a row.
+// Both are padded with zeros to whole steps of 32 inputs, x to whole blocks of rows. x is copied, though a register
+// could be loaded from it as it lies: rows of a power of two bytes would all fall into one set of the L1 cache, and the
+// copy is 2 * I bytes against 2 * I * O operations a row.
 //
-// A step of the depth is four products of 16 cycles each and 4 KiB of operands: 64 bytes a cycle, all that the L2 cache can give. A loop
-// of these instructions alone reached 7.1 TFLOP/s on two cores from registers, 4.4 from 256 KiB. So what is read again must lie in the
-// L2 cache, 2 MiB on these processors: tiles of at most 1 MiB and 32 rows of x. Several tiles at once, since all of x comes from further
-// away once for each time that tiles are filled.
+// A step of the depth is four products of 16 cycles each and 4 KiB of operands: 64 bytes a cycle, all that the L2 cache
+// can give. A loop of these instructions alone reached 7.1 TFLOP/s on two cores from registers, 4.4 from 256 KiB. So
+// what is read again must lie in the L2 cache, 2 MiB on these processors: tiles of at most 1 MiB and 32 rows of x.
+// Several tiles at once, since all of x comes from further away once for each time that tiles are filled.
 //
-// Not measured: these products themselves, kTilesBytes and kMostTiles, and from how many rows on tiles are taken (binding_panels.cpp has it
-// from AVX512-BF16). `python bench/ops.py --op linear quantized_linear attention --set llama` shows them on a machine with AMX.
+// Not measured: these products themselves, kTilesBytes and kMostTiles, and from how many rows on tiles are taken
+// (binding_panels.cpp has it from AVX512-BF16). `python bench/ops.py --op linear quantized_linear attention --set
+// llama` shows them on a machine with AMX.
 #pragma once
 
 #include "amx.h"

@@ -24,7 +24,8 @@ inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.fi
 inline int64_t attention_blocks(const AttentionArgs& a) { return a.batch * a.kv_heads * blocks_per_head(a); }
 inline int64_t part_begin(const AttentionArgs& a, int64_t part) { return attention_blocks(a) * part / a.parts; }
 
-// The result of some keys for all rows of one key head: weighted sums of values, not yet divided by the sum of the weights.
+// The result of some keys for all rows of one key head: weighted sums of values, not yet divided by the sum of the
+// weights.
 struct Partial {
   float* sums;     // [rows, padded width]
   float* largest;  // score, for each row
@@ -224,7 +225,8 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
                     : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count) : add_rows<T, kRows>(a, scratch, state, v, count);
 }
 
-// Divides and rounds. A row without an allowed key is zeros; one whose allowed scores are all -infinity is NaN, as softmax has it.
+// Divides and rounds. A row without an allowed key is zeros; one whose allowed scores are all -infinity is NaN, as
+// softmax has it.
 template <class T>
 void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state) {
   const int64_t group = group_of(a), rows = rows_of(a);
@@ -273,7 +275,8 @@ inline void merge(const AttentionArgs& a, const Scratch& scratch, const Partial&
   }
 }
 
-// Heads that end in a later part than they begin in: each part left its share in its scratch, the first of them is added to.
+// Heads that end in a later part than they begin in: each part left its share in its scratch, the first of them is
+// added to.
 template <class T>
 void combine_parts(const AttentionArgs& a) {
   const int64_t per_head = blocks_per_head(a);

@@ -1,5 +1,6 @@
-// Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h) and activations (activation.h).
-// Strides are in elements, named tensor_axis: b batch, n head, t token or key. The last axis is contiguous.
+// Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h) and activations
+// (activation.h). Strides are in elements, named tensor_axis: b batch, n head, t token or key. The last axis is
+// contiguous.
 #pragma once
 
 #include "types.h"
@@ -32,7 +33,8 @@ struct ActivationArgs {
   Type type;
 };
 
-// Broadcast to [B, H, T, L] through strides of 0. A bool mask hides where it is false; the others are added to the scores.
+// Broadcast to [B, H, T, L] through strides of 0. A bool mask hides where it is false; the others are added to the
+// scores.
 struct Scored {
   const void* data;  // or null
   int64_t b, n, t, l;
@@ -41,8 +43,9 @@ struct Scored {
 };
 
 // Attention of T queries over keys and values of one length, all heads of one key head together.
-// Work is cut into blocks of keys, numbered over (batch, key head, block); a part takes a run of them, so that all parts
-// have the same work whatever the shape. Where a part begins or ends inside a head, its result there is partial and combine adds up.
+// Work is cut into blocks of keys, numbered over (batch, key head, block); a part takes a run of them, so that all
+// parts have the same work whatever the shape. Where a part begins or ends inside a head, its result there is partial
+// and combine adds up.
 struct AttentionArgs {
   const void* q;
   const void* k;

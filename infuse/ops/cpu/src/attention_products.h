@@ -23,8 +23,8 @@ struct Products {
   static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
 };
 
-// Asks for the rest of a row of which only the first columns are read now: else later columns, read in a pass of their own,
-// would wait for the memory again, in steps that the hardware does not foresee.
+// Asks for the rest of a row of which only the first columns are read now: else later columns, read in a pass of their
+// own, would wait for the memory again, in steps that the hardware does not foresee.
 template <class T>
 inline void fetch_rest(const T* row, int64_t from, int64_t width) {
   for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
@@ -177,8 +177,8 @@ struct Weights<bf16> {
   }
 };
 
-// 32 * GROUPS columns of two values at a time, their columns interleaved by unpacking. So each group of 32 sums is kept as
-// columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31, see Finished.
+// 32 * GROUPS columns of two values at a time, their columns interleaved by unpacking. So each group of 32 sums is kept
+// as columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31, see Finished.
 template <int ROWS, int GROUPS>
 void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
   constexpr int SUMS = 2 * GROUPS;

@@ -1,5 +1,6 @@
-// Attention of many queries, in bf16 where there are bf16 instructions (AVX512-BF16 or AMX): tiles of queries over blocks of keys, with the
-// softmax carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's fused attention is taken.
+// Attention of many queries, in bf16 where there are bf16 instructions (AVX512-BF16 or AMX): tiles of queries over
+// blocks of keys, with the softmax carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's
+// fused attention is taken.
 #pragma once
 
 #include "amx.h"
@@ -22,7 +23,8 @@ constexpr int kDepthStep = 1;
 constexpr int kPairs = kBlock / 2;
 constexpr int64_t kTileScoreStep = kBlock + Vec::width;
 
-// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums; so are the rows of the last step.
+// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums; so are the rows
+// of the last step.
 struct Tile {
   int64_t depth, columns;
   uint32_t* q;       // [rows][depth] pairs of neighbouring columns
@@ -205,12 +207,13 @@ inline float largest_score(const float* scores) {
   return largest.largest();
 }
 
-// Scores of a row, times `scale`, become weights relative to its largest so far (`block_largest` is scaled); returns what that makes of
-// the sums before.
+// Scores of a row, times `scale`, become weights relative to its largest so far (`block_largest` is scaled); returns
+// what that makes of the sums before.
 inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, float scale, int count) {
   const float* scores = tile.scores + r * kTileScoreStep;
   const float before = tile.largest[row + r], now = block_largest > before ? block_largest : before;
-  const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale), log2_e(1.442695041f);  // -infinity less -infinity is NaN
+  // -infinity less -infinity is NaN
+  const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale), log2_e(1.442695041f);
   const float keep = now == before ? 1.0f : before == -kInfinity ? 0.0f : exp_of(before - now);
   const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
   Vec total;
@@ -258,8 +261,8 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
   }
 }
 
-// Asks for the rows of the tile that this thread is likely to take next: those of one head lie far apart. Of the keys only the first,
-// since the others are read one after the other.
+// Asks for the rows of the tile that this thread is likely to take next: those of one head lie far apart. Of the keys
+// only the first, since the others are read one after the other.
 inline void fetch_tile(const AttentionArgs& a, int64_t index) {
   if (index >= attention_tiles(a)) return;
   const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;

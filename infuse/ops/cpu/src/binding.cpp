@@ -1,5 +1,5 @@
-// The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, against PyTorch's stable ABI: one binary for torch >= 2.10.
-// Shapes and dtypes are checked by the Python side (ops/cpu/*.py), which declines what is not supported.
+// The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, against PyTorch's stable ABI: one binary for torch >=
+// 2.10. Shapes and dtypes are checked by the Python side (ops/cpu/*.py), which declines what is not supported.
 #include <optional>
 #include <string>
 #include <tuple>
@@ -26,7 +26,8 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
     run(a, 0, a.rows);
     return;
   }
-  torch::stable::parallel_for(0, a.rows, kGrainElements / a.columns + 1, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  const int64_t grain = kGrainElements / a.columns + 1;
+  torch::stable::parallel_for(0, a.rows, grain, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 std::string isa() { return kernels().isa; }
@@ -36,7 +37,8 @@ std::vector<int64_t> limits() { return {kFewPlainRows, kFewRows, kFewRowsFloat, 
 
 }  // namespace
 
-Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
+Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
+            bool centred) {
   Tensor y = empty_as(x);
   NormArgs a{};
   a.y = y.mutable_data_ptr();
@@ -45,8 +47,8 @@ Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, 
   return y;
 }
 
-std::tuple<Tensor, Tensor> add_norm(
-    Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset, bool centred) {
+std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                    double eps, double offset, bool centred) {
   Tensor sum = empty_as(x), y = empty_as(x);
   NormArgs a{};
   a.residual = residual.const_data_ptr();
@@ -61,7 +63,9 @@ STABLE_TORCH_LIBRARY(infuse_cpu, m) {
   m.def("has_amx() -> bool");
   m.def("limits() -> int[]");
   m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor");
-  m.def("add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> (Tensor, Tensor)");
+  m.def(
+      "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred)"
+      " -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {

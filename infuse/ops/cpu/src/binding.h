@@ -17,16 +17,19 @@ using torch::stable::Tensor;
 
 // Of a tensor that Python has checked to be float32, bfloat16 or float16.
 inline Type type_of(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 ? Type::bf16 : t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
+  if (t.scalar_type() == ScalarType::BFloat16) return Type::bf16;
+  return t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
 }
 
-// The code of a quantized weight, as ops/cpu/quantized_linear.py gives it: beside it stands whether x may be rounded to 8 bits.
+// The code of a quantized weight, as ops/cpu/quantized_linear.py gives it: beside it stands whether x may be rounded to
+// 8 bits.
 constexpr int64_t kShortX = 8;
 inline Code code_of(int64_t code) { return Code(code & ~kShortX); }
 
 constexpr int64_t kMostAxes = 8;
 
-// An uninitialised tensor of the type of `like`. Directly, not through the dispatcher, which takes longer than the smaller kernels.
+// An uninitialised tensor of the type of `like`. Directly, not through the dispatcher, which takes longer than the
+// smaller kernels.
 inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
   int64_t strides[kMostAxes], stride = 1;
   STD_TORCH_CHECK(axes <= kMostAxes, "more than ", kMostAxes, " axes: ", axes);
@@ -34,10 +37,13 @@ inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
   int32_t dtype;
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
-inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) { return empty(sizes.begin(), int64_t(sizes.size()), like); }
+inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  return empty(sizes.begin(), int64_t(sizes.size()), like);
+}
 
 // One with the rows of x, [..., columns], and one of its sizes.
 inline Tensor empty_rows(const Tensor& x, int64_t columns) {

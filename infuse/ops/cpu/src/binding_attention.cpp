@@ -1,5 +1,5 @@
-// Rotary + append, attention and activations as PyTorch operators. What a kernel does not take it declines by returning None:
-// the checks are cheaper here than in Python, and the caller hands over to another body.
+// Rotary + append, attention and activations as PyTorch operators. What a kernel does not take it declines by returning
+// None: the checks are cheaper here than in Python, and the caller hands over to another body.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -57,7 +57,8 @@ void run_rotary(const RotaryArgs& a, int64_t batch) {
   const auto run = kernels().attention.rotary;
   const int64_t rows = batch * a.tokens, elements = (a.heads + 2 * a.kv_heads) * a.width;
   if (rows * elements <= kGrainElements) return run(a, 0, rows);
-  torch::stable::parallel_for(0, rows, kGrainElements / elements + 1, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  const int64_t grain = kGrainElements / elements + 1;
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
@@ -73,19 +74,21 @@ std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved)
 
 // Whether `storage` [B, K, S, D] has room for what is appended.
 bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
-  return storage.dim() == 4 && storage.scalar_type() == x.scalar_type() && rows_contiguous(storage) && storage.size(0) == x.size(0) &&
-         storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 && a.start + a.tokens <= storage.size(2);
+  return storage.dim() == 4 && storage.scalar_type() == x.scalar_type() && rows_contiguous(storage) &&
+         storage.size(0) == x.size(0) && storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 &&
+         a.start + a.tokens <= storage.size(2);
 }
 
 }  // namespace
 
-std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys, Tensor values,
-                                    int64_t start, int64_t heads, bool interleaved) {
+std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
+                                    Tensor values, int64_t start, int64_t heads, bool interleaved) {
   RotaryArgs a{};
   if (!set_rotated(a, qkv, interleaved) || keys.dim() != 4) return std::nullopt;
   if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return std::nullopt;
   a.heads = heads, a.kv_heads = keys.size(1), a.start = start;
-  if (qkv.size(2) != heads + 2 * a.kv_heads || !has_room(a, qkv, keys) || !has_room(a, qkv, values)) return std::nullopt;
+  if (qkv.size(2) != heads + 2 * a.kv_heads) return std::nullopt;
+  if (!has_room(a, qkv, keys) || !has_room(a, qkv, values)) return std::nullopt;
   Tensor q = empty({qkv.size(0), heads, a.tokens, a.width}, qkv);
   a.q = q.mutable_data_ptr(), a.keys = keys.mutable_data_ptr(), a.values = values.mutable_data_ptr();
   a.q_b = heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;
@@ -134,7 +137,8 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to so many queries attend in parts over the keys, more by tiles of queries; where there are no tiles, PyTorch's fused attention.
+// Up to so many queries attend in parts over the keys, more by tiles of queries; where there are no tiles, PyTorch's
+// fused attention.
 constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Keys and values read by one thread at least, in bytes.
 constexpr int64_t kGrainBytes = 1 << 17;
@@ -193,14 +197,18 @@ bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads) {
 
 namespace {
 
-bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile; }
+bool by_tiles(const AttentionArgs& a) {
+  return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile;
+}
 
 bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
   const std::optional<Type> type = known_type(q);
   if (!type || k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
-  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || !rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
+  if (!rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
   a.type = *type;
-  a.batch = q.size(0), a.heads = q.size(1), a.tokens = q.size(2), a.width = q.size(3), a.kv_heads = k.size(1), a.length = k.size(2);
+  a.batch = q.size(0), a.heads = q.size(1), a.tokens = q.size(2), a.width = q.size(3);
+  a.kv_heads = k.size(1), a.length = k.size(2);
   if (a.batch * a.heads * a.tokens * a.length * a.width * a.kv_heads == 0 || a.heads % a.kv_heads) return false;
   const int64_t group = a.heads / a.kv_heads;
   if (by_tiles(a)) {
@@ -228,15 +236,16 @@ void run_attention(AttentionArgs& a) {
   run.combine(a);
 }
 
-std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias, double scale,
-                                bool causal, int64_t window, double softcap) {
+std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                                double scale, bool causal, int64_t window, double softcap) {
   return attend(q, k, v, k.dim() == 4 ? k.size(2) : 0, mask, bias, scale, causal, window, softcap);
 }
 
 }  // namespace
 
-std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length, const std::optional<Tensor>& mask,
-                             const std::optional<Tensor>& bias, double scale, bool causal, int64_t window, double softcap) {
+std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length,
+                             const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
+                             bool causal, int64_t window, double softcap) {
   AttentionArgs a{};
   if (!set_attended(a, q, k, v)) return std::nullopt;
   a.length = length;
@@ -252,11 +261,11 @@ std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?");
   m.def(
-      "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads, bool interleaved)"
-      " -> Tensor?");
+      "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads,"
+      " bool interleaved) -> Tensor?");
   m.def(
-      "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap)"
-      " -> Tensor?");
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window,"
+      " float softcap) -> Tensor?");
   m.def("activation(Tensor x, int act) -> Tensor?");
   m.def("gated_activation(Tensor x, int act) -> Tensor?");
 }

@@ -1,6 +1,6 @@
-// A layer over a few new tokens in one call, by the kernels that layers/program.py calls part by part, and by ours where
-// ops/cpu/linear.py leaves small products to PyTorch. While weights stream through the caches, a part that is called from
-// Python costs 15 to 30 us of which it computes 3.
+// A layer over a few new tokens in one call, by the kernels that layers/program.py calls part by part, and by ours
+// where ops/cpu/linear.py leaves small products to PyTorch. While weights stream through the caches, a part that is
+// called from Python costs 15 to 30 us of which it computes 3.
 #include "binding_layer.h"
 
 #include "binding_linear.h"
@@ -91,11 +91,11 @@ struct StepMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C]. None, before anything counts as done, where one of the kernels does not take
-// what is given.
+// The layer's result [B, T, C] for x [B, T, C]. None, before anything counts as done, where one of the kernels does not
+// take what is given.
 Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
                  Tensor values, int64_t start, bool causal, int64_t window, Tensor integers, Tensor reals) {
-  const Program program = Reader(tensors, integers, reals).program();
+  const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
   const Given given{cos, sin, mask, bias, keys, values, start, causal, window};
   StepMachine machine{given, x};

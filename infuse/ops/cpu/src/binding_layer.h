@@ -1,5 +1,6 @@
-// A layer as a program of steps over tensors, as layers/program.py and ops/cpu/layer.py have it; whether the kernels take
-// its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp) share.
+// A layer as a program of steps over tensors, as layers/program.py and layers/one_call.py have it; whether the kernels
+// take its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp)
+// share.
 #pragma once
 
 #include <optional>
@@ -47,55 +48,42 @@ struct Step {
 };
 using Program = std::vector<Step>;
 
-// Reads what LayerCode in ops/cpu/layer.py wrote. Initializers in braces are evaluated from left to right.
-class Reader {
- public:
-  Reader(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals)
-      : tensors_(tensors),
-        integer_(static_cast<const int64_t*>(integers.const_data_ptr())),
-        end_(integer_ + integers.numel()),
-        real_(static_cast<const double*>(reals.const_data_ptr())),
-        last_(real_ + reals.numel()) {}
-
-  Program program() {
-    Program steps;
-    steps.reserve(8);
-    while (integer_ != end_) {
-      Step& step = steps.emplace_back(Step{Does(integer()), {}});
-      switch (step.does) {
-        case Does::attention: step.part = attention(); break;
-        case Does::mlp: step.part = MlpPart{integer(), integer() != 0, linear(), linear()}; break;
-        case Does::add: break;
-        default: step.part = norm();
-      }
-    }
-    return steps;
-  }
-
- private:
-  int64_t integer() {
-    STD_TORCH_CHECK(integer_ != end_, "a layer's program ends within a part");
-    return *integer_++;
-  }
-  double real() {
-    STD_TORCH_CHECK(real_ != last_, "a layer's program has too few reals");
-    return *real_++;
-  }
-  Maybe tensor() {
+// Reads what OneCall in layers/one_call.py wrote. Initializers in braces are evaluated from left to right.
+inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals) {
+  const auto* next_integer = static_cast<const int64_t*>(integers.const_data_ptr());
+  const auto* next_real = static_cast<const double*>(reals.const_data_ptr());
+  const int64_t* const end = next_integer + integers.numel();
+  const double* const last = next_real + reals.numel();
+  const auto integer = [&] {
+    STD_TORCH_CHECK(next_integer != end, "a layer's program ends within a part");
+    return *next_integer++;
+  };
+  const auto real = [&] {
+    STD_TORCH_CHECK(next_real != last, "a layer's program has too few reals");
+    return *next_real++;
+  };
+  const auto tensor = [&] {
     const int64_t place = integer();
-    return place < 0 ? Maybe() : Maybe(tensors_.at(size_t(place)));
+    return place < 0 ? Maybe() : Maybe(tensors.at(size_t(place)));
+  };
+  const auto norm = [&] { return NormPart{integer() != 0, tensor(), tensor(), real(), real()}; };
+  const auto norm_if_there = [&] { return integer() ? std::optional(norm()) : std::nullopt; };
+  const auto linear = [&] { return LinearPart{integer(), integer(), tensor(), tensor(), tensor(), tensor()}; };
+  Program steps;
+  steps.reserve(8);
+  while (next_integer != end) {
+    Step& step = steps.emplace_back(Step{Does(integer()), {}});
+    if (step.does == Does::attention) {
+      step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
+                                real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
+    } else if (step.does == Does::mlp) {
+      step.part = MlpPart{integer(), integer() != 0, linear(), linear()};
+    } else if (step.does != Does::add) {
+      step.part = norm();
+    }
   }
-  NormPart norm() { return {integer() != 0, tensor(), tensor(), real(), real()}; }
-  std::optional<NormPart> norm_if_there() { return integer() ? std::optional(norm()) : std::nullopt; }
-  LinearPart linear() { return {integer(), integer(), tensor(), tensor(), tensor(), tensor()}; }
-  AttentionPart attention() {
-    return {integer(), integer(), integer(), integer() != 0, real(), real(), linear(), linear(), norm_if_there(), norm_if_there()};
-  }
-
-  const std::vector<Tensor>& tensors_;
-  const int64_t *integer_, *end_;
-  const double *real_, *last_;
-};
+  return steps;
+}
 
 // ---- what the kernels take ----
 
@@ -119,11 +107,14 @@ inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs, int
   const Tensor& weight = *linear.weight;
   if (linear.outputs != outputs || !weight.is_contiguous() || !alike(linear.bias, x, outputs)) return false;
   if (linear.code < 0) {
-    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs && weight.size(1) == inputs;
+    return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs &&
+           weight.size(1) == inputs;
   }
-  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == inputs * bits_of(code_of(linear.code)) && weight.size(0) * 16 >= outputs;
+  const int64_t input_bits = inputs * bits_of(code_of(linear.code));
+  const bool panels = weight.dim() == 3 && weight.size(1) * 32 == input_bits && weight.size(0) * 16 >= outputs;
   const Tensor& scale = *linear.scale;
-  return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() && (!linear.zero || linear.zero->is_contiguous());
+  return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() &&
+         (!linear.zero || linear.zero->is_contiguous());
 }
 
 inline bool takes(const AttentionPart& a, const Tensor& x, int64_t columns) {
@@ -149,9 +140,9 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // ---- the interpreter ----
 
-// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP read;
-// `branch`, the sum of what these made since the last addition. A value is false where there is none. `last` tells the
-// machine that it makes the layer's result next. False where a part declines.
+// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP
+// read; `branch`, the sum of what these made since the last addition. A value is false where there is none. `last`
+// tells the machine that it makes the layer's result next. False where a part declines.
 template <class Machine>
 bool run(const Program& program, Machine& m) {
   using Value = decltype(m.x);

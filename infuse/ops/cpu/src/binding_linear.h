@@ -32,12 +32,14 @@ void* scratch_of(size_t bytes) {
   return buffer.get();
 }
 
-// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread walks through a stretch of
-// its own from end to end, since memory gives most to one sequential stream, and then takes pieces of stretches that are not done.
+// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread walks through a
+// stretch of its own from end to end, since memory gives most to one sequential stream, and then takes pieces of
+// stretches that are not done.
 template <class F>
 void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
   constexpr int64_t kMostStretches = 256;
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), kMostStretches), bytes = outputs * row_bytes;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), kMostStretches);
+  const int64_t bytes = outputs * row_bytes;
   if (threads == 1 || bytes <= kOneThreadBytes) {
     run(0, outputs);
     return;
@@ -57,7 +59,9 @@ void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t i = 0; i < threads; ++i) {
         Stretch& s = stretches[(t + i) % threads];
-        for (int64_t p; (p = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end;) run(p * piece, std::min((p + 1) * piece, outputs));
+        for (int64_t p; (p = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end;) {
+          run(p * piece, std::min((p + 1) * piece, outputs));
+        }
       }
     }
   });
@@ -83,7 +87,8 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   torch::stable::parallel_for(0, blocks, 1, arrange);
 }
 
-// More rows than the cores' caches hold: each thread takes chunks of them, and goes with each over all outputs (or gates).
+// More rows than the cores' caches hold: each thread takes chunks of them, and goes with each over all outputs (or
+// gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
@@ -104,8 +109,8 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
   });
 }
 
-// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own. On one thread that may be one of
-// many, which do the same for other rows.
+// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own. On one thread
+// that may be one of many, which do the same for other rows.
 inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel,
                               int64_t threads = torch::stable::get_num_threads()) {
   const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
@@ -117,7 +122,8 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
   const int64_t blocks = (a.rows + kernel.block_rows - 1) / kernel.block_rows;
   over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
   // At least two turns for each thread: one that is slowed down does not hold up the others.
-  const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a)), unit = tiles * columns;
+  const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a));
+  const int64_t unit = tiles * columns;
   a.ahead = threads * unit;
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// Products over quantized weights in panels (panels.h), as PyTorch operators; and how codes get into panels and out of them.
-// Shapes, dtypes and layouts are checked by ops/cpu/quantized_linear.py.
+// Products over quantized weights in panels (panels.h), as PyTorch operators; and how codes get into panels and out of
+// them. Shapes, dtypes and layouts are checked by ops/cpu/quantized_linear.py.
 #include <cstring>
 
 #include "binding_linear.h"
@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kPanelRows = 16;
 
-void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
+void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
+                 int64_t code, int64_t outputs) {
   a.weight = data.const_data_ptr();
   a.code = code_of(code);
   a.outputs = outputs, a.inputs = data.size(1) * 32 / bits_of(a.code);  // data [panels, words, 16] words
@@ -44,10 +45,12 @@ bool multiply_integers(LinearArgs& a, int64_t columns, int64_t threads) {
   return finite;
 }
 
-// With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at; with an activation
-// also where there are fewer than tiles are good at, and where a panel would hold gates and what they gate.
-std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero, std::optional<Tensor> bias,
-                                       int64_t code, int64_t outputs, int64_t act, bool gated) {
+// With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at;
+// with an activation also where there are fewer than tiles are good at, and where a panel would hold gates and what
+// they gate.
+std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero,
+                                       std::optional<Tensor> bias, int64_t code, int64_t outputs, int64_t act,
+                                       bool gated) {
   LinearArgs a{};
   take_panels(a, data, scale, zero, code, outputs);
   a.activates = act >= 0, a.gated = gated;
@@ -122,7 +125,9 @@ struct Sixes {
 void words_of_sixes(const Sixes& from, uint32_t* words) {
   words[0] = words[1] = words[2] = 0;
   for (int half = 0; half < 2; ++half) {
-    const auto of_pair = [&](int pair) { return uint32_t((pair < 4 ? from.lower : from.upper) >> (12 * (pair % 4) + 6 * half)) & 63; };
+    const auto of_pair = [&](int pair) {
+      return uint32_t((pair < 4 ? from.lower : from.upper) >> (12 * (pair % 4) + 6 * half)) & 63;
+    };
     for (int w = 0; w < 3; ++w) words[w] |= (of_pair(2 * w) | of_pair(2 * w + 1) << 6) << 16 * half;
     const uint32_t six = of_pair(6), seven = of_pair(7);
     words[0] |= (six & 15) << (12 + 16 * half), words[1] |= (seven & 15) << (12 + 16 * half);
@@ -133,7 +138,9 @@ Sixes sixes_of_words(const uint32_t* words) {
   Sixes to{};
   for (int half = 0; half < 2; ++half) {
     const uint32_t w[3] = {words[0] >> 16 * half, words[1] >> 16 * half, words[2] >> 16 * half};
-    const auto put = [&](int pair, uint32_t code) { (pair < 4 ? to.lower : to.upper) |= uint64_t(code) << (12 * (pair % 4) + 6 * half); };
+    const auto put = [&](int pair, uint32_t code) {
+      (pair < 4 ? to.lower : to.upper) |= uint64_t(code) << (12 * (pair % 4) + 6 * half);
+    };
     for (int pair = 0; pair < 6; ++pair) put(pair, w[pair / 2] >> 6 * (pair % 2) & 63);
     put(6, (w[0] >> 12 & 15) | (w[2] >> 12 & 3) << 4);
     put(7, (w[1] >> 12 & 15) | (w[2] >> 14 & 3) << 4);
@@ -166,7 +173,8 @@ void put_word(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
 
 constexpr int64_t kSixesBytes = 12, kWordBytes = 4 * kPanelRows;  // of a unit in its row; of a word of a panel
 
-// Codes as infuse/quant stores them, rows of bytes, into panels; `to` is zero where there are no rows. False where one is a NaN of fp8.
+// Codes as infuse/quant stores them, rows of bytes, into panels; `to` is zero where there are no rows. False where one
+// is a NaN of fp8.
 bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
@@ -179,9 +187,11 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return true;
   }
-  if (Code(code) == Code::int4 || Code(code) == Code::int8) {  // each with a loop of its own, into which the change is inlined
+  // each with a loop of its own, into which the change is inlined
+  if (Code(code) == Code::int4 || Code(code) == Code::int8) {
     const auto pack = [&](const auto& change) {
-      over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) { put_word(into + panel, change(word_at(from + row))); });
+      over_units(data.size(0), to.size(1), 4,
+                 [&](int64_t row, int64_t panel) { put_word(into + panel, change(word_at(from + row))); });
     };
     if (Code(code) == Code::int4) {
       pack([](uint32_t x) { return word_of_nibbles(x); });
@@ -214,28 +224,31 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
     return;
   }
   const auto change = Code(code) == Code::int4 ? nibbles_of_word : middle_bytes_swapped;
-  over_units(to.size(0), data.size(1), 4, [&](int64_t row, int64_t panel) { put_word(into + row, change(word_at(from + panel))); });
+  over_units(to.size(0), data.size(1), 4,
+             [&](int64_t row, int64_t panel) { put_word(into + row, change(word_at(from + panel))); });
 }
 
 }  // namespace
 
-void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs) {
+void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
+                   int64_t code, int64_t outputs) {
   take_panels(a, data, scale, zero, code, outputs);
   if (a.rows && a.outputs) few_rows(a);
 }
 
-void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero, int64_t code, int64_t outputs,
-                 int64_t threads) {
+void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
+                 int64_t code, int64_t outputs, int64_t threads) {
   take_panels(a, data, scale, zero, code, outputs);
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   const int64_t columns = a.gated ? outputs / 2 : outputs;
-  if (!takes_integers(a, code) || !multiply_integers(a, columns, threads)) multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
+  if (takes_integers(a, code) && multiply_integers(a, columns, threads)) return;
+  multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def(
-      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs, int act, bool gated)"
-      " -> Tensor?");
+      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs,"
+      " int act, bool gated) -> Tensor?");
   m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int code, Tensor(a!) to) -> ()");
   m.def("gather_rows(Tensor data, Tensor scale, Tensor? zero, int code, Tensor index, Tensor(a!) to) -> ()");
   m.def("pack_panels(Tensor data, int code, Tensor(a!) to) -> bool");

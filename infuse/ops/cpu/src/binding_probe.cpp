@@ -10,14 +10,15 @@
 namespace infuse {
 namespace {
 
-// Long enough for one sequential stream at full speed (of 256 KiB it is 7 % slower), short enough that a thread which the system
-// stops does not hold up the others.
+// Long enough for one sequential stream at full speed (of 256 KiB it is 7 % slower), short enough that a thread which
+// the system stops does not hold up the others.
 constexpr int64_t kPieceBytes = 4 << 20;
 
 // The exclusive or of the 64-bit words of x: contiguous, its bytes a multiple of 8. All of PyTorch's threads read.
 int64_t read_bytes(Tensor x) {
   const int64_t bytes = x.numel() * int64_t(x.element_size());
-  STD_TORCH_CHECK(x.is_contiguous() && bytes % 8 == 0, "read_bytes takes a contiguous tensor of a multiple of 8 bytes, not of ", bytes);
+  STD_TORCH_CHECK(x.is_contiguous() && bytes % 8 == 0,
+                  "read_bytes takes a contiguous tensor of a multiple of 8 bytes, not of ", bytes);
   const char* data = static_cast<const char*>(x.const_data_ptr());
   const auto read = kernels().read_bytes;
   const int64_t threads = torch::stable::get_num_threads();

@@ -1,4 +1,5 @@
-// The search for each group's grid as a PyTorch operator. Shapes, dtypes and layouts are checked by ops/cpu/quantize.py.
+// The search for each group's grid as a PyTorch operator. Shapes, dtypes and layouts are checked by
+// ops/cpu/quantize.py.
 #include <atomic>
 #include <optional>
 

@@ -1,6 +1,7 @@
-// Collectives of ranks on one host through memory that all have mapped, as PyTorch operators. See region.h for how ranks meet.
-// An operation returns Outcome::waiting when a slice of waiting is over: called again, it goes on where it was. So its caller can look
-// after signals, ended processes and the time. Tensors are contiguous and on the CPU: parallel/shared_memory.py sees to it.
+// Collectives of ranks on one host through memory that all have mapped, as PyTorch operators. See region.h for how
+// ranks meet. An operation returns Outcome::waiting when a slice of waiting is over: called again, it goes on where it
+// was. So its caller can look after signals, ended processes and the time. Tensors are contiguous and on the CPU:
+// parallel/shared_memory.py sees to it.
 #include <string>
 #include <vector>
 
@@ -10,7 +11,8 @@
 namespace infuse {
 namespace {
 
-// Up to here every rank adds up all elements itself, after one meeting; beyond, each adds up its share, and they meet once more.
+// Up to here every rank adds up all elements itself, after one meeting; beyond, each adds up its share, and they meet
+// once more.
 constexpr int64_t kTogetherBytes = 16 << 10;
 // What a thread copies or adds up at least.
 constexpr int64_t kGrainBytes = 64 << 10;
@@ -19,7 +21,8 @@ constexpr int64_t kShareElements = 64;
 
 Meeting meeting_of(const Tensor& region, int64_t rank, int64_t slice_us = 0) {
   char* base = static_cast<char*>(region.mutable_data_ptr());
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(base) % kLine == 0 && region.numel() >= int64_t(sizeof(Header)), "not a region");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(base) % kLine == 0 && region.numel() >= int64_t(sizeof(Header)),
+                  "not a region");
   const Header& header = *reinterpret_cast<const Header*>(base);
   STD_TORCH_CHECK(header.ranks >= 1 && header.ranks <= kMostRanks && rank >= 0 && rank < header.ranks &&
                       region.numel() >= region_bytes(header.ranks, header.buffer_bytes),
@@ -69,8 +72,10 @@ Share share_of(int64_t elements, int64_t rank, int64_t ranks) {
   return {std::min(elements, rank * each), std::min(elements, (rank + 1) * each)};
 }
 
-// One chunk of a long array, `elements` at x: each rank adds up its share of all buffers and puts the sum into its own for the others.
-Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t signature, char* x, int64_t elements, const Tensor& like) {
+// One chunk of a long array, `elements` at x: each rank adds up its share of all buffers and puts the sum into its own
+// for the others.
+Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t signature, char* x, int64_t elements,
+                  const Tensor& like) {
   const int64_t element = int64_t(like.element_size()), rank = ranks.rank();
   const Share mine = share_of(elements, rank, ranks.ranks());
   char* buffer = ranks.buffer(rank);
@@ -93,7 +98,8 @@ Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t sig
   if (outcome != Outcome::done) return outcome;
   for (int64_t r = 0; r < ranks.ranks(); ++r) {
     const Share share = share_of(elements, r, ranks.ranks());
-    if (r != rank) copy(x + share.begin * element, ranks.buffer(r) + share.begin * element, (share.end - share.begin) * element);
+    const int64_t begin = share.begin * element, bytes = (share.end - share.begin) * element;
+    if (r != rank) copy(x + begin, ranks.buffer(r) + begin, bytes);
   }
   ranks.next_turn();
   return Outcome::done;
@@ -145,10 +151,11 @@ void place_piece(char* whole, const Columns& columns, const char* from, int64_t 
 }
 
 // whole [rows, sum of columns] of bytes from each rank's x [rows, columns[rank]].
-int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vector<int64_t> columns, int64_t rows, int64_t tag,
-                   int64_t slice_us) {
+int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vector<int64_t> columns, int64_t rows,
+                   int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
-  STD_TORCH_CHECK(int64_t(columns.size()) == ranks.ranks() && bytes_of(x) == rows * columns[size_t(rank)], "columns do not fit");
+  STD_TORCH_CHECK(int64_t(columns.size()) == ranks.ranks() && bytes_of(x) == rows * columns[size_t(rank)],
+                  "columns do not fit");
   Operation operation = operation_of(Kind::gather, whole, tag);
   std::vector<Columns> places;
   int64_t whole_bytes = 0, most = 0;
@@ -228,7 +235,10 @@ std::vector<int64_t> states(Tensor region, int64_t rank) {
   const Meeting ranks = meeting_of(region, rank);
   const uint64_t mine = ranks.operation(rank).signature();
   std::vector<int64_t> found;
-  for (int64_t r = 0; r < ranks.ranks(); ++r) found.push_back(ranks.absent(r) ? 1 : ranks.operation(r).signature() != mine ? 2 : 0);
+  for (int64_t r = 0; r < ranks.ranks(); ++r) {
+    const bool absent = ranks.absent(r);
+    found.push_back(absent ? 1 : ranks.operation(r).signature() != mine ? 2 : 0);
+  }
   return found;
 }
 
@@ -271,7 +281,9 @@ std::string last_words(Tensor region, int64_t rank) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
   m.def("shared_all_reduce(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int");
-  m.def("shared_all_gather(Tensor region, int rank, Tensor x, Tensor(a!) whole, int[] columns, int rows, int tag, int slice_us) -> int");
+  m.def(
+      "shared_all_gather(Tensor region, int rank, Tensor x, Tensor(a!) whole, int[] columns, int rows, int tag,"
+      " int slice_us) -> int");
   m.def("shared_broadcast(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int");
   m.def("shared_bytes(int ranks, int buffer_bytes) -> int");
   m.def("shared_begin(Tensor(a!) region, int ranks, int buffer_bytes, int spin_us) -> ()");

@@ -1,6 +1,7 @@
 // Which instruction set runs. Compiled without instruction set flags, since it must run everywhere.
-// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx forces a lower one than the machine has. With an exclamation mark behind it
-// (avx512_amx!) it runs whether it was found or not: for emulators of instructions that the machine lacks.
+// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx forces a lower one than the machine has. With an
+// exclamation mark behind it (avx512_amx!) it runs whether it was found or not: for emulators of instructions that the
+// machine lacks.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -46,8 +47,8 @@ bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 [[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
 
-// The processor has AMX for bf16, the system saves its registers when it switches threads, and lends them to this process: Linux lends
-// them to those that ask, once for each process.
+// The processor has AMX for bf16, the system saves its registers when it switches threads, and lends them to this
+// process: Linux lends them to those that ask, once for each process.
 Found amx() {
   constexpr int kConfiguration = 17, kData = 18;  // which of the states of XSAVE, in XCR0 and for arch_prctl
   constexpr long kAskPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
@@ -91,7 +92,8 @@ const Kernels& chosen() {
   for (const Level& level : kLevels) {
     const bool anyhow = forced == std::string(level.name) + "!";
     allowed = allowed || anyhow || forced == level.name;
-    if (allowed && (level.found() == Found::yes || (anyhow && level.table))) return level.table();  // found() is asked anyhow: it asks for permission
+    // found() is asked anyhow: it asks for permission
+    if (allowed && (level.found() == Found::yes || (anyhow && level.table))) return level.table();
   }
   return kernels_generic();
 }

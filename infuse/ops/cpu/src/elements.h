@@ -1,4 +1,5 @@
-// How blocks of weights and of x are loaded and multiplied, and how rows of x are taken in blocks: shared by all products.
+// How blocks of weights and of x are loaded and multiplied, and how rows of x are taken in blocks: shared by all
+// products.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,8 @@ namespace INFUSE_ISA {
 
 constexpr int kMostRows = 8;    // rows of x in registers at once
 constexpr int kPanel = 12;      // weight rows that are used for all rows of x before the next ones
-// Bytes: how far ahead of the use weights are asked for. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, 8192 up to 8 % more or 2 % less.
+// Bytes: how far ahead of the use weights are asked for. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, 8192 up to
+// 8 % more or 2 % less.
 constexpr int kAhead = 4096;
 
 // Inlined by force: g++ takes a function that only prefetches for one without effect, and drops the call.
@@ -81,7 +83,8 @@ struct Elements<bf16> {
 
 #elif defined(__AVX2__)
 
-// bf16 without bf16 instructions: a 32-bit lane holds two neighbours; shifted up it is the even one, masked the odd one.
+// bf16 without bf16 instructions: a 32-bit lane holds two neighbours; shifted up it is the even one, masked the odd
+// one.
 template <>
 struct Elements<bf16> {
   using X = float;

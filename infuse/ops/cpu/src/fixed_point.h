@@ -1,5 +1,5 @@
-// x as integers times a scale, for products with integer codes (panels.h): how it is rounded, and the order in which four of its
-// bytes meet the four codes of a word.
+// x as integers times a scale, for products with integer codes (panels.h): how it is rounded, and the order in which
+// four of its bytes meet the four codes of a word.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,8 @@ struct FixedPoint {
 
   template <class T>
   static FixedPoint of(const T* x, int64_t count, float most) {
-    __m512i largest = _mm512_setzero_si512();  // of the magnitudes' bits, in whose order what is not finite is larger than all numbers
+    // of the magnitudes' bits, in whose order what is not finite is larger than all numbers
+    __m512i largest = _mm512_setzero_si512();
     by_sixteen(count, [&](int64_t i, int n) {
       const __m512i bits = _mm512_castps_si512(load(x + i, n).v);
       largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));

@@ -1,7 +1,8 @@
-// Products of many rows of x with tiles of integer codes, x rounded to 8 bits: where the format of the weight allows it. Twice the
-// operations of bf16 in an instruction, and on processors without instructions for bf16 more than that.
+// Products of many rows of x with tiles of integer codes, x rounded to 8 bits: where the format of the weight allows
+// it. Twice the operations of bf16 in an instruction, and on processors without instructions for bf16 more than that.
 //
-//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows], then [group's inputs / 4][rows] of four bytes
+//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows], then [group's inputs / 4][rows] of
+//   four bytes
 //   tile → [inputs / 4][2 halves][16 outputs] of four codes, without sign
 //
 // A group's sums are exact, and scaled by the weight's scale and x's. Halves as tile.h has them.

@@ -1,4 +1,5 @@
-// All kernels of one instruction set. Compiled once for each: INFUSE_ISA names the namespace, the compiler's flags the set.
+// All kernels of one instruction set. Compiled once for each: INFUSE_ISA names the namespace, the compiler's flags the
+// set.
 #include "kernels.h"
 
 #include "attention_tiles.h"

@@ -1,4 +1,5 @@
-// The kernels as a table of function pointers, one table for each instruction set. Plain pointers and sizes: no PyTorch here.
+// The kernels as a table of function pointers, one table for each instruction set. Plain pointers and sizes: no PyTorch
+// here.
 //
 // Suffixes: R rows, C columns (the last axis), row strides in elements. bf16 and fp16 travel as uint16_t.
 #pragma once
@@ -10,7 +11,8 @@
 
 namespace infuse {
 
-// y = norm(x [+ residual]) over the last axis; where `residual` is given, `sum` receives x + residual rounded to the type.
+// y = norm(x [+ residual]) over the last axis; where `residual` is given, `sum` receives x + residual rounded to the
+// type.
 struct NormArgs {
   const void* x;
   const void* residual;  // or null
@@ -56,8 +58,8 @@ const Kernels& kernels();
 bool left_to_pytorch();
 // Whether AMX multiplies bf16 here, in our products of many rows or in PyTorch's.
 bool amx_multiplies();
-// Every level from the highest, one a line, with " missing" behind those that this machine lacks, " refused" behind those that the system
-// does not let this process use and " unbuilt" behind those that this binary lacks.
+// Every level from the highest, one a line, with " missing" behind those that this machine lacks, " refused" behind
+// those that the system does not let this process use and " unbuilt" behind those that this binary lacks.
 const char* level_names();
 
 }  // namespace infuse

@@ -11,8 +11,8 @@ namespace infuse {
 
 constexpr int64_t kMostIntegerInputs = 1 << 16;  // of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31
 
-// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h) and has
-// w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
+// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h)
+// and has w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
@@ -37,8 +37,8 @@ struct LinearArgs {
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
 
-// Products with more rows than the others are good at, bf16 and an even number of inputs: weights are brought tile by tile into a core's
-// cache, for all rows of x (tile.h). All null where there are no bf16 instructions.
+// Products with more rows than the others are good at, bf16 and an even number of inputs: weights are brought tile by
+// tile into a core's cache, for all rows of x (tile.h). All null where there are no bf16 instructions.
 struct TileKernels {
   int block_rows;  // of x, the blocks that `arrange` counts
   size_t (*x_bytes)(const LinearArgs&);
@@ -64,7 +64,8 @@ struct PanelKernels {
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
   TileKernels tiles;
-  TileKernels integer_tiles;  // of integer codes, x in 8 bits and of any type; all null where there are no such instructions
+  // of integer codes, x in 8 bits and of any type; all null where there are no such instructions
+  TileKernels integer_tiles;
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`
   void (*gather)(const LinearArgs&, int64_t begin, int64_t end);      // w[index], into y
 };

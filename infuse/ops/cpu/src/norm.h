@@ -7,7 +7,8 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-// run(c, n, chain) for columns c of a row, n at a time: as many chains of sums as keep additions from waiting for each other.
+// run(c, n, chain) for columns c of a row, n at a time: as many chains of sums as keep additions from waiting for each
+// other.
 constexpr int kChains = 4;
 template <class F>
 [[gnu::always_inline]] inline void over_columns(int64_t columns, const F& run) {

@@ -94,8 +94,8 @@ void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// Exactly as the reference, weight by weight: taken where a result is not finite, since a scale or an x that is not finite
-// gives another value after the sum of a group than before it.
+// Exactly as the reference, weight by weight: taken where a result is not finite, since a scale or an x that is not
+// finite gives another value after the sum of a group than before it.
 template <class T, Code C>
 float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
   const PanelRow row = PanelRow::of<C>(a, o);

@@ -1,11 +1,12 @@
 // Quantized weights in panels: 16 rows of a weight lie interleaved, so that a register holds one place of all of them.
 //
-//   panel of 16 rows → [inputs / unit][words][16 rows] words of 32 bits; a unit is one word of 4 codes of 8 bits or of 8 codes of
-//                      4 bits, or three words of 16 codes of 6 bits
+//   panel of 16 rows → [inputs / unit][words][16 rows] words of 32 bits; a unit is one word of 4 codes of 8 bits or of
+//                      8 codes of 4 bits, or three words of 16 codes of 6 bits
 //   codes of a unit  → neighbours j, j + 1 lie alike in the two halves of a word:
 //                      8 and 4 bits   code j at bit  bits * (j / 2) + 16 * (j % 2)
-//                      6 bits         pairs 0 and 1, 2 and 3, 4 and 5 at bits 0 and 6 of the halves of words 0, 1, 2; the four upper
-//                                     bits of words 0 and 1 are the lower bits of pairs 6 and 7, whose upper two are at 12 and 14 of word 2
+//                      6 bits         pairs 0 and 1, 2 and 3, 4 and 5 at bits 0 and 6 of the halves of words 0, 1, 2;
+//                                     the four upper bits of words 0 and 1 are the lower bits of pairs 6 and 7, whose
+//                                     upper two are at 12 and 14 of word 2
 //   scale, zero      → [panel][group][16 rows]
 //
 // Rows beyond the last one have scale 0. Nothing is added across a register's lanes, and a thread reads one stream.
@@ -93,7 +94,8 @@ template <Code C>
 // Pair `pair` of each row as bf16, exact; not of int8.
 template <Code C>
 [[gnu::always_inline]] inline __m512i float_pair(const Unit<C>& d, int pair) {
-  if constexpr (C == Code::int4) {  // -8 ... 7, twice: a look-up reads five bits of its index, of which the highest is the next code's
+  // -8 ... 7, twice: a look-up reads five bits of its index, of which the highest is the next code's
+  if constexpr (C == Code::int4) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000), short(0xbf80),
         0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));

@@ -28,7 +28,8 @@ void arrange_plain(const LinearArgs& a) {
   }
 }
 
-// sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions overlap.
+// sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions
+// overlap.
 template <class T, int N, int R>
 void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, float (&sums)[N][R]) {
   using P = Elements<T>;
@@ -39,7 +40,8 @@ void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, floa
   const auto step = [&](int64_t i, int count, int chain) __attribute__((always_inline)) {
     typename P::Weights weights[N];
     for (int n = 0; n < N; ++n) {
-      if (chain * P::block * sizeof(T) % 64 == 0) prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)));  // each line once
+      // each line once
+      if (chain * P::block * sizeof(T) % 64 == 0) prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)));
       if constexpr (N > 1) __builtin_prefetch(w + n * inputs + i + 8 * P::block, 0, 3);  // from the L2 cache, see above
       weights[n] = P::weights(w + n * inputs + i, count);
     }

@@ -1,7 +1,9 @@
-// The search for each group's grid: infuse/quant/integer.py operation by operation, so that scales, zeros and codes are the same.
+// The search for each group's grid: infuse/quant/integer.py operation by operation, so that scales, zeros and codes are
+// the same.
 //
-// A lane is a group: the values of `width` groups are transposed, and what is one number for each group there is a Vec here.
-// Only the sums of squared errors are added up in another order. Candidates that cannot win are left out (`hopeless`).
+// A lane is a group: the values of `width` groups are transposed, and what is one number for each group there is a Vec
+// here. Only the sums of squared errors are added up in another order. Candidates that cannot win are left out
+// (`hopeless`).
 #pragma once
 
 #include <cstdlib>
@@ -52,7 +54,8 @@ struct Search {
         Vec steps = apart(w * inverse[k]);
         if constexpr (ZERO) steps = steps + waiting[k].zero;
         Vec code = nearest(steps);
-        if constexpr (BITS == 4 || ZERO) code = smaller(high, larger(low, code));  // symmetric int8 stays within 127.5 steps
+        // symmetric int8 stays within 127.5 steps
+        if constexpr (BITS == 4 || ZERO) code = smaller(high, larger(low, code));
         const Vec off = steps - code;
         squares[k] = fma(off, off, squares[k]);
       }

@@ -1,4 +1,5 @@
-// The search for each group's scale of fp8 and fp6, and their codes: infuse/quant/floating.py operation by operation, as quantize.h.
+// The search for each group's scale of fp8 and fp6, and their codes: infuse/quant/floating.py operation by operation,
+// as quantize.h.
 #pragma once
 
 #include "kernels.h"
@@ -26,11 +27,13 @@ inline Vec power_below(Vec x) {
 #endif
 }
 
-// A grid of `exponent` and `mantissa` bits with smallest normal value 2^lowest and largest value `most`: GRIDS of floating.py.
+// A grid of `exponent` and `mantissa` bits with smallest normal value 2^lowest and largest value `most`: GRIDS of
+// floating.py.
 template <int exponent, int mantissa, int lowest, int most>
 struct FloatGrid {
   static constexpr float smallest_normal = 1.0f / (1 << -lowest);
-  static constexpr float rounds = 1.5f * (1 << (23 - mantissa));  // times a binade: beside it float32 has the grid's spacing
+  // times a binade: beside it float32 has the grid's spacing
+  static constexpr float rounds = 1.5f * (1 << (23 - mantissa));
 
   // The nearest value of the grid to x >= 0, of two equally near ones that with the even code.
   static Vec rounded(Vec x) {
@@ -45,7 +48,8 @@ struct FloatGrid {
     for (int64_t i = 0; i < length; i += Vec::width) {
       const int n = int(length - i < Vec::width ? length - i : Vec::width);
       const Vec steps = load(w + i, n) / Vec(scale), magnitude = rounded(absolute(steps));
-      // The exponent and the mantissa of float32 are the code's, less an offset; subnormals go there through the smallest normal value.
+      // The exponent and the mantissa of float32 are the code's, less an offset; subnormals go there through the
+      // smallest normal value.
       const Vec moved = where_less(magnitude, normal, magnitude + normal, magnitude);
       const Vec sign = where_less(steps, none, where_less(none, magnitude, negative, none), none);  // never -0
       float values[Vec::width], added[Vec::width];

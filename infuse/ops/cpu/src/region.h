@@ -1,11 +1,13 @@
-// A region of memory that the ranks of one host have mapped, and how they meet in it. No PyTorch and no arithmetic here.
+// A region of memory that the ranks of one host have mapped, and how they meet in it. No PyTorch and no arithmetic
+// here.
 //
 //   Header | Post of rank 0, 1, ... | Place of rank 0, 1, ... | two buffers of rank 0, two of rank 1, ...
 //
-// An operation is one or more turns: a rank fills its buffer, posts a sequence number, waits until all have posted it, and reads the
-// others' buffers. Turns take the two buffers in turn. So no second meeting is needed before a buffer is filled again: whoever is in
-// turn t + 2 has seen all ranks post in turn t + 1, which each does after it has read what it wanted of turn t. For the same reason
-// nobody is more than one number ahead of anyone: what is posted with a number may stand in one of two places, too.
+// An operation is one or more turns: a rank fills its buffer, posts a sequence number, waits until all have posted it,
+// and reads the others' buffers. Turns take the two buffers in turn. So no second meeting is needed before a buffer is
+// filled again: whoever is in turn t + 2 has seen all ranks post in turn t + 1, which each does after it has read what
+// it wanted of turn t. For the same reason nobody is more than one number ahead of anyone: what is posted with a number
+// may stand in one of two places, too.
 #pragma once
 
 #include <sched.h>
@@ -54,7 +56,8 @@ struct alignas(kLine) Post {
   char words[kWords];  // why it takes part no more
 };
 
-// How far a rank is within an operation. Its own: it stands here because an operation returns when a slice of waiting is over.
+// How far a rank is within an operation. Its own: it stands here because an operation returns when a slice of waiting
+// is over.
 struct alignas(kLine) Place {
   uint64_t sequence, turn;
   int64_t chunk, stage;
@@ -74,7 +77,8 @@ inline void relax() {
 #endif
 }
 
-// One wait. It looks often, then seldom: the others are microseconds away in a decode step, and seconds while a rank reads a prompt.
+// One wait. It looks often, then seldom: the others are microseconds away in a decode step, and seconds while a rank
+// reads a prompt.
 class Patience {
  public:
   Patience(int64_t spin_us, int64_t slice_us) : spin_us_(spin_us), slice_us_(slice_us) {}

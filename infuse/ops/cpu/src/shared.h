@@ -18,7 +18,8 @@ void sum_arrays_of(const SumArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// In float32 and in the order of `from`, rounded once: whoever adds the same arrays gets the same bits. `to` may be one of them.
+// In float32 and in the order of `from`, rounded once: whoever adds the same arrays gets the same bits. `to` may be one
+// of them.
 inline void sum_arrays(const SumArgs& a, int64_t begin, int64_t end) {
   if (a.type == Type::f32) {
     sum_arrays_of<float>(a, begin, end);

@@ -1,10 +1,11 @@
-// Matrix products with many rows of x: a tile of 32 outputs is brought into a core's cache, as pairs of bf16 in the order in which
-// they are multiplied, and all rows of x go over it. Only where there are bf16 instructions; the products
-// are in tile_products.h.
+// Matrix products with many rows of x: a tile of 32 outputs is brought into a core's cache, as pairs of bf16 in the
+// order in which they are multiplied, and all rows of x go over it. Only where there are bf16 instructions; the
+// products are in tile_products.h.
 //
 //   tile → [inputs / 2][2 halves][16 outputs] pairs of neighbouring inputs
 //
-// A half holds 16 neighbouring outputs; of a gated product the first half holds gates and the second the outputs that they gate.
+// A half holds 16 neighbouring outputs; of a gated product the first half holds gates and the second the outputs that
+// they gate.
 #pragma once
 
 #include "panel_linear.h"

@@ -1,4 +1,5 @@
-// What products by tiles have in common: how many outputs a tile holds, how its weights are asked for ahead, and how its sums are written.
+// What products by tiles have in common: how many outputs a tile holds, how its weights are asked for ahead, and how
+// its sums are written.
 #pragma once
 
 #include "activation.h"
@@ -34,7 +35,8 @@ inline void store_both(bf16* to, Vec low, Vec high, int left) {
 }
 #endif
 
-// Rows of sums of one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as there are gates.
+// Rows of sums of one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as
+// there are gates.
 template <class T, class Activate>
 void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row, const Activate& act) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;

@@ -50,15 +50,16 @@ void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t
   write_sums<bf16>(a, rows[0], R, o, first_row);
 }
 
-// How many rows of x, with a tile of weights, stay in a core's cache of 1 MiB; of fewer rows filling the tiles would take too long.
+// How many rows of x, with a tile of weights, stay in a core's cache of 1 MiB; of fewer rows filling the tiles would
+// take too long.
 inline int64_t chunk_rows(const LinearArgs& a) {
   constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
   const int64_t rows = kChunkBytes / (2 * a.inputs);
   return rows < kLeastRows ? kLeastRows : rows;
 }
 
-// Outputs [begin, end), or gates, tile by tile: fill(o, tile) brings the weights of those from o on. Meanwhile the weights of the next
-// tile are asked for.
+// Outputs [begin, end), or gates, tile by tile: fill(o, tile) brings the weights of those from o on. Meanwhile the
+// weights of the next tile are asked for.
 template <class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile, const Fill& fill) {
   const int64_t blocks = row_blocks(a.rows, kTileRows), columns = a.gated ? a.outputs / 2 : a.outputs;

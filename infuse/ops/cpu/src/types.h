@@ -1,4 +1,5 @@
-// The element types, the codes of quantized weights and the activations that kernels know. bf16 and fp16 travel as uint16_t.
+// The element types, the codes of quantized weights and the activations that kernels know. bf16 and fp16 travel as
+// uint16_t.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,9 @@
-// How units of codes (panels.h) are multiplied with few rows of x, which are arranged before in the order in which they are read.
+// How units of codes (panels.h) are multiplied with few rows of x, which are arranged before in the order in which they
+// are read.
 //
-// UnitDot<T, C>::Sums<R> holds the sums of R rows of x over a chunk of a group: begun at a place in the arranged x, added to unit by unit,
-// and told as numbers that the group's scale is still to be multiplied with. `X` is what x is arranged as, `words` of them for a row.
+// UnitDot<T, C>::Sums<R> holds the sums of R rows of x over a chunk of a group: begun at a place in the arranged x,
+// added to unit by unit, and told as numbers that the group's scale is still to be multiplied with. `X` is what x is
+// arranged as, `words` of them for a row.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +25,8 @@ void over_chunks(const LinearArgs& a, const F& run) {
   }
 }
 
-// How many sums of each row run beside each other, so that no product waits for the one before it: 8 to 16 in all, as registers allow.
+// How many sums of each row run beside each other, so that no product waits for the one before it: 8 to 16 in all, as
+// registers allow.
 constexpr int sum_chains(int R) {
 #if defined(__AVX512F__)
   return R <= 4 ? 4 : 2;
@@ -103,11 +106,12 @@ struct UnitDot<bf16, C> {
 
 #if defined(__AVX512VNNI__)
 
-// Integer codes and 16 bits: x as integers of 16 bits times a scale for each chunk, in steps of 1/32639 of its largest, which costs a
-// hundredth of what rounding the chunk's weights to 8 bits does. Each integer is two digits, 256 * high + low; four codes of a row are
-// multiplied with four digits and added in one instruction, exactly.
+// Integer codes and 16 bits: x as integers of 16 bits times a scale for each chunk, in steps of 1/32639 of its largest,
+// which costs a hundredth of what rounding the chunk's weights to 8 bits does. Each integer is two digits, 256 * high +
+// low; four codes of a row are multiplied with four digits and added in one instruction, exactly.
 //
-//   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low digits}
+//   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low
+//   digits}
 template <class T, Code C>
 struct IntegerDot {
   using X = uint32_t;
@@ -123,7 +127,8 @@ struct IntegerDot {
     const T* x = static_cast<const T*>(a.x) + row * a.inputs;
     over_chunks<C>(a, [&](int64_t first_unit, int64_t units) {
       const T* from = x + first_unit * kUnit<C>;
-      const FixedPoint fixed = FixedPoint::of(from, units * kUnit<C>, kMost);  // a sum that is not finite is made again, exactly
+      // a sum that is not finite is made again, exactly
+      const FixedPoint fixed = FixedPoint::of(from, units * kUnit<C>, kMost);
       X* header = to + 2 * r;
       X* quad = to + 2 * R + 2 * quads * r;
       __m512i sum = _mm512_setzero_si512();

@@ -1,5 +1,5 @@
-// Over Vec: comparisons, roundings, a transposition; exp, tanh and erf to 1-2 units in the last place of float32, with NaN,
-// infinities and overflow as in PyTorch.
+// Over Vec: comparisons, roundings, a transposition; exp, tanh and erf to 1-2 units in the last place of float32, with
+// NaN, infinities and overflow as in PyTorch.
 #pragma once
 
 #include <utility>
@@ -10,8 +10,9 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 // smaller(limit, x) and larger(limit, x) return x where x is NaN: the second operand decides, as in x86's min and max.
-// nearest(x): the nearest integer, of two the even one; |x| < 2^22. apart(x): x, not to be merged into an fma with what follows.
-// swap_blocks<S>(a, b): where bit S of a lane's number is set, a takes lane - S of b; where it is not, b takes lane + S of a.
+// nearest(x): the nearest integer, of two the even one; |x| < 2^22. apart(x): x, not to be merged into an fma with what
+// follows. swap_blocks<S>(a, b): where bit S of a lane's number is set, a takes lane - S of b; where it is not, b takes
+// lane + S of a.
 #if defined(__AVX512F__)
 
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
@@ -179,7 +180,8 @@ inline void swap_blocks(Vec& a, Vec& b) {
 
 #endif
 
-// A square of Vec::width rows and lanes; blocks of 2S x 2S swap their off-diagonal halves, S from half the width down to 1.
+// A square of Vec::width rows and lanes; blocks of 2S x 2S swap their off-diagonal halves, S from half the width down
+// to 1.
 template <int S = Vec::width / 2>
 inline void transpose(Vec* rows) {
   for (int r = 0; r < Vec::width; ++r) {
@@ -245,8 +247,9 @@ inline Vec erf(Vec x) {
   return with_sign_of(where_less(Vec(0.927734375f), t, far, near), x);
 }
 
-// x Phi(x) = max(x, 0) - |x| Phi(-|x|), where log2 Phi(-t) is a polynomial, the minimax fit up to 13.7, off by 4.1e-5; beyond, the result
-// rounds to max(x, 0). Within 0.52 units in the last place of bf16, and so for x < -5, where 1 + erf has lost its digits.
+// x Phi(x) = max(x, 0) - |x| Phi(-|x|), where log2 Phi(-t) is a polynomial, the minimax fit up to 13.7, off by 4.1e-5;
+// beyond, the result rounds to max(x, 0). Within 0.52 units in the last place of bf16, and so for x < -5, where 1 + erf
+// has lost its digits.
 inline Vec gelu_for_bf16(Vec x) {
   const Vec t = smaller(Vec(13.7f), absolute(x));
   Vec p = fma(Vec(-1.714145492e-9f), t, Vec(1.284115996e-7f));
