@@ -8,8 +8,10 @@ written over, is wrong tokens here as it would be on a GPU.
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -476,6 +478,21 @@ def test_two_engines_and_copies() -> None:
     first.destroy()
     same("llama", third, **padded())
     same("gpt2", second, **padded("gpt2"))
+
+
+def test_buckets_are_freed_at_once() -> None:
+    """Not when Python's garbage collector comes by: a call that found no memory needs theirs."""
+    engine, backend = graphed(made("llama"))
+    same("llama", engine, **padded())
+    kept = [weakref.ref(bucket) for bucket in engine.module._infuse.buckets.idle]
+    assert kept and backend.captures
+    gc.collect()
+    gc.disable()
+    try:
+        engine.module._infuse.buckets.clear()
+        assert all(bucket() is None for bucket in kept)
+    finally:
+        gc.enable()
 
 
 def test_watched_models_run_without() -> None:

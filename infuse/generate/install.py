@@ -61,9 +61,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What is to be graphs of `backend`: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the
-    module's forward.
-    """
+    """What `backend` captures: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
 
     backend: Backend
     steps: bool
@@ -80,10 +78,10 @@ def install(
     graphs: GraphUse | None = None,
     group: Group = LOCAL,
 ) -> list[RemovableHandle]:
-    """Put generate, cap, device care, graphs and, where ranks share it, agreement on `module`. Returns the hooks'
-    handles.
+    """Install generate, cap, device moves, graphs and, with several ranks, the check of their inputs. Returns the handles
+    of the hooks.
 
-    `caches`: its layers take our cache. The collectives of `group` can be captured where there are to be graphs.
+    `caches`: the layers take our cache. With `graphs`, the collectives of `group` can be captured.
     """
     buckets = None
     if graphs is not None:
@@ -170,15 +168,13 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_replay(module: nn.Module) -> bool:
-    """Whether decode steps may be replays: not of what torch.compile compiles, which makes graphs of its own, nor where
-    hooks are to see each forward.
-    """
+    """Whether decode steps may be replayed: not if torch.compile makes graphs of its own, nor if hooks see each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return not compiled and not _is_watched(module) and names_ours(module)
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether someone's hooks are to see each forward: a graph would run without them."""
+    """Whether the module has hooks of others, which a replay would skip."""
     ours = (_bring, _refuse_too_long, check_before_forward)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
     return bool(before or module._forward_hooks)

@@ -30,12 +30,9 @@ class Bucket:
     ):
         self.cache = KVCache(capacity_tokens, limit_tokens)
         self.limit_tokens = limit_tokens
-        self.graphs = GraphRunner(
-            self._step, backend, state=lambda: (weights and weights(), self._addresses), warn=warn
-        )
+        self._step = _Step(self.cache, weights)
+        self.graphs = GraphRunner(self._step, backend, state=self._step.state, warn=warn)
         self._asked_tokens = capacity_tokens
-        self._forward: Callable[..., Any] | None = None
-        self._addresses: tuple[int, ...] = ()  # of the cache's storages when it was last bound
         self._zero_from = -1  # from this token on the storages are known to hold zeros
 
     @property
@@ -65,10 +62,11 @@ class Bucket:
         """
         storages = self.cache.storages()
         addresses = tuple(storage.data_ptr() for storage in storages)
-        if tokens != self._zero_from or addresses != self._addresses:
+        if tokens != self._zero_from or addresses != self._step.addresses:
             for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
                 storage[:, :, tokens:] = 0
-        self._addresses, self._zero_from = addresses, tokens + 1  # the step writes one token, by a graph or without
+        self._step.addresses = addresses
+        self._zero_from = tokens + 1  # the step writes one token, by a graph or without
 
     def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any]) -> Any:
         """What `forward` returns for one step after `tokens`, by a graph; None where there is none, or not yet.
@@ -76,7 +74,7 @@ class Bucket:
         A mask in `inputs` covers the whole capacity. After a replay the cache has counted the step's token.
         """
         self.bind(tokens)
-        self._forward = forward
+        self._step.forward = forward
         places = torch.arange(tokens, tokens + 2, device=self.cache.storages()[0].device)
         output = self.graphs.replay((places,), inputs)
         if output is not None:
@@ -84,16 +82,35 @@ class Bucket:
                 slot.length = tokens + 1
         return output
 
-    def _step(self, places: Tensor, **inputs: Any) -> Any:
-        """What is captured: nothing here may depend on a number of the host that changes from step to step.
+    def _storage(self) -> Tensor | None:
+        return self.cache.layers[0].key_storage if self.cache.layers else None
+
+
+class _Step:
+    """The decode step that is captured: a model's forward over one cache. It does not know its bucket, whose memory
+    would otherwise wait for Python's garbage collector.
+    """
+
+    def __init__(self, cache: KVCache, weights: Callable[[], Hashable] | None):
+        self.cache = cache
+        self.forward: Callable[..., Any] | None = None
+        self.addresses: tuple[int, ...] = ()  # of the cache's storages
+        self._weights = weights
+
+    def state(self) -> Hashable:
+        """What graphs depend on beside their arguments."""
+        return None if self._weights is None else self._weights(), self.addresses
+
+    def __call__(self, places: Tensor, **inputs: Any) -> Any:
+        """The model's output without the cache. No number of the host that changes from step to step may be used here.
 
         `places` are where the token goes, and how many there are with it. Raises Unsupported where the model returns more
         than logits: hidden states, attention over empty room.
         """
-        assert self._forward is not None
+        assert self.forward is not None
         self.cache.hold_place(places[0], places[1])
         try:
-            output: Any = self._forward(past_key_values=self.cache, **inputs)
+            output: Any = self.forward(past_key_values=self.cache, **inputs)
         finally:
             self.cache.hold_place(None)
         names = {"logits", "past_key_values"}
@@ -101,6 +118,3 @@ class Bucket:
             raise Unsupported(f"a step that returns {type(output).__name__}")
         kind: Any = type(output)
         return kind(logits=output["logits"])
-
-    def _storage(self) -> Tensor | None:
-        return self.cache.layers[0].key_storage if self.cache.layers else None

@@ -1,6 +1,4 @@
-"""What captures and replays: CUDA graphs behind a small protocol, so that the logic around them runs without a GPU,
-too.
-"""
+"""Backend: capture and replay of CUDA graphs behind a small protocol, so that the logic around them runs without a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Backend(Protocol):
         """Whether a capture is going on in this thread."""
 
     def turn(self) -> Any:
-        """A context around inputs, replay and results: turns of different threads and streams come one after the other."""
+        """A context around inputs, replay and results that serializes threads and streams."""
 
 
 @dataclass
@@ -52,9 +50,7 @@ class _CudaCaptured:
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Around a capture: autocast's copies of weights are freed when its block ends, and a graph would go on reading
-    them.
-    """
+    """Around a capture: autocast frees its copies of weights when its block ends, and a graph would go on reading them."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,6 +1,4 @@
-"""What stands for a module's `forward` on devices with graphs: the same forward, as graphs where asked for, with clear
-errors.
-"""
+"""Forward: stands in for a module's `forward` on devices with graphs. Replays graphs, and explains out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -83,8 +81,7 @@ class Forward:
 
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
-    """The error to raise instead, once what can be freed is freed: `clear` is called, and frames that hold tensors let
-    go of them.
+    """The error to raise instead, after freeing what can be freed: `clear` is called, and frames drop their tensors.
 
     Ranks that share the module and have memory left are told.
     """

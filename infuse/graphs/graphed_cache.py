@@ -89,9 +89,9 @@ class GraphedCache(KVCache):
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """The arguments of a step but the cache, the mask padded to the capacity: all steps have the same shapes."""
-        inputs = {name: value for name, value in kwargs.items() if name != "past_key_values"}
-        mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+        """The arguments of a step but the cache, the mask padded to the capacity, in one order: all steps are alike."""
+        inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
+        mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
         if mask is None and self._model_takes_mask(forward):  # without a mask some models make one on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:

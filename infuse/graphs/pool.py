@@ -76,7 +76,8 @@ class BucketPool:
     def standing(self) -> list[tuple]:
         """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
         with self._lock:
-            return [(bucket.batch, bucket.capacity_tokens, bucket.graphs.standing()) for bucket in self.idle]
+            idle = list(self.idle)
+        return [(bucket.batch, bucket.capacity_tokens, bucket.graphs.standing()) for bucket in idle]
 
     def fitting(self) -> int:
         """How many of the latest buckets there is room for."""

@@ -3,8 +3,8 @@
 Storage is [B, K, S, D] for each layer; `keys` and `values` are views of the first `length` of S. All tokens are kept:
 sliding windows are in the model's mask, so that cropping back is always possible.
 
-Inside a graph no number of the host may change from step to step. There `hold_place` gives the slots one tensor that
-says where the next token goes; attention then sees all S keys, and a mask hides those from that place on.
+A CUDA graph must not depend on a number of the host that changes from step to step. For a capture, `hold_place` gives
+the slots one tensor that says where the next token goes; attention then sees all S keys, and a mask hides those beyond.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVSlot(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """What makes models pass a mask over all of the storage."""
+        """True makes models pass a mask over all of the storage."""
         return self.place is not None
 
     @property
@@ -125,9 +125,7 @@ class KVSlot(CacheLayerMixin):
         self.length = int(lengths.max())
 
     def seen(self, tokens: int) -> Tensor | None:
-        """After an update by `tokens` of rows of different lengths: which keys each may look at, bool [B, 1, T,
-        length].
-        """
+        """Which keys each of the last `tokens` may attend to, bool [B, 1, T, length]; None unless row lengths differ."""
         if self.row_lengths is None:
             return None
         device = self.row_lengths.device
@@ -151,9 +149,7 @@ class KVSlot(CacheLayerMixin):
     # -- inside a graph
 
     def allowed(self, window: int) -> Tensor:
-        """While the place is held: which keys the token there may look at, bool [1, 1, 1, S]; `window` as in
-        ops.attention.
-        """
+        """Which keys the token at `place` may attend to, bool [1, 1, 1, S]; `window` as in ops.attention."""
         assert self.place is not None and self.key_storage is not None
         keys = torch.arange(self.key_storage.shape[2], device=self.place.device)
         seen = keys <= self.place
@@ -199,7 +195,7 @@ class KVSlot(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens held; while the place is held that tensor, as transformers' own static cache has it."""
+        """Tokens held: a number, or `place` while it is held, as transformers' static cache returns a tensor."""
         return self.length if self.place is None else self.place  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
@@ -233,7 +229,7 @@ class KVSlot(CacheLayerMixin):
         self._select(beam_idx)
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
-        """The same without a new storage where the rows are as many, in two passes over the tokens."""
+        """Reorder without a new storage if the number of rows stays, in two passes over the tokens."""
         if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
             return self._select(beam_idx)
         rows = beam_idx.to(self.key_storage.device)
@@ -288,8 +284,8 @@ class KVCache(Cache):
             slot.crop_rows(lengths)
 
     def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
-        """From now on the next token goes to `place`, and there are `count` = place + 1 tokens with it: integers on the
-        device, which the caller counts up. None: counted here again.
+        """Write the next token at `place`; `count` = place + 1 tokens are there with it. Both are integers on the device,
+        which the caller counts up. None: count on the host again.
 
         Every layer must hold the same tokens, at its rows' common length.
         """
