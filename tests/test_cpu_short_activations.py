@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import infuse
 from infuse import ops
 from infuse.errors import ConfigError
-from infuse.native import DTYPES, isa, kernels
+from infuse.native import DTYPES, isa, kernels, limits
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
@@ -45,8 +45,6 @@ FORMATS = (
     "int4:row:a8",
 )
 NOT_HERE = "this processor multiplies no bytes, or bfloat16 as fast"
-
-FEW_ROWS = 8  # up to which x stays as it is
 
 product = runner("quantized_linear", "cpu")
 
@@ -91,7 +89,7 @@ def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 def check(dtype: torch.dtype, text: str, inputs: int, outputs: int) -> None:
     buffers, weight = quantized(text, inputs, outputs)
     groups, bias = buffers[1].shape[1], torch.randn(outputs).to(dtype)
-    for rows in (FEW_ROWS + 1, 12, 13, 29, 50):
+    for rows in (limits().code_rows_integer + 1, 12, 13, 29, 50):
         x = torch.randn(rows, inputs).to(dtype)
         x[1] *= 100
         x[2, : inputs // groups] = 0
@@ -154,7 +152,7 @@ def test_chunks_of_rows_and_threads(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_rows_stay_as_they_are(dtype: torch.dtype) -> None:
     buffers, _ = quantized("int8", 128, 50)
-    for rows in (0, 1, FEW_ROWS):
+    for rows in (0, 1, limits().code_rows_integer):
         x = torch.randn(rows, 128).to(dtype)
         short, long = (product(x, *buffers, None, 50, 128, text) for text in ("int8:a8", "int8"))
         assert torch.equal(short, long)

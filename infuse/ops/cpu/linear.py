@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.native import DTYPES, isa, kernels, needs
+from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import Around, linear
 
-MOST_ROWS = 8
-MOST_TILED = 1 << 21  # values of x, 4 MiB: beyond, F.linear is as fast or up to 6 % faster
 # F.linear is as fast over weights that stay in a core's cache: of this many elements with one row, or with more rows in
 # float32.
 # PyTorch's own product of one row in float16 is faster: 21 GB/s against 16 on one thread.
@@ -34,7 +32,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any
     small = SMALL_ONE_ROW if values <= inputs else SMALL_FLOAT32 if dtype is torch.float32 else 0
     if weight.numel() <= small or not _takes(x, weight, bias) or (dtype is torch.float16 and values <= inputs):
         return F.linear(x, weight, bias)
-    if values <= MOST_ROWS * inputs:
+    if values <= limits().plain_rows * inputs:
         return kernels().linear.default(x, weight, bias)
     y = _tiled(x, weight, bias, -1, False)
     return F.linear(x, weight, bias) if y is None else y
@@ -42,7 +40,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any
 
 def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Any:
     x, name = around.before(x, "cpu"), around.activation
-    if name is not None and x.numel() > MOST_ROWS * weight.size(1) and _takes(x, weight, bias):
+    if name is not None and x.numel() > limits().plain_rows * weight.size(1) and _takes(x, weight, bias):
         y = _tiled(x, weight, bias, ACTIVATION_NUMBERS[name], around.gated)
         if y is not None:
             return y if around.residual is None else around.residual + y
@@ -67,7 +65,7 @@ def takes_tiles() -> bool:
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
     """The product by tiles; None where there are none, or F.linear is faster."""
-    if x.dtype is not torch.bfloat16 or x.numel() > MOST_TILED or weight.size(1) % 2 or not takes_tiles():
+    if x.dtype is not torch.bfloat16 or x.numel() > limits().tiled_values or weight.size(1) % 2 or not takes_tiles():
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)
 
