@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "infuse"
+MAP = ROOT / "docs" / "map.md"
 
 # Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from
 # each other.
@@ -196,6 +198,32 @@ def test_names_say_something():
     files = [path for folder in ("infuse", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
     words = {part.removesuffix(".py") for path in files for part in path.relative_to(ROOT).parts}
     assert not words & NAMES_OF_NOTHING
+
+
+def test_the_map_answers_its_questions() -> None:
+    """Each answer of docs/map.md names a file, and a class, function or table that stands at its top level."""
+    answers = re.findall(r"^\| [^|]+\? \| `([\w/.]+)` \| `(\w+)` \|$", MAP.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(answers) == 10
+    for file, name in answers:
+        defined = {
+            target.id
+            for node in tree(HOUSE / file).body
+            for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+            if isinstance(target, ast.Name)
+        } | {node.name for node in tree(HOUSE / file).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert name in defined, f"{file} has no {name}"
+
+
+def test_the_map_has_every_room_on_its_floor() -> None:
+    text = MAP.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ?(\d*) \| ((?:`\w+/?` ?)+)\|", text, re.MULTILINE)
+    floors: list[list[str]] = []
+    for number, rooms in rows:
+        if number:
+            floors.append([])
+        floors[-1] += [room.rstrip("/") for room in re.findall(r"`(\w+/?)`", rooms)]
+    assert [set(floor) for floor in floors] == [set(floor) for floor in FLOORS]
+    assert len(text.splitlines()) <= 110, "the map has two pages"
 
 
 def _is(name: str, package: str) -> bool:

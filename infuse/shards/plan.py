@@ -98,7 +98,9 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
             continue
         names = set(index.readings[step.path])
         found = [
-            one for one in (step, *step.others) if isinstance(one.whole, SplitShape) and names & set(one.whole.interpretations)
+            one
+            for one in (step, *step.others)
+            if isinstance(one.whole, SplitShape) and names & set(one.whole.interpretations)
         ]
         if len(found) == 1:
             chosen.append(replace(found[0], others=()))
