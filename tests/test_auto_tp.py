@@ -315,6 +315,18 @@ class NeedsValues(Unknown):
         return super().forward(input_ids[: len(input_ids.tolist())])
 
 
+class InFloat32(Apart):
+    """A layer that computes in float32 whatever its weights are in: in 16 bits its first linear raises."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x.float(), mask)
+
+
+def test_a_layer_that_runs_in_float32_alone_is_traced_in_it() -> None:
+    found = module_inject.AutoTP.tp_parser(Unknown(lambda: InFloat32()))
+    assert [(cls, names) for cls, names in found] == [(InFloat32, ["o", "down"])]
+
+
 def test_a_model_that_cannot_be_traced_needs_a_policy() -> None:
     model = NeedsValues(lambda: Apart())
     plan = infuse.plan(model, dtype="fp32", tensor_parallel={"tp_size": 2})

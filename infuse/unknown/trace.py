@@ -6,6 +6,7 @@ is followed through splits, transpositions, attention and caches alike.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,11 +98,12 @@ class _Tracer(TorchDispatchMode):
         try:
             inputs = model_inputs(model, make)
             inputs.pop("attention_mask", None)  # whose values models ask for
-            with torch.no_grad(), self:
+            with torch.no_grad(), warnings.catch_warnings(), self:
+                warnings.simplefilter("ignore")  # of dtypes that the model's own run does not mix
                 torch.func.functional_call(model, tensors, (), inputs, tie_weights=False)
         except Exception:  # noqa: S110  what needs values cannot be run on meta: what was reached is known
             pass
-        self._now = None
+        self._now, self._inside_linear = None, False
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
