@@ -98,7 +98,7 @@ def on_rank(folder: str, codes: list[str]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "size", "count"),
-    [("What is split, and how", 2, 0), ("When a rank dies", 2, 1), ("Which ranks", 4, 1), ("Shards", 2, 1)],
+    [("What is split, and how", 2, 0), ("When a rank fails", 2, 1), ("Which ranks", 4, 1), ("Shards", 2, 1)],
 )
 def test_the_code_runs_on_ranks(section: str, size: int, count: int, folder: Path, ranks: Ranks) -> None:
     codes = ["\n\n".join(sections()[section])]

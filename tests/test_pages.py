@@ -35,9 +35,9 @@ def test_what_is_small_and_fits_is_not_copied() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_pages_are_given() -> None:
     size, before = 1 << 26, huge_kilobytes()
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.write(b"1" * size)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    mapped.write(b"1" * size)
     if (granted := huge_kilobytes() - before) < size // 1024 // 2:
         pytest.skip(f"the system gave {granted} kB on large pages to one who asked for {size // 1024}")
     source, kept = torch.ones(size // 4), []
