@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import BY_NAME, inputs
+from forked import Program
 from ranks import Ranks, same
 from test_checkpoint_faults import state_of
 from test_checkpoints import on_meta, outputs
@@ -349,14 +350,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def processes(script: str, size: int) -> list[subprocess.Popen]:
+def processes(script: str, size: int) -> list[Program]:
     """The script as ranks of a world, as torchrun would start it; but nobody ends the others when one ends."""
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **address}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
+        Program(
+            "-c", textwrap.dedent(script), folder=ROOT,
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)},
         )
         for rank in range(size)
     ]  # fmt: skip
