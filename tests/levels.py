@@ -5,11 +5,10 @@ has.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Program
 
 from infuse.native import isa
 
@@ -17,12 +16,11 @@ LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "avx512_amx")  # as in ops
 TILED = ("avx512_bf16", "avx512_amx")  # those that multiply many rows, and attend with many queries, by tiles
 
 
-def run_at_level(level: str, *arguments: str) -> subprocess.CompletedProcess:
-    """Python with `arguments`, run in tests/ with INFUSE_CPU_ISA=`level`."""
-    environment = os.environ | {"INFUSE_CPU_ISA": level}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
+def run_at_level(level: str, *arguments: str) -> tuple[int | None, str, str]:
+    """The exit code and the outputs of Python with `arguments`, run in tests/ with INFUSE_CPU_ISA=`level`."""
+    program = Program(*arguments, folder=Path(__file__).parent, environment=os.environ | {"INFUSE_CPU_ISA": level})
+    out, err = program.communicate()
+    return program.returncode, out, err
 
 
 def at_level(level: str, *arguments: str) -> str:
@@ -31,6 +29,6 @@ def at_level(level: str, *arguments: str) -> str:
     assert top in LEVELS
     if LEVELS.index(level) > LEVELS.index(top):
         pytest.skip(f"this machine has {top} at most")
-    run = run_at_level(level, *arguments)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    return run.stdout
+    code, out, err = run_at_level(level, *arguments)
+    assert code == 0, out[-3000:] + err[-3000:]
+    return out

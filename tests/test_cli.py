@@ -8,11 +8,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from forked import Program
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,6 +24,7 @@ from infuse.cli.bench import Speed, table
 from infuse.device import Device
 from infuse.native import BINARY
 
+ROOT = Path(__file__).parent.parent
 TEXT = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n"
 PROMPT = "def add("
 
@@ -91,8 +92,8 @@ def test_version():
 def test_completion_can_be_shown():
     environment = {**os.environ, "_INFUSE_COMPLETE": "complete_bash", "COMP_WORDS": "infuse pl", "COMP_CWORD": "1"}
     program = "import sys; sys.argv = ['infuse']; from infuse.cli.app import app; app(prog_name='infuse')"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["plan"], done.stderr
+    out, err = Program("-c", program, folder=ROOT, environment=environment).communicate()
+    assert out.split() == ["plan"], err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -179,11 +180,11 @@ def test_env_tells_versions_and_devices():
 
 def env_with(**variables):
     """What `infuse env` prints in a process of its own: the kernels are chosen once in each."""
-    command = [sys.executable, "-c", "from infuse.cli.app import app; app()", "env"]
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = ("-c", "from infuse.cli.app import app; app()", "env")
+    program = Program(*command, folder=ROOT, environment={**os.environ, "COLUMNS": "200", **variables})
+    out, err = program.communicate()
+    assert program.returncode == 0, err
+    return out
 
 
 @pytest.mark.skipif(not BINARY.exists(), reason="the C++ kernels are not built")

@@ -159,8 +159,8 @@ def kernel_cases(path: str, name: str) -> None:
 @compiled
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_compute_what_the_reference_does(emulator: Path, name: str) -> None:
-    done = run_at_level(f"{LEVEL}!", __file__, str(emulator), name)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    code, out, err = run_at_level(f"{LEVEL}!", __file__, str(emulator), name)
+    assert code == 0, out[-3000:] + err[-3000:]
 
 
 # ---- which level runs ----

@@ -295,6 +295,6 @@ def test_gated_activation_of_odd_widths(dtype: torch.dtype, threads: int) -> Non
 def test_every_instruction_set(level: str) -> None:
     if level == isa():
         pytest.skip(f"{level} is what the other tests run here")
-    assert at_level(level, "-c", "from infuse.ops.cpu import isa; print(isa())").split() == [level]
+    assert at_level(level, "-c", "from infuse.native import isa; print(isa())").split() == [level]
     names = ("test_cpu_attention.py", "test_ops.py::test_body_is_the_reference")
     at_level(level, "-m", "pytest", *names, "-k", "not instruction_set", "-p", "no:cacheprovider")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as t
 from families import BY_NAME, GPT, enlarge, inputs
+from side_by_side import assert_close, ids, injected, logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
@@ -21,30 +22,7 @@ import infuse
 import infuse.deepspeed as deepspeed
 from infuse.device import Device
 
-TOLERANCE = 2e-5  # of the largest value: float32, three layers
 TEXTS = ["the cat sat on the mat", "a dog ran after the cat", "she reads a book on the mat"]
-
-
-def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
-    engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
-    return engine
-
-
-def logits(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(*args, **kwargs).logits
-
-
-def assert_close(found: Tensor, exact: Tensor) -> None:
-    assert found.shape == exact.shape and bool(torch.isfinite(exact).all())
-    assert float((found - exact).abs().max()) <= TOLERANCE * float(exact.abs().max())
-
-
-def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 # ---- engine.module alone ----
@@ -333,9 +311,8 @@ def test_ways_to_verify(verify: str) -> None:
 def test_each_warning_comes_once() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        engine = injected(
-            BY_NAME["llama"].make(), replace_method="auto", zero={"stage": 0}, enable_cuda_graph=True, device="cpu"
-        )
+        keys = dict(dtype="fp32", replace_method="auto", zero={"stage": 0}, enable_cuda_graph=True, device="cpu")
+        engine = infuse.init_inference(BY_NAME["llama"].make(), **keys)
         for _ in range(3):
             engine.generate(ids(1, 4), max_new_tokens=2)
     ours = [str(one.message) for one in told if "infuse" in str(one.message)]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import transformers as t
 from families import BY_NAME, inputs
-from torch import Tensor, nn
+from side_by_side import TOLERANCE, assert_close, ids, injected, logits, pair
+from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import infuse
@@ -24,37 +24,6 @@ from infuse.layers.cache import KVCache
 
 # One of each way in which positions reach a layer and q, k, v lie in memory.
 FAMILIES = ("llama", "gemma3", "gpt2", "gptj", "bloom", "falcon-7b", "gpt-neox", "opt", "mpt")
-TOLERANCE = 2e-5  # of the largest value: float32, three layers
-
-
-@cache
-def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
-    """The original, and the same model injected, both in float32."""
-    return BY_NAME[name].make(), injected(BY_NAME[name].make())
-
-
-def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
-    engine = infuse.init_inference(model, dtype="fp32", **config)
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
-    return engine
-
-
-def logits(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(*args, **kwargs).logits
-
-
-def assert_close(found: Tensor, exact: Tensor) -> None:
-    assert found.shape == exact.shape and bool(torch.isfinite(exact).all())
-    assert float((found - exact).abs().max()) <= TOLERANCE * float(exact.abs().max())
-
-
-def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 # ---- garbage text after injection: proven before the swap; RoPE, mask, scales come from the model's own inputs ----
 
 

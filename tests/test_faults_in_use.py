@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, inputs
+from side_by_side import assert_close, ids, injected, logits
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -26,29 +27,6 @@ import infuse
 from infuse.layers.linear import QuantizedLinear
 
 ROOT = Path(__file__).parent.parent
-TOLERANCE = 2e-5  # of the largest value: float32, three layers
-
-
-def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
-    engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
-    return engine
-
-
-def logits(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(*args, **kwargs).logits
-
-
-def assert_close(found: Tensor, exact: Tensor) -> None:
-    assert found.shape == exact.shape and bool(torch.isfinite(exact).all())
-    assert float((found - exact).abs().max()) <= TOLERANCE * float(exact.abs().max())
-
-
-def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def tensors(model: nn.Module) -> list[Tensor]:

@@ -7,15 +7,13 @@ their own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import reduce
 from operator import xor
 from pathlib import Path
 
 import pytest
 import torch
+from levels import at_level
 from torch import Tensor
 
 from infuse.native import isa, kernels
@@ -49,13 +47,8 @@ def test_every_word_is_read_once(threads: int) -> None:
 @built
 @pytest.mark.parametrize("level", ["generic", "avx2", "avx512", "avx512_bf16"])
 def test_every_instruction_set_reads_the_same(level: str) -> None:
-    environment = {**os.environ, "INFUSE_CPU_ISA": level, "PYTHONPATH": str(Path(probe.__file__).parents[2])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    ran, found = done.stdout.splitlines()
-    if ran != level:
-        pytest.skip(f"this machine runs {ran}")
-    assert found == str(read())
+    ran, found = at_level(level, Path(__file__).name).splitlines()
+    assert ran == level and found == str(read())
 
 
 @built

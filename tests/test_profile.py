@@ -5,27 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import BY_NAME, inputs
-from torch import Tensor, nn
+from side_by_side import ids, injected
 
 import infuse
-
-
-def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
-    engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
-    return engine
-
-
-def ids(batch: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 96, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
 
 # ---- the report ----
 

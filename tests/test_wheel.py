@@ -52,7 +52,7 @@ import shutil, sys, torch
 from pathlib import Path
 import infuse
 from infuse import ops
-from infuse.ops.cpu import isa, kernels
+from infuse.native import isa, kernels
 assert Path(infuse.__file__).is_relative_to(sys.prefix), infuse.__file__
 assert not any(shutil.which(name) for name in ("c++", "g++", "clang++", "cc"))
 x, weight = torch.randn(3, 96), torch.randn(96)

@@ -7,8 +7,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 import transformers
 from families import BY_NAME, FAMILIES, Family, inputs
+from forked import Program
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -190,17 +189,11 @@ def test_a_spawned_process_reads_every_family(tmp_path: Path) -> None:
 @pytest.mark.skipif(isinstance(native.kernels(), str), reason="there are no kernels")
 def test_a_process_without_the_kernels_refuses(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(pickle.dumps(replaced("llama", "int8:16").module))
-    command = [
-        sys.executable,
-        "-c",
-        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))",
-        str(tmp_path / "model"),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "INFUSE_CPU_ISA": "off"}, check=False
-    )
-    assert done.returncode == 1
-    said = done.stderr.strip().splitlines()[-1]
+    code = "import pickle; pickle.load(open('model', 'rb'))"
+    program = Program("-c", code, folder=tmp_path, environment={**os.environ, "INFUSE_CPU_ISA": "off"})
+    _, err = program.communicate()
+    said = err.strip().splitlines()[-1]
+    assert program.returncode == 1
     assert said.startswith("infuse.errors.UnsupportedCall: this model was pickled with the 'cpu' kernels of ")
     assert "which do not run here: INFUSE_CPU_ISA=off. Load it where they run; or" in said
 
