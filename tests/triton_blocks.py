@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import quick_interpreter  # noqa: F401
 import torch
 from families import BY_NAME
 from tolerance import assert_near
@@ -20,6 +21,8 @@ import infuse
 from infuse import ops
 from infuse.layers.block import Block
 from infuse.ops import Choice, Op, registered
+from infuse.ops.triton import linear, quantized_linear
+from infuse.ops.triton.configurations import Tiles
 
 BESIDE = (
     "rms_norm",
@@ -35,6 +38,10 @@ CASES = [
     ("llama", None), ("llama-bias", None), ("llama", "int8:16"), ("gpt2", None), ("gpt2", "fp8:16"), ("granite", None), ("gemma2", None),
     ("gpt-neox", None), ("falcon-7b", None), ("phi", None), ("bert", "int4:16"), ("bert", None),
 ]  # fmt: skip
+
+
+def wider(tiles: Callable[..., Tiles]) -> Callable[..., Tiles]:
+    return lambda *shape: replace(tiles(*shape), outputs=64)
 
 
 @pytest.fixture
@@ -55,6 +62,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
     for name, op in registered().items():
         if body := op.bodies.get("triton"):
             monkeypatch.setitem(op.bodies, "triton", replace(body, function=counted(name, body.function)))
+    for module, name in ((linear, "plain_row"), (quantized_linear, "quantized_row")):  # fewer programs to interpret
+        monkeypatch.setattr(module, name, wider(getattr(module, name)))
     choose = Op.choose
     monkeypatch.setattr(
         Op, "choose", lambda op, *of: Choice(op.name, "triton") if "triton" in op.bodies else choose(op, *of)

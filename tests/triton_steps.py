@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import quick_interpreter  # noqa: F401
 from fake_graph import RunAgainBackend
 from graphed import graphed
 from test_graph_decode import made, padded, same
