@@ -1,4 +1,4 @@
-"""Let a new module take the place of an old one: its attributes, hooks, requires_grad and, for a block, its class."""
+"""Let a new module replace an old one: take over its attributes, hooks, requires_grad and, for a block, its class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infuse.layers.block import Block
 def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
-    transformers records hidden states and attentions by the class of its layers and attention modules, so a block is an
-    instance of the class that it replaces; models read attributes such as `attention_type` from their layers.
+    transformers records hidden states and attentions by the class of layers and attention modules, so a block must be
+    an instance of the class that it replaces. Models also read attributes such as `attention_type` from their layers.
     """
     _take_over(new, old)
     _require_grad(new, old)
@@ -29,15 +29,13 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
 def _take_over(new: nn.Module, old: nn.Module) -> None:
     for name, value in vars(old).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            object.__setattr__(new, name, value)  # the same dict, so that the handles which the user holds still remove
+            object.__setattr__(new, name, value)  # same dict, so that the user's handles can still remove their hooks
         elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
             object.__setattr__(new, name, value)
 
 
 def _require_grad(new: nn.Module, old: nn.Module) -> None:
-    """Let parameters of its own require a gradient where the old ones did, so that a backward pass is refused and not
-    cut short.
-    """
+    """Set requires_grad on new parameters if any old one had it, so that backward is refused and not cut short."""
     handed_on = {id(parameter) for parameter in old.parameters()}
     required = any(parameter.requires_grad for parameter in old.parameters())
     for parameter in new.parameters():
@@ -53,14 +51,14 @@ def _mix_in(new: nn.Module, old: nn.Module) -> None:
 
 @cache
 def mixed(ours: type, theirs: type) -> type:
-    """The class of a module of `ours` that is an instance of `theirs` too."""
+    """Return a subclass of `ours` whose instances are also instances of `theirs`."""
     made = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__, "__reduce_ex__": _reduced})
-    made.forward = ours.forward  # type: ignore[attr-defined]  # not wrapped by what `theirs` does to its subclasses
+    made.forward = ours.forward  # type: ignore[attr-defined]  # undo wrappers that `theirs` adds to its subclasses
     return made
 
 
 def _reduced(self: nn.Module, protocol: Any) -> tuple:
-    """Pickle by the two classes: the mixed one has no name to be found by."""
+    """Pickle by the two base classes, because the mixed class cannot be imported by name."""
     return _empty, type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
 
 

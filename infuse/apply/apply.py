@@ -1,6 +1,6 @@
-"""Apply: one loop over the steps of a plan: build on meta → fill → prove → swap → drop the old.
+"""Execute a plan in one loop over its steps: build on meta → fill → prove → swap → drop the old.
 
-Peak memory is the model plus what one layer's merged matrices take. A step that is not proven is not swapped.
+Peak memory is the model plus the merged matrices of one layer. A step that fails its proof is not swapped.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.layer_source import LayerSource
 from infuse.weights.state import keep_names
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what
-_RECORDED_AT_ONCE = 3  # steps whose recorded calls are in memory together: some hundred rows of hidden states each
+Progress = Callable[[int, int, str], None]  # done, total, description
+_RECORDED_AT_ONCE = 3  # steps recorded per run; each holds some hundred rows of hidden states in memory
 
 
 def apply(
     plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL
 ) -> Plan:
-    """Carry out `plan` on a live `model` in place; returns the plan as it was carried out, refused steps among `left`.
+    """Execute `plan` on a live `model` in place; return the plan as executed, with refused steps among `left`.
 
-    `group` are the ranks that the plan's mesh counts: all of them take part, in every proof too. Raises ProofError
-    under verify="strict" where a step fails its proof; nothing has been swapped then. RankError: another rank decided
-    otherwise, or is gone.
+    `group` holds the ranks of the plan's mesh; all of them take part, also in every proof. Raises ProofError under
+    verify="strict" if a step fails its proof; nothing has been swapped then. Raises RankError if another rank decided
+    otherwise or is gone.
     """
     group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1:
@@ -69,7 +69,7 @@ def apply(
 def carry_out(
     plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
 ) -> Plan:
-    """As `apply`, with the values of `source`; the ranks have agreed on the plan and on the values."""
+    """Like `apply`, but with the values of `source`; the ranks have already agreed on the plan and the values."""
     model, run = source.model, _Run(plan, source, config, group)
     with torch.no_grad():
         source.begin(progress)
@@ -107,15 +107,15 @@ class _Run:
         return self.source.model
 
     def key(self, step: Step) -> tuple:
-        """Steps with one key stand or fall together: alike in what is put in, and in what is taken out."""
+        """Key of a step: steps with equal keys replace modules of one kind alike and get the same verdict."""
         if self.config.verify == "all":
             return (step.path, step.depth)
         return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
 
     def prove(self, progress: Progress | None) -> None:
-        """Prove one step of each kind (or all) before anything is swapped, and remember why steps are refused."""
+        """Prove one step of each kind (or all) before anything is swapped, and record why steps are refused."""
         self.steps = candidates = list(self.plan.steps)
-        off = self.config.verify == "off"  # but a layer that is split is known by its proof alone
+        off = self.config.verify == "off"  # split layers are proven anyway: only the proof selects their interpretation
         self.prove_steps(
             [step for step in candidates if not self.was_proven(step) and (step.depth == SPLIT or not off)], progress
         )
@@ -133,8 +133,8 @@ class _Run:
             samples.setdefault(self.key(step), step)
         steps = list(samples.values())
         cases: dict[str, list[Case] | str] = {}
-        # Alone only: on ranks, which would have to meet in every call of the caller; from a checkpoint, whose dtypes
-        # are not the model's.
+        # Linears are proven in their callers only on one rank, since ranks would have to synchronize in every call,
+        # and only on a live model, since a checkpoint's dtypes differ from the model's.
         in_place = self.group.size == 1 and self.source.is_live
         called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
         for done, step in enumerate(steps):
@@ -142,7 +142,7 @@ class _Run:
             if done % _RECORDED_AT_ONCE == 0:
                 cases = self.cases(steps[done : done + _RECORDED_AT_ONCE])
             found = cases.pop(step.path, [])
-            if step.depth == LINEAR and called:  # only now: what callers were given is no memory beside a block
+            if step.depth == LINEAR and called:  # late: recorded arguments take no memory during proofs of blocks
                 self.callers, reasons = find_callers(self.model, called, self.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
             mismatch = self.agreed_mismatch(step, found)
@@ -155,24 +155,24 @@ class _Run:
         self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
 
     def agreed_mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
-        """Why a step is refused on any rank, None if it is proven on all. `cases`: or why there are none."""
+        """Return why any rank refuses the step; None if it is proven on all. `cases` is a reason if there are none."""
         if step.depth == ATTENTION:
             mismatch = self.hook_mismatch(step)
         elif isinstance(cases, str):
             mismatch = cases
         elif step.depth == SPLIT:
-            return self.split_mismatch(step, cases)  # on which the ranks have agreed
+            return self.split_mismatch(step, cases)  # the ranks have already agreed on it
         else:
             mismatch = self.mismatch(step, cases)
         return self.group.any_fault(mismatch, f"the proof of {step.path}")
 
     def cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
-        """The cases of each step by its path, or why there are none."""
+        """The cases of each step by path, or the reason why it has none."""
         found: dict[str, list[Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[Step]] = {}
         for step in steps:
             if step.depth in (BLOCK, SPLIT):
-                # what is split runs in the model as a whole
+                # split layers are recorded in a run of the whole model
                 owner = model_around(self.model, step.path) if step.depth == BLOCK else None
                 by_owner.setdefault((owner, decodes(step)), []).append(step)
             elif step.shape is not None:
@@ -189,7 +189,7 @@ class _Run:
                         recorded = recorded_cases(model, layers, block_sessions(model, on_cache))
             except CheckpointError:
                 raise
-            except Exception as error:  # whatever the user's model does: what cannot be run cannot be proven
+            except Exception as error:  # the user's model may raise anything; if it cannot run, it cannot be proven
                 recorded = {}
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
@@ -199,43 +199,43 @@ class _Run:
         return found
 
     def was_proven(self, step: Step) -> bool:
-        """Whether a step was proven when it was saved; the whole of what ranks share is not read again for a proof."""
+        """True if the step was proven when saved; a tensor split across ranks is not read whole just for a proof."""
         shared = step.depth == SPLIT or any(fill.cut for fill in step.fills)
         return self.source.holds_replaced and (shared or step.depth == ATTENTION or is_packed(step))
 
     def mismatch(self, step: Step, cases: list[Case]) -> str | None:
-        """Why the step's new module is not the original, None if it is."""
+        """Return why the step's new module differs from the original; None if it does not."""
         try:
             mismatch = self.alone_mismatch(step, cases)
-            caller = self.callers.pop(step.path, None)  # with what it was given, which is kept no longer
+            caller = self.callers.pop(step.path, None)  # pop it to free its recorded arguments
             return mismatch if mismatch or caller is None else self.in_place_mismatch(step, caller)
         except (CheckpointError, RankError):
             raise
-        except Exception as error:  # a body or an op that raises is a mismatch like any other
+        except Exception as error:  # a body or op that raises counts as a mismatch
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
 
     def alone_mismatch(self, step: Step, cases: list[Case]) -> str | None:
-        """The same by what the module makes of `cases`."""
+        """Return why the new module's outputs for `cases` differ from the original's; None if they do not."""
         old = self.model.get_submodule(step.path)
         with self.source.loaded(step.path):
             wanted = compare.expected(old, cases, self.plan.dtype)
             plain = replace(step, bodies=(), fills=tuple(replace(fill, format=None) for fill in step.fills))
-            # A linear has no structure to be wrong: what it computes is the next comparison.
+            # A linear has no structure to verify; its result is compared below.
             if step.depth == BLOCK and (mismatch := compare.structure_mismatch(self.built(plain, None), cases, wanted)):
                 return mismatch
             new = self.built(step, self.plan.dtype)
             return compare.result_mismatch(new, step, cases, wanted, self.plan.dtype)
 
     def in_place_mismatch(self, step: Step, caller: Caller) -> str | None:
-        """Why the module that calls a linear is not the same with the new one, None if it is."""
+        """Return why the module that calls a linear behaves differently with the new one; None if it does not."""
         dtype = next(self.model.get_submodule(step.path).parameters()).dtype
-        with self.source.loaded(step.path):  # in the model's own dtype, for which the chosen bodies need not be
+        with self.source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
             new = self.built(step if dtype == self.plan.dtype else replace(step, bodies=()), None)
         with self.source.running():
             return in_place_mismatch(caller, new)
 
     def split_mismatch(self, step: Step, cases: list[Case]) -> str | None:
-        """Why no interpretation of a layer that is split is the original, None if one is, which is remembered."""
+        """Return why no interpretation of a split layer matches the original; None if one does, which is recorded."""
         with self.source.loaded(step.path):
             layer = self.model.get_submodule(step.path)
             number, mismatch = proven(layer, step, cases, self.source.reader(step.path), self.plan.dtype, self.group)
@@ -243,12 +243,12 @@ class _Run:
         return mismatch
 
     def built(self, step: Step, dtype: torch.dtype | None) -> nn.Module:
-        """The new module, filled by itself; dtype None keeps the source's."""
+        """Build and fill the new module on its own; dtype None keeps the source's."""
         module = build(step, self.plan.dtype, self.group)
         return self.filled(module, step, step.fills, dtype)
 
     def built_to_stay(self, step: Step, made: Made) -> nn.Module:
-        """The new module, which shares with earlier ones what was made of the same weights."""
+        """Build and fill the new module, sharing tensors that earlier ones made from the same weights."""
         module = build(step, self.plan.dtype, self.group)
         fills = made.share(step, module)
         self.filled(module, step, fills, self.plan.dtype)
@@ -270,7 +270,7 @@ class _Run:
         return module
 
     def accepted(self) -> list[Step]:
-        """The steps that are not refused; those that are become `left`, with the reason."""
+        """Return the steps that are not refused; add the refused ones to `left` with the reason."""
         accepted: list[Step] = []
         for step in self.steps:
             reason = self.refused.get(self.key(step))
@@ -283,7 +283,7 @@ class _Run:
         return accepted
 
     def hook_mismatch(self, step: Step) -> str | None:
-        """Why the model is not the same with our attention, None if it is."""
+        """Return why the model behaves differently with our attention; None if it does not."""
         model: Any = self.model
         before = model.config._attn_implementation
         try:
@@ -296,13 +296,13 @@ class _Run:
             return mismatch or (None if ran[body] > before_ran else "the model's attention does not come through it")
         except CheckpointError:
             raise
-        except Exception as error:  # what cannot be run cannot be proven
+        except Exception as error:  # if it cannot run, it cannot be proven
             return f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
         finally:
             model.set_attn_implementation(before)
 
     def sharing(self, step: Step) -> nn.Module:
-        """The embedding over the weight of its head, which stands already."""
+        """Build the embedding that shares the weight of its head, which has already been swapped in."""
         new: Any = build(step, self.plan.dtype, self.group)
         head = self.model.get_submodule(step.shares)
         assert isinstance(head, QuantizedLinear if isinstance(new, QuantizedEmbedding) else Linear)
@@ -311,7 +311,7 @@ class _Run:
         return new
 
     def swap(self, step: Step, made: Made) -> None:
-        """Put the new module wherever the old one is: some models apply one layer in several places."""
+        """Replace the old module everywhere: some models use one layer in several places."""
         self.swapped.append(replace(step, others=()))
         if step.depth == ATTENTION:
             install_hook(self.model, dict(step.bodies)["attention"], self.source.put)

@@ -1,4 +1,4 @@
-"""The empty module of a step, on meta: a block, a linear, an embedding, or a rank's part of a layer."""
+"""Build the empty module of a step on meta: a block, a linear, an embedding, or a rank's part of a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infuse.plan.step import Step
 
 
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-    """The empty module of a step, on meta; an embedding looks up in `dtype`. `group`: the ranks that share it."""
+    """Build the empty module of a step on meta. Embeddings output `dtype`; `group` holds the ranks that split it."""
     with torch.device("meta"):
         return _BUILDERS[type(step.shape)](step, step.shape, dtype, group)
 
@@ -38,8 +38,9 @@ def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn
 
 
 def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
-    """The linears and tables of a rank's part of a layer, on meta, under their paths in it; `combine(path)` ends a row
-    linear.
+    """Build a rank's linears and tables of a layer on meta, at their paths in the layer.
+
+    `combine(path)` returns the function that combines a row linear's outputs across ranks.
     """
     assert isinstance(step.shape, SplitShape)
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
@@ -60,7 +61,7 @@ def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
 
 
 def _owner(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, made with those above it where it is not there."""
+    """Return the module at `path`, creating it and its parents if missing."""
     for name in filter(None, path.split(".")):
         if name not in root._modules:
             root.add_module(name, nn.Module())

@@ -1,4 +1,4 @@
-"""Load a checkpoint into a model, live or on meta. All that can be checked without reading values is checked first."""
+"""Load a checkpoint into a live or meta model; everything checkable without reading values is checked first."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ from infuse.weights.sources import SAVED, Files, find_files
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was planned, what was done, and by which configuration: shards that are read back say themselves what they
-    hold.
-    """
+    """The plan as decided and as executed, and the effective config: shards themselves state what they hold."""
 
     decided: Plan
     done: Plan
@@ -52,11 +50,11 @@ def load(
     group: Group = LOCAL,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Plan, and carry the plan out on `config`'s checkpoint: for one rank of `mesh` its part, in step with its `group`.
+    """Plan, and execute the plan with `config`'s checkpoint: on one rank of `mesh` its part, in step with its `group`.
 
-    CheckpointError, ConfigError or ProofError: `model` has every tensor and module that it had, on all ranks. A model
-    on meta takes the memory of the result and of one layer; of a live model the old values stay until all new ones are
-    there.
+    On CheckpointError, ConfigError or ProofError, `model` still has all its tensors and modules, on all ranks. Loading
+    a model on meta takes the memory of the result plus one layer. A live model's old values are kept until all new ones
+    are loaded.
     """
     with group.on_all_or_none("loading"):
         return _load(model, config, device, mesh, group, progress)
@@ -74,19 +72,19 @@ def _load(
         found = _of_shards(model, folder, index, config, device, mesh)
     plan, reader = found.plan, found.reader
     if group.size > 1:
-        group.check_same({"the plan": plan.digest()}, "the plan")  # what the ranks read depends on it
+        group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
         agree_on_weights(group, model, found.sums())
     layers = (step.path for step in plan.steps if step.shape is not None)
     with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
         model.eval()
         done = carry_out(plan, loader, found.config, progress, group)
-        group.barrier("the end of loading")  # or all give back what they have
+        group.barrier("the end of loading")  # if a rank fails here, all restore their models
     return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), found.config)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is to be read, by which plan. `sums` are the checksums by which ranks see that they read the same."""
+    """The data to read, the plan and the config. Ranks compare the checksums `sums` to verify that they agree."""
 
     plan: Plan
     config: InferenceConfig
@@ -95,7 +93,7 @@ class _Found:
 
 
 def _of_model(model: nn.Module, files: Files, config: InferenceConfig, device: Device, mesh: Mesh) -> _Found:
-    """A checkpoint of the original model."""
+    """Prepare to read a checkpoint of the original model."""
     _tie(model)
     plan = make_plan(model, config, device, mesh)
     reader = model_reader(model, Checkpoint(files))
@@ -105,7 +103,7 @@ def _of_model(model: nn.Module, files: Files, config: InferenceConfig, device: D
 def _of_shards(
     model: nn.Module, folder: Path, index: SavedIndex, config: InferenceConfig, device: Device, mesh: Mesh
 ) -> _Found:
-    """Our own shards."""
+    """Prepare to read our own shards."""
     config = saved_config(config, index)
     _tie(model)
     plan = make_plan(model, config, device, mesh)
@@ -117,9 +115,7 @@ def _of_shards(
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Give `model`, in which nothing was replaced, the values of `config`'s checkpoint; as it was after a
-    CheckpointError.
-    """
+    """Load the values of `config`'s checkpoint into an unreplaced `model`, which a CheckpointError leaves unchanged."""
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
     if folder is not None and (folder / SAVED).is_file():
@@ -134,11 +130,11 @@ def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, d
 
 def _tie(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()) and hasattr(model, "tie_weights"):
-        model.tie_weights()  # type: ignore[operator]  # `model.to("meta")` unties
+        model.tie_weights()  # type: ignore[operator]  # `model.to("meta")` unties weights
 
 
 def _folder(source: Any, base_dir: str) -> Path | None:
-    """The folder that may be one of our shards: named itself, or by its index."""
+    """Return the folder that may hold our shards: `source` itself, or the folder of the index that it names."""
     if not isinstance(source, str):
         return None
     path = Path(base_dir or ".") / source
@@ -146,9 +142,7 @@ def _folder(source: Any, base_dir: str) -> Path | None:
 
 
 def _unread(plan: Plan) -> Callable[[str], bool]:
-    """The names that our shards do not have in the words of the model: of modules that were saved packed, and biases
-    that another rank adds.
-    """
+    """Match names that our shards lack: those of modules saved packed, and biases that another rank adds."""
     away = [f"{path}." for step in plan.steps for path in packed_paths(step)]
     for step in plan.steps:
         if isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
@@ -158,11 +152,12 @@ def _unread(plan: Plan) -> Callable[[str], bool]:
 
 
 def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
-    """CheckpointError where the tensors of the saved layers are not there in their shapes.
+    """Raise CheckpointError if tensors of the saved layers are missing or misshaped.
 
-    What is tied to a tensor outside of these layers is read in the words of the model.
+    Tensors tied to one outside of these layers are read under the model's own names instead.
     """
-    packed = [step for step in plan.steps if is_packed(step) and not step.shares]  # which has no tensors of its own
+    # A step that shares a weight has no tensors of its own.
+    packed = [step for step in plan.steps if is_packed(step) and not step.shares]
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     outside = {id(tensor) for name, tensor in held(model).items() if not name.startswith(inside)}
     wrong: list[str] = []

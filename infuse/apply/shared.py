@@ -1,4 +1,4 @@
-"""Keep what was made of weights that several layers share, so that the next of these layers shares it too."""
+"""Let layers that share weights also share the tensors made from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infuse.plan.step import Step
 
 
 class Made:
-    """Modules that hold what was made of shared tensors, by what was made."""
+    """Modules that hold tensors made from shared weights, by key of `Sharing`."""
 
     def __init__(self, sharing: Sharing):
         self._sharing = sharing
         self._held: dict[Hashable, tuple[nn.Module, str]] = {}
 
     def share(self, step: Step, module: nn.Module) -> Sequence[Fill]:
-        """Give `module` what was made before; returns the fills that are still to be made."""
+        """Give `module` the tensors already made, and return the fills that remain."""
         left = []
         for fill in step.fills:
             held = self._held.get(self._sharing.key(step, fill))
@@ -38,7 +38,7 @@ class Made:
         return left
 
     def remember(self, step: Step, module: nn.Module, fills: Sequence[Fill]) -> None:
-        """`fills` of `step` were made in `module`."""
+        """Record that `fills` of `step` were made in `module`."""
         for fill in fills:
             if (key := self._sharing.key(step, fill)) is not None:
                 self._held.setdefault(key, _place(module, fill))

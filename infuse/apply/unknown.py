@@ -1,4 +1,4 @@
-"""The proof of layers without a spec that ranks share: each interpretation stands in for a while, on all ranks in step."""
+"""Prove layers without a spec that ranks split, by trying each interpretation in place, on all ranks in step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from infuse.weights.undo import UndoLog
 def proven(
     layer: nn.Module, step: Step, cases: list[Case], reader: Reader, dtype: torch.dtype, group: Group
 ) -> tuple[int, str | None]:
-    """Which interpretation of a layer is the layer, 0 being the step itself, else why none is; the same on every rank.
+    """Return the number of the matching interpretation (0: the step itself), or the reason if none matches.
 
-    Before ranks run together, each runs alone without sums: what raises does so there, and no rank waits for another in
-    vain.
+    The result is the same on every rank. Each rank first runs alone, without sums, so that an exception occurs before
+    ranks wait for each other.
     """
     wanted: list[compare.Expected] = []
 
@@ -59,21 +59,19 @@ def proven(
 
 
 def _agreed(group: Group, step: Step, look: Callable[[], str | None]) -> str | None:
-    """The mismatches that `look` returns or raises, of all ranks."""
+    """Combine over all ranks the mismatches that `look` returns or raises."""
     try:
         mismatch = look()
     except (CheckpointError, RankError):
         raise
-    except Exception as error:  # whatever the layer's own forward does with a part of itself
+    except Exception as error:  # the layer's own forward may raise anything when given a part
         mismatch = f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
     return group.any_fault(mismatch, f"the proof of {step.path}")
 
 
 @contextmanager
 def _held_in_float32(layer: nn.Module) -> Iterator[None]:
-    """The layer with all of its weights in float32, not in parts as they run: T5 rounds to the dtype that it sees a
-    weight in.
-    """
+    """Hold all weights of the layer in float32 instead of casting as they run: T5 rounds to its weight's dtype."""
     kept = {parameter: parameter.data for parameter in layer.parameters() if parameter.is_floating_point()}
     try:
         for parameter, data in kept.items():
@@ -86,7 +84,7 @@ def _held_in_float32(layer: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What interpretations of a layer are tried on."""
+    """The inputs and expected outputs for trying interpretations of a layer."""
 
     layer: nn.Module
     cases: list[Case]
@@ -115,7 +113,7 @@ class _Trial:
     def _standing_in(
         self, step: Step, dtype: torch.dtype, combine: Callable[[str], Combine], group: Group
     ) -> Iterator[None]:
-        """The layer as a rank's part of itself, for as long as the `with` runs."""
+        """Context in which the layer runs as this rank's part of itself."""
         assert isinstance(step.shape, SplitShape)
         part = build_part(step, combine)
         fill_module(part, step.fills, self.reader, dtype, dict(step.bodies))
@@ -132,8 +130,9 @@ def _alone(part: Tensor) -> Tensor:
 
 
 def together(steps: Sequence[tuple[Step, tuple]], refused: Mapping[tuple, str]) -> dict[tuple, str]:
-    """Key → reason of layers that fall with others: the first of a class makes the biases of all heads for those that
-    follow.
+    """Map keys to reasons for layers refused along with others of their class.
+
+    The first layer of the class computes the biases of all heads for those that follow.
     """
     classes = {step.layer for step, _ in steps if isinstance(step.shape, SplitShape) and step.shape.tables}
     fallen = {step.layer: step.path for step, key in steps if key in refused and step.layer in classes}

@@ -1,4 +1,4 @@
-"""The module that calls each linear, and what it was given: found by one run of the model on random inputs."""
+"""Find the module that calls each linear, and its arguments, in one run of the model on random inputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from infuse.proof.shortened import shortened
 
 @dataclass(frozen=True)
 class Caller:
-    """The innermost module in whose forward a linear was called, the linear's path in it, and the arguments of that
-    forward.
+    """The innermost module whose forward called a linear, the linear's path in it, and the arguments of that forward.
 
-    Of a linear that is not called it is the innermost module around it that is: that one may read the weight itself.
-    `short`: it was recorded in a model that had been `shortened`.
+    For a linear that is never called, this is the innermost enclosing module that is; it may read the weight directly.
+    `short`: it was recorded in a `shortened` model.
     """
 
     module: nn.Module
@@ -34,16 +33,14 @@ class Caller:
 
 @dataclass
 class _Recorder:
-    """Hooks on the linears and on the modules around them: which of these run, with which arguments, when a linear is
-    called.
-    """
+    """Hooks on the linears and their enclosing modules that record which modules run, and with which arguments."""
 
     model: nn.Module
     linears: Mapping[str, nn.Module]
     short: bool
     found: dict[str, Caller] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
-    given: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)  # of the last call of each
+    given: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)  # arguments of each module's last call
 
     def run(self) -> None:
         """Run the model on random inputs until all linears have been called."""
@@ -52,7 +49,7 @@ class _Recorder:
             self.model(**random_inputs(self.model))
 
     def note_caller(self, path: str, among: Iterable[str]) -> None:
-        """Note the innermost of the modules around the linear that are `among` those given."""
+        """Record the innermost enclosing module of the linear that is in `among`."""
         innermost = next((parent for parent in _around(path) if parent in among), None)
         if innermost is not None and path not in self.found:
             inside = path.removeprefix(f"{innermost}.") if innermost else path
@@ -60,7 +57,7 @@ class _Recorder:
 
     def _enter(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         self.running.append(path)
-        self.given[path] = copy.deepcopy((args, kwargs))  # as they are now: caches fill, and some are written to
+        self.given[path] = copy.deepcopy((args, kwargs))  # copied because caches and some arguments are modified later
 
     def _leave(self, path: str, args: tuple, output: Any) -> None:
         self.running.pop()
@@ -74,7 +71,7 @@ class _Recorder:
 
 
 def _around(path: str) -> Iterator[str]:
-    """The paths of the modules around the one at `path`, from the innermost on."""
+    """Yield the paths of the modules that contain the one at `path`, innermost first."""
     while path:
         path = path.rpartition(".")[0]
         yield path
@@ -83,10 +80,10 @@ def _around(path: str) -> Iterator[str]:
 def find_callers(
     model: nn.Module, paths: Iterable[str], running: Callable[[], AbstractContextManager[None]]
 ) -> tuple[dict[str, Caller], dict[str, str]]:
-    """Who calls each linear when `model` runs on random inputs, or the nearest model around the linear does; of the
-    others, why not.
+    """Find the caller of each linear when `model` runs on random inputs; for the others, return why there is none.
 
-    `running` gives a context in which the model can run.
+    If `model` does not run or does not call a linear, the nearest model around the linear is run. `running` returns a
+    context in which the model can run.
     """
     found: dict[str, Caller] = {}
     reasons = dict.fromkeys(paths, "the model does not call it")
@@ -101,7 +98,7 @@ def find_callers(
                 calls = _callers(model.get_submodule(owner), linears)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever the user's model does: the proof of the linear alone stands
+        except Exception as error:  # the user's model may raise anything; the linear is still proven alone
             reasons |= dict.fromkeys(waiting, f"{type(error).__name__}: {error}".partition("\n")[0])
         else:
             found |= {f"{prefix}{path}": caller for path, caller in calls.items()}
@@ -110,7 +107,7 @@ def find_callers(
 
 
 def proven_alone(reasons: Mapping[str, str]) -> list[str]:
-    """Notes for the plan: the linears of which no caller is known."""
+    """Notes for the plan on linears without a known caller."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in reasons.items():
         by_reason.setdefault(reason, []).append(path)
@@ -121,11 +118,11 @@ def proven_alone(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Caller]:
-    """Of the linears that are called when `model` runs, by their paths in it."""
+    """Callers of the linears that run when `model` runs, by the linears' paths in it."""
     try:
         with shortened(model, linears.values()):
             return _recorded(model, linears, short=True)
-    except Exception:  # its layers are no chain of hidden states
+    except Exception:  # its layers do not form a chain of hidden states
         return _recorded(model, linears, short=False)
 
 

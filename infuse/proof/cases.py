@@ -1,4 +1,4 @@
-"""Cases: what a layer is called with when its model runs, recorded; random rows for linears and embeddings."""
+"""Cases to prove a layer on: calls recorded while its model runs, or random rows for linears and embeddings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
 from infuse.proof.sessions import Session, session_inputs, short_window
 
-CACHE = object()  # stands in a call for the model's cache: each run has one of its own, and that one may go
+CACHE = object()  # placeholder for the model's cache in a call; each run uses its own; the recorded one is freed
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the model passed to a layer once: hidden states, arguments, and which positions are real (None: all)."""
+    """One recorded call of a layer: hidden states, other arguments, and which positions are real (None: all)."""
 
     hidden: Tensor
     args: tuple
@@ -31,9 +31,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Calls in order on one cache: a prompt, then further tokens where there is a cache. Each of `caches` makes a fresh
-    one: the original runs on the first, what is to replace it on all of them. Where `refusable`, the new module may
-    refuse the calls by name instead of computing them (UnsupportedCall).
+    """Calls in order on one cache: a prompt, then further tokens if there is a cache.
+
+    Each of `caches` creates a fresh cache: the original runs on the first, its replacement on all of them. If
+    `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them.
     """
 
     label: str
@@ -45,7 +46,7 @@ class Case:
 def recorded_cases(
     model: nn.Module, layers: Mapping[str, nn.Module], sessions: Iterable[Session]
 ) -> dict[str, list[Case]]:
-    """For each path in `layers` (layers of `model`): the cases that the model makes of random inputs."""
+    """For each path in `layers` (layers of `model`), record the cases that a run on random inputs produces."""
     cases: dict[str, list[Case]] = {path: [] for path in layers}
     for session in sessions:
         cache = session.make_cache() if session.make_cache else None
@@ -57,7 +58,7 @@ def recorded_cases(
         except (CheckpointError, RankError):
             raise
         except Exception:
-            if session.optional:  # the model does not take such a cache or mask, so that nobody can make these calls
+            if session.optional:  # the model refuses such a cache or mask, so these calls cannot occur
                 continue
             raise
         for path, calls in seen.items():
@@ -68,7 +69,7 @@ def recorded_cases(
 
 
 def _sees_all(calls: list[Call]) -> bool:
-    """Whether each call's mask, if it has one, has a column for every token so far, as on our cache."""
+    """True if each call's mask, if any, has a column for every token so far, as on our cache."""
     seen_tokens = 0
     for call in calls:
         seen_tokens += call.hidden.shape[1]
@@ -92,12 +93,12 @@ def _run_and_record(
 
     def record(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         interrupts.check()
-        if path not in remaining:  # a shared layer runs several times: its first call speaks for it
+        if path not in remaining:  # a shared layer runs several times; record only the first
             return
         kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
         args = tuple(CACHE if isinstance(value, Cache) else value for value in args)
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        fits = real is not None and hidden.shape[:2] == real.shape  # else it counts other rows than the layer's
+        fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask is of other rows
         seen[path].append(Call(hidden.clone(), args[1:], kwargs, real if fits else None))
 
     def reached(path: str, args: tuple, output: Any) -> None:
@@ -110,8 +111,10 @@ def _run_and_record(
 
 
 def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
-    """For a table, random rows of it and its first and last one; for a linear, random inputs: one, some, and more rows
-    than kernels for few rows take.
+    """Random cases for one matrix.
+
+    For an embedding: random indices plus the first and last row. For a linear: one row, some, and more than kernels for
+    few rows take.
     """
     generator = torch.Generator().manual_seed(SEED)
     if matrix.op == "embedding":

@@ -1,8 +1,8 @@
-"""The proof: a new module against the one that it would replace, on calls that the model itself makes.
+"""Prove a new module against the one it would replace, on calls that the model itself makes.
 
-Two comparisons. Structure: old and new in float32, same weights, which must agree closely. Result: the new module as it
-will run, in the target dtype and format, whose distance from the original in float32 may be at most twice that of the
-original itself run in that dtype.
+Structure: both in float32 with the same weights must agree closely. Result: the new module runs as it will be used, in
+the target dtype and format. Its distance from the original in float32 may be at most twice that of the original run in
+that dtype.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from infuse.proof.cases import CACHE, Case
 from infuse.proof.sessions import our_cache, plain_sessions, session_inputs
 from infuse.quant.parse import quant_format
 
-# Relative to the largest value. float32: two orders of summation over some thousand terms. 16 bits: half a unit in the
-# last place.
+# Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
+# terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 def _cast(value: Any, dtype: torch.dtype, cache: Any) -> Any:
-    """An argument of the recorded call for a run in `dtype`, on a cache of its own."""
+    """Cast a recorded argument to `dtype`, and replace CACHE by this run's `cache`."""
     if isinstance(value, Tensor) and value.is_floating_point():
         lowest = max(torch.finfo(dtype).min, torch.finfo(value.dtype).min)  # a mask's lowest value must not become -inf
         return value.clamp(min=lowest).to(dtype)
@@ -39,15 +39,14 @@ def _cast(value: Any, dtype: torch.dtype, cache: Any) -> Any:
 
 
 def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
-    """What the layer makes of the case's calls, in order; hidden states only, real positions only [N, C]."""
+    """Run the case's calls in order and return the hidden states of the real positions [N, C], one tensor per call."""
     cache = make_cache() if make_cache else None
     results = []
     for call in case.calls:
         args = [_cast(arg, dtype, cache) for arg in call.args]
         kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
-        given = (
-            call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
-        )  # an embedding is given indices
+        # An embedding takes indices, which keep their dtype.
+        given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
         hidden = given.clone()
         out = layer(hidden, *args, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
@@ -59,7 +58,7 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
 
 @dataclass(frozen=True)
 class Expected:
-    """The original's outputs for each case: in float32, and how far it is from them in the target dtype."""
+    """The original's outputs for each case in float32, and its own error against them in the target dtype."""
 
     exact: list[list[Tensor]]
     own_error: list[list[float]]
@@ -77,9 +76,7 @@ def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expecte
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """The root mean square of the difference over that of `exact`; infinite where shapes differ or a value is not
-    finite.
-    """
+    """Root mean square of the difference relative to that of `exact`; inf if shapes differ or values are not finite."""
     if found.shape != exact.shape:
         return float("inf")
     if exact.numel() == 0:
@@ -89,7 +86,7 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
-    """Why `new` (reference bodies, weights not quantized) is not the same function as the original; None if it is."""
+    """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
     with in_dtype(new, torch.float32):
         for case, exact in zip(cases, wanted.exact, strict=True):
             for cache, i, error in _distances(new, case, torch.float32, exact):
@@ -99,8 +96,8 @@ def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> s
 
 
 def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
-    """Why `new`, as it will run, is too far from the original in float32; None if it is near enough."""
-    # Matrices are rounded independently of each other: their errors add up in squares.
+    """Return why `new`, as it will run, is too far from the original in float32; None if it is close enough."""
+    # Matrices are rounded independently, so the squares of their errors add up.
     quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
     for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
         for cache, i, error in _distances(new, case, dtype, exact):
@@ -111,12 +108,12 @@ def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expec
 
 
 def _distances(new: nn.Module, case: Case, dtype: torch.dtype, exact: list[Tensor]) -> Iterator[tuple[str, int, float]]:
-    """Of each call on each cache: the cache, which call it is, and how far `new` is from `exact` in it."""
+    """Yield the cache's label, the call's index and the distance of `new` from `exact`, for each call on each cache."""
     for make_cache in case.caches:
         try:
             found = outputs(new, case, dtype, make_cache)
         except UnsupportedCall:
-            if case.refusable:  # its user will be told the same, by name
+            if case.refusable:  # the user gets the same named refusal
                 continue
             raise
         errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
@@ -131,9 +128,7 @@ def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int
 
 
 def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
-    """The first output of the whole model for random inputs, alone and padded: real positions in float32, and their
-    dtype.
-    """
+    """The whole model's first output on random inputs, plain and padded: real positions in float32, and their dtype."""
     outputs = []
     for session in plain_sessions(model.config):
         for inputs, real in session_inputs(model, None, session):
@@ -144,10 +139,14 @@ def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
 
 
 def hook_mismatch(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Tensor, torch.dtype]]) -> str | None:
-    """Why the model is too far from itself with another attention: both ran in one dtype, whose rounding is allowed
-    twice.
+    """Return why the model's outputs with another attention differ too much; None if they do not.
+
+    Both runs use one dtype, so twice its rounding error is allowed.
     """
     for (a, dtype), (b, _) in zip(found, wanted, strict=True):
         if (error := distance(a, b)) > 2 * _FLOOR[dtype]:
-            return f"the model differs from itself by {error:.1e} of its size in {dtype} ({2 * _FLOOR[dtype]:.1e} is allowed)"
+            return (
+                f"the model differs from itself by {error:.1e} of its size in {dtype} "
+                f"({2 * _FLOOR[dtype]:.1e} is allowed)"
+            )
     return None

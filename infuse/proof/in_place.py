@@ -1,7 +1,8 @@
-"""The proof of a linear inside the module that calls it: callers may read more of a linear than what it returns.
+"""Prove a linear inside the module that calls it, because a caller may read more of a linear than its output.
 
-The caller runs twice: with the new linear in its place, and with the original there, whose forward alone is the new
-one's. Both must give the same, whatever the new linear rounds. It runs in the model's own dtype, as it was recorded.
+The caller runs twice: once with the new linear in place of the original, and once with the original using the new one's
+forward. Both must give the same result, whatever rounding the new linear adds. The caller runs in the model's own
+dtype, as recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from infuse.proof.shortened import shortened
 
 
 def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
-    """Why `caller` does not do with `new` what it does with the linear that is there, None if it does."""
+    """Return why `caller` behaves differently with `new` than with the current linear; None if it does not."""
     where, _, name = caller.path.rpartition(".")
     holder = caller.module.get_submodule(where)
     old = holder._modules[name]
@@ -37,7 +38,7 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     holder._modules[name] = new
     try:
         found = _tensors(_run(caller))
-    except Exception as error:  # it reads what the new linear does not have
+    except Exception as error:  # it reads an attribute that the new linear lacks
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return f"{type(caller.module).__name__} around it fails with the new linear: {reason}"
     finally:
@@ -56,7 +57,7 @@ def _run(caller: Caller) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of an output, in order; those in caches are not among them."""
+    """The tensors of an output in order, except those in caches."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
@@ -64,7 +65,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two results are equal, but for what the order of a sum does."""
+    """True if two results are equal up to summation order."""
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
         return False
     if not found.is_floating_point():

@@ -1,4 +1,4 @@
-"""Sessions: a few calls of the model in a row, as users make them. What its layers are passed then becomes a case."""
+"""Sessions: several consecutive calls of a model, as users make them; the calls of its layers become cases."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from infuse.layers.cache import KVCache
 from infuse.plan.step import BLOCK, Step
 
 PADDING = 3
-LATER = (1, 2)  # new tokens of the calls after the first one: a step of decoding, then several tokens at once
-WINDOW = 5  # a sliding window that TOKENS more than fill
+LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
+WINDOW = 5  # a sliding window shorter than TOKENS
 
 
 @dataclass(frozen=True)
 class Session:
-    """Calls of the model in a row; `tokens` are the new tokens of each, `batch` the rows of all.
+    """Consecutive calls of the model; `tokens` are the new tokens of each call, `batch` the number of rows.
 
-    The model runs on a cache of `make_cache`, and new modules on those of `also` as well, where the same arguments mean
-    the same. `texts`: two texts in each row, by a 4-d mask; `paged`: as a step of continuous batching packs them, with
-    the cache that it passes to the attention function. `window`: sliding windows are that short. An `optional` session
-    that the model itself refuses makes no case.
+    The model runs on a cache from `make_cache`. New modules also run on those from `also`, if the same arguments mean
+    the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in a step of
+    continuous batching, with the cache that it passes to the attention function. `window`: sliding windows have this
+    length. If the model itself refuses an `optional` session, it yields no case.
     """
 
     label: str
@@ -52,11 +52,11 @@ class Session:
     optional: bool = True
 
 
-MANY, FEW = 3, 2  # texts: without padding more than 28 rows, which kernels for many rows take, with padding fewer
+MANY, FEW = 3, 2  # batch sizes: MANY exceeds 28 rows, to use kernels for many rows; FEW, with padding, does not
 
 
 def plain_sessions(config: Any) -> list[Session]:
-    """One call without a cache, then one that is padded."""
+    """One call without a cache, and one that is also padded."""
     first = first_tokens(config)
     return [
         Session("alone", (first,), MANY, optional=False),
@@ -65,7 +65,7 @@ def plain_sessions(config: Any) -> list[Session]:
 
 
 def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
-    """The calls by which a layer is judged; those without a cache alone where it takes none."""
+    """The sessions that a block is proven on; without a cache only, unless it `decodes`."""
     config: Any = getattr(model, "config", None)
     first, most = first_tokens(config), most_tokens(config)
     texts = Session("two texts in a row", (min(first, 4),), FEW, texts=True)
@@ -87,7 +87,7 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
         replace(texts, label="a continuous batch", batch=1, paged=True),
     ]
     window = getattr(config, "sliding_window", None)
-    if isinstance(window, int) and window > WINDOW:  # a shorter one is full in the sessions above
+    if isinstance(window, int) and window > WINDOW:  # a shorter one is already full in the sessions above
         short = copy.copy(config)
         short.sliding_window = WINDOW
         full = Session("a full window", tokens, MANY, lambda: DynamicCache(config=short), window=WINDOW)
@@ -96,7 +96,7 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
 
 
 def model_sessions(model: nn.Module) -> list[Session]:
-    """The calls by which layers without a spec are judged: on a cache of transformers' where the model takes one."""
+    """The sessions that layers without a spec are proven on, with a transformers cache if the model takes one."""
     alone, padded = plain_sessions(getattr(model, "config", None))
     make_cache = _cache_maker(model)
     later = (1,) if make_cache else ()
@@ -104,11 +104,11 @@ def model_sessions(model: nn.Module) -> list[Session]:
 
 
 def our_cache() -> Cache:
-    return KVCache(limit_tokens=TOKENS + sum(LATER))  # no larger than it need be
+    return KVCache(limit_tokens=TOKENS + sum(LATER))
 
 
 def _cache_maker(model: nn.Module) -> Callable[[], Cache] | None:
-    """What makes a cache of transformers' that the model's forward takes, None where it takes none."""
+    """Return a function that makes a transformers cache for the model's forward; None if it takes no cache."""
     config: Any = getattr(model, "config", None)
     takes = "past_key_values" in inspect.signature(type(model).forward).parameters
     if not takes or not getattr(config, "use_cache", False):
@@ -120,7 +120,7 @@ def _cache_maker(model: nn.Module) -> Callable[[], Cache] | None:
 
 @contextmanager
 def short_window(model: Any, window: int | None) -> Iterator[None]:
-    """The model masks by a sliding window of `window` tokens for a while; None leaves it as it is."""
+    """Context in which the model masks with a sliding window of `window` tokens; None changes nothing."""
     if window is None:
         yield
         return
@@ -135,11 +135,11 @@ def short_window(model: Any, window: int | None) -> Iterator[None]:
 def session_inputs(
     model: nn.Module, cache: Cache | None, session: Session
 ) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
-    """Arguments of the model's forward, one for each call, with the mask [B, T] of real positions (None: all)."""
+    """Yield for each call the arguments of the model's forward and the mask [B, T] of real positions (None: all)."""
     make, sample = RandomTensors(model), like(model)
     mask = torch.ones(session.batch, session.tokens[0], dtype=torch.long)
     if session.padded and cache is not None:
-        mask[0, :PADDING] = 0  # on the left, as generation pads
+        mask[0, :PADDING] = 0  # left padding, as in generation
     elif session.padded:
         mask[0, -PADDING:] = 0
     more: dict[str, Any] = {"use_cache": False} if session.texts else {}
@@ -150,7 +150,7 @@ def session_inputs(
     given: dict[str, Tensor] = {}
     for i, tokens in enumerate(session.tokens):
         new = model_inputs(model, make, session.batch, tokens)
-        if i and "decoder_input_ids" in new:  # what the encoder reads stays
+        if i and "decoder_input_ids" in new:  # keep the encoder's inputs
             new = given | {"decoder_input_ids": new["decoder_input_ids"]}
         elif i:
             mask = torch.cat((mask, torch.ones(session.batch, tokens, dtype=torch.long)), dim=1)
@@ -164,13 +164,14 @@ def session_inputs(
 
 
 def _first_text(tokens: int) -> int:
-    """How many tokens of a row are its first text."""
+    """Number of tokens in a row's first text."""
     return tokens // 3
 
 
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
-    """What continuous batching tells the model of two texts in one row, with a paged cache that holds nothing yet."""
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache  # here: it takes long to import
+    """Arguments that continuous batching passes for two texts in one row, with a paged cache that is still empty."""
+    # Imported here because the import is slow.
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     class Empty(PagedAttentionCache):
         def __init__(self) -> None:
@@ -191,9 +192,7 @@ def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
 
 
 def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T] to be added to scores: the first third of each row is a text, the rest another; each in causal
-    order.
-    """
+    """Additive mask [B, 1, T, T], causal within each of a row's two texts: its first third and the rest."""
     text = torch.arange(mask_BT.shape[1]) >= _first_text(mask_BT.shape[1])
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
@@ -201,5 +200,5 @@ def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decodes(step: Step) -> bool:
-    """Whether the step's module works on a cache."""
+    """True if the step's module uses a cache."""
     return step.depth == BLOCK and step.index is not None and step.shape.attn.causal  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Run a model with few of its layers: one of each class is enough to see who calls what."""
+"""Run a model with few of its layers: one of each class is enough to find out which module calls which."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 @contextmanager
 def shortened(model: nn.Module, keep: Iterable[nn.Module]) -> Iterator[None]:
-    """Run `model` with one layer for each class in its lists of layers, and with those that hold a module of `keep`."""
+    """Run `model` with one layer per class in each list of layers, plus the layers that contain a module of `keep`."""
     kept = {id(module) for module in keep}
     with ExitStack() as undo:
         for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]:
             first: dict[tuple, list[Any]] = {}
-            for layer in dict.fromkeys(layers):  # one layer may be there several times
+            for layer in dict.fromkeys(layers):  # one layer may be listed several times
                 like = (type(layer), tuple(parameter.shape for parameter in layer.parameters()))
                 if like not in first:
                     first[like] = []
@@ -32,10 +32,10 @@ def _note(returned: list[Any], module: nn.Module, args: Any, output: Any) -> Non
 
 
 def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
-    """Let `layer` hand on what it is given, until `undo`. It stays where it is: transformers looks for layers by their
-    class, once.
+    """Make `layer` return its input until `undo`. It stays in place, because transformers looks up layers by class.
 
-    Its hooks of now are not called (one of them may load its weights); those that are registered meanwhile stay.
+    The lookup happens only once. The layer's current hooks are not called, as one of them may load its weights; hooks
+    registered meanwhile are kept.
     """
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         undo.callback(hooks.update, dict(hooks))
@@ -48,6 +48,6 @@ def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
 
 
 def _hand_on(returned: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """The hidden states that a layer is given, in the form in which a layer like it has returned them."""
+    """Return the hidden states that the layer was given, in the output format of the last similar layer that ran."""
     hidden = args[0] if args else kwargs["hidden_states"]
     return (hidden, *output[1:]) if returned and isinstance(output := returned[0], tuple) else hidden

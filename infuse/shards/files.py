@@ -1,9 +1,9 @@
-"""The files of our own shards: the replaced model's tensors as they lie in memory, packed and quantized, and an index.
+"""Write the files of our own shards: the replaced model's tensors as held in memory, and an index.
 
-infuse.json                 the plan that was carried out, the dtype, and for each rank's file: how its tensors were cut
-                            and their checksums; a checksum of the index itself
-rank-00-of-02.safetensors   what rank 0 holds; what ranks do not share is in each file, so that a rank reads its own
-rank-01-of-02.safetensors   file alone
+infuse.json                 the executed plan, the dtype, for each rank's file how its tensors were cut and their
+                            checksums, and a checksum of the index itself
+rank-00-of-02.safetensors   the tensors of rank 0, packed and quantized; those that ranks do not split are in every
+rank-01-of-02.safetensors   file, so that a rank reads only its own
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infuse.shards.index import FORMAT, SEAL, checksums_text, cut_text, seal
 from infuse.weights.safetensors_file import DTYPES, SafetensorsFile, block_checksums, bytes_of
 from infuse.weights.sources import SAVED
 
-_RECORD = "infuse"  # in the header of each file: what the index says of it; rank 0 gathers it from there
+_RECORD = "infuse"  # key in each file's header for its entry in the index; rank 0 collects the entries
 Progress = Callable[[int, int, str], None]
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -38,7 +38,7 @@ def rank_file(rank: int, size: int) -> str:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Tensors that come together: a quantized matrix is brought from its kernel's layout once for all of them."""
+    """Tensors fetched together, so that a quantized matrix is converted from its kernel's layout only once."""
 
     names: tuple[str, ...]
     get: Callable[[], tuple[Tensor, ...]]
@@ -53,21 +53,19 @@ def write_shards(
     group: Group,
     progress: Progress | None = None,
 ) -> None:
-    """Write this rank's tensors, which are cut by `cuts`, to `folder`, which is made; rank 0 writes the `index` when
-    all are whole.
+    """Write this rank's tensors, cut by `cuts`, to `folder`, which is created; rank 0 writes the `index` last.
 
-    A file appears under its name when it is whole. What fails on one rank is a CheckpointError on all, and then there
-    is no index.
+    A file gets its final name only when complete. If one rank fails, all raise CheckpointError and no index is written.
     """
     names = [rank_file(rank, group.size) for rank in range(group.size)]
     with group.on_all_or_none("making the folder of the shards"), _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if group.rank == 0:
-            (folder / SAVED).unlink(missing_ok=True)  # until the new shards are there, there are none
+            (folder / SAVED).unlink(missing_ok=True)  # no valid shards until the new ones are complete
     with group.on_all_or_none("writing the shards"), _writing(folder):
         write_safetensors(folder / names[group.rank], bundles, cuts, progress)
     with group.on_all_or_none("writing the index"), _writing(folder):
-        if group.rank == 0:  # which sees the others' files, and sees that they are whole
+        if group.rank == 0:  # reads the other ranks' files and verifies that they are complete
             records = (json.loads(SafetensorsFile(folder / name).metadata[_RECORD]) for name in names)
             files = [{"name": name, **record} for name, record in zip(names, records, strict=True)]
             whole = {"format": FORMAT, **index, "files": files}
@@ -89,9 +87,9 @@ def write_safetensors(
     cuts: Mapping[str, Cut] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> None:
-    """A safetensors file, bundle by bundle: no second copy of the model in memory.
+    """Write a safetensors file bundle by bundle, without a second copy of the model in memory.
 
-    Its header has what the index is to say of it: the rank's `cuts`, and a checksum of each tensor.
+    Its header has the file's index entry: the rank's `cuts` and the checksums of each tensor.
     """
     places: dict[str, Any] = {}
     checksums: dict[str, str] = {}
@@ -123,7 +121,7 @@ def _stored_bytes(tensor: Tensor) -> memoryview:
 
 
 def _write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """The file, written beside its place and moved there when nothing is missing."""
+    """Write to a temporary file in the same folder, and rename it when complete."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(beside, "wb") as file:

@@ -1,6 +1,6 @@
-"""The index of our own shards, infuse.json: the plan that was carried out, and what each rank's file has.
+"""The index of our own shards, infuse.json: the executed plan and the contents of each rank's file.
 
-It is judged whole before a file that it names is opened.
+It is validated as a whole before any file that it names is opened.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from infuse.parallel.slices import Cut, Tiling
 from infuse.weights.sources import SAVED, inside, read_json
 
 FORMAT = "infuse-3"
-SEAL = "sha256"  # of all else in the index
+SEAL = "sha256"  # key of the checksum over the rest of the index
 
 
 def seal(index: Mapping[str, Any]) -> str:
-    """The checksum of an index, whatever the order and the spacing of its keys."""
+    """Checksum of an index, independent of key order and spacing."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def cut_text(cut: Cut) -> str:
-    """A rank's part of a tensor for the index: "axis 0 of 96: 0:24 48:60" are positions of the whole."""
+    """A rank's part of a tensor as text for the index: "axis 0 of 96: 0:24 48:60", in positions of the whole."""
     ranges = " ".join(f"{start}:{stop}" for start, stop in cut.ranges)
     return f"axis {cut.axis} of {cut.whole_length}: {ranges}"
 
@@ -67,14 +67,14 @@ class _Record(BaseModel):
 
 
 class SavedStep(_Record):
-    """A step that was carried out: what its tensors mean, and the format of each matrix."""
+    """An executed step: a digest of what its tensors mean, and the format of each matrix."""
 
     kind: str
     formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
 
 
 class SavedFile(_Record):
-    """A rank's file: its part of each tensor that ranks share, and the checksums of all that is in it."""
+    """A rank's file: its part of each tensor that ranks split, and the checksums of all its tensors."""
 
     name: str
     cuts: dict[str, Annotated[Cut, BeforeValidator(_cut)]]
@@ -82,9 +82,9 @@ class SavedFile(_Record):
 
 
 class SavedIndex(_Record):
-    """What the index says: the `steps` that were carried out, by path, and a file for each rank.
+    """The contents of the index: the executed `steps` by path, and one file per rank.
 
-    `readings` names, for each layer without a spec that ranks share, the interpretation of it that was proven.
+    `readings` names the proven interpretation of each layer without a spec that ranks split.
     """
 
     format: str
@@ -102,7 +102,7 @@ class SavedIndex(_Record):
 
     @cached_property
     def tilings(self) -> dict[str, Tiling]:
-        """How the ranks' parts make up each tensor that they share."""
+        """How the ranks' parts form each tensor that they split."""
         first, *others = self.files
         found = {}
         for name, cut in first.cuts.items():
@@ -127,7 +127,7 @@ class SavedIndex(_Record):
 
 
 def read_index(folder: Path) -> SavedIndex | None:
-    """The index of our shards in `folder`, None where there is none; CheckpointError where it cannot be read."""
+    """Read the index of our shards in `folder`; None if there is none; CheckpointError if it cannot be read."""
     path = folder / SAVED
     if not os.path.isfile(path):
         return None

@@ -1,7 +1,7 @@
-"""The plan in the index of our shards, for this model on these ranks: the same steps, in the same formats.
+"""Adapt a plan to the index of our shards, for this model on these ranks: the same steps in the same formats.
 
-Nothing is proven or quantized again, so what the index does not cover is refused: a layer of another kind, and a part
-that would cut a group of inputs.
+Nothing is proven or quantized again. Anything that the index does not cover is therefore refused, such as a layer of
+another kind or a part that would cut a group of inputs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _INSTEAD = "load the original checkpoint, or shard the model again for as many r
 
 
 def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device) -> Plan:
-    """`plan` as the shards of `index` were made: its layers at the depth of then, and each matrix in its format.
+    """Return `plan` as the shards of `index` were made: each layer at its saved depth, each matrix in its saved format.
 
-    CheckpointError: a layer is of another kind than the saved one, or this rank's part of a matrix cuts a group.
+    CheckpointError if a layer is of another kind than the saved one, or if this rank's part of a matrix cuts a group.
     """
     plan = _at_saved_depth(plan, model, index, config=config, device=device)
     saved, steps, left = dict(index.steps), list[Step](), list(plan.left)
@@ -63,7 +63,7 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Infer
 def _at_saved_depth(
     plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device
 ) -> Plan:
-    """`plan` with each layer at the depth at which it was saved, and shared by ranks in the interpretation of then."""
+    """Return `plan` with each layer at its saved depth; layers that ranks split keep the saved interpretation."""
     steps, left, notes = plan.steps, list(plan.left), plan.notes
     while deeper := [step for step in steps if _is_deeper(step, index)]:
         instead = fallback(deeper, model, config, device=device, mesh=plan.mesh)
@@ -81,7 +81,7 @@ def _at_saved_depth(
 
 
 def _is_deeper(step: Step, index: SavedIndex) -> bool:
-    """Whether a layer was saved in parts: its proof was refused then, a policy took its place, or one rank had it."""
+    """True if the layer was saved at a shallower depth: proof failed, a policy applied, or one rank held it whole."""
     if step.depth == SPLIT:
         return step.path not in index.readings
     if step.depth != BLOCK or step.path in index.steps:
@@ -90,7 +90,7 @@ def _is_deeper(step: Step, index: SavedIndex) -> bool:
 
 
 def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...]:
-    """The steps, those of layers without a spec in the interpretation that the index names."""
+    """Return the steps, using for layers without a spec the interpretation that the index names."""
     chosen, faults = [], []
     for step in steps:
         if step.depth != SPLIT:
@@ -115,7 +115,7 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
 
 
 def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
-    """The formats in which a step was saved, taken out of `saved`, by path; None where it was not."""
+    """Pop the formats that a step was saved in from `saved`, keyed by target; None if it was not saved."""
     if step.depth != SPLIT:
         entry = saved.get(step.path)
         targets = {fill.target for fill, _ in step.made}
@@ -132,7 +132,7 @@ def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | 
 
 
 def _with_formats(step: Step, formats: Mapping[str, str], device: Device, dtype: torch.dtype) -> Step:
-    """The step with its matrices in `formats`, activations as they were asked for this time."""
+    """Return the step with its matrices in `formats`, and activations rounded as the current config asks."""
     fills = []
     for fill in step.fills:
         format = _format_of_part(fill, formats[fill.target]) if fill.target in formats else None
@@ -140,21 +140,21 @@ def _with_formats(step: Step, formats: Mapping[str, str], device: Device, dtype:
             asked = quant_format(fill.format).activation_bits
             format = str(replace(quant_format(format), activation_bits=asked))
         fills.append(replace(fill, format=format))
-    chosen = dict(step.bodies)  # where a format did not fit then, or does not now, it was planned without
+    chosen = dict(step.bodies)  # lacks bodies of formats that did not fit, now or when saved
     for name in matrix_ops(fills, step.shape) if step.shape else ():
         chosen.setdefault(name, ops.registered()[name].choose(device, dtype).body)
     return replace(step, fills=tuple(fills), bodies=tuple(chosen.items()), why="as it was saved")
 
 
 def _format_of_part(fill: Fill, format: str) -> str:
-    """The format that a part of a matrix has: groups that are counted have the size that they have in the whole."""
+    """Return the format of a part of a matrix: groups given by count keep their size from the whole matrix."""
     if fill.cut is None or fill.cut.axis == 0:
         return format
     return str(quant_format(format).of_part(fill.cut.whole_length))
 
 
 def _cut_faults(step: Step, formats: Mapping[str, str], tilings: Mapping[str, Tiling]) -> list[str]:
-    """Why this rank's parts of quantized matrices cannot be put together from the saved ones."""
+    """List the reasons why this rank's parts of quantized matrices cannot be assembled from the saved ones."""
     faults = []
     for fill in (fill for fill in step.fills if fill.target in formats):
         name, format = f"{step.path}.{fill.target}", quant_format(_format_of_part(fill, formats[fill.target]))

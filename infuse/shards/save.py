@@ -1,7 +1,7 @@
-"""Save a replaced model as our own shards, and open them again: nothing is quantized or proven twice.
+"""Save a replaced model as our own shards and open them again, without quantizing or proving anything twice.
 
-The index lists the steps that were carried out and their formats. Loading carries out the same steps with the saved
-tensors. Their structure was proven when the shards were saved; an index of other specs or layouts is refused.
+The index lists the executed steps and their formats. Loading repeats these steps with the saved tensors. Their
+structure was proven when the shards were saved; an index with other specs or layouts is refused.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from infuse.weights.sources import SAVED
 def save(
     model: nn.Module, plan: Plan, config: InferenceConfig, folder: str, group: Group = LOCAL, progress: Any = None
 ) -> None:
-    """Write `model`, to which `plan` was done, to `folder`: its tensors as they are, and the index; each rank of
-    `group` its own.
+    """Write `model`, on which `plan` was executed, to `folder`: each rank of `group` its tensors, and the index.
 
-    CheckpointError on all ranks where one fails; then there is no index. Of a layer without a spec that ranks share,
-    the index has each quantized linear as a step, as one rank would take it, and the interpretation of the layer.
+    A failure on one rank raises CheckpointError on all ranks; then there is no index. For a layer without a spec that
+    ranks split, the index has its interpretation, and each quantized linear as a step, as for a single rank.
     """
     steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
-    readings = {step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)}
+    readings = {
+        step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)
+    }
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
-    if config.dtype == torch.int8:  # which asks for the format without a word in `quant`
+    if config.dtype == torch.int8:  # int8 implies the format without setting `quant`
         quant["format"] = config.weight_format
     dtype = str(plan.dtype).removeprefix("torch.")
     index = {
@@ -63,7 +64,7 @@ def save(
 
 
 def cuts(plan: Plan) -> dict[str, Cut]:
-    """How this rank's tensors are cut, by the names that they are stored under."""
+    """How this rank's tensors are cut, by their stored names."""
     found: dict[str, Cut] = {}
     for step in plan.steps:
         for fill in step.fills if step.shape is not None else ():
@@ -74,8 +75,9 @@ def cuts(plan: Plan) -> dict[str, Cut]:
 
 
 def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
-    """All tensors of `model`: quantized matrices as their format defines them, tied tensors once, outside of layers if
-    they are there too.
+    """Yield all tensors of `model`: quantized matrices in their format's layout, and tied tensors once.
+
+    A tensor tied between a layer and a place outside of it is stored under its outside name.
     """
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
@@ -89,9 +91,8 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            yield Bundle(
-                (name,), partial(_alone, tensor, name in turned)
-            )  # a plain linear is stored as its model had it
+            # A plain linear is stored in the orientation of the original model.
+            yield Bundle((name,), partial(_alone, tensor, name in turned))
 
 
 def _held(module: QuantizedLinear, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -104,10 +105,10 @@ def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
 
 
 def check_folder(folder: str) -> None:
-    """Make `folder`; CheckpointError where shards cannot be written there."""
+    """Create `folder`; CheckpointError if shards cannot be written there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte or half a character
+    except (OSError, ValueError) as error:  # ValueError: a zero byte or a lone surrogate in the name
         raise CheckpointError(
             f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}"
         ) from error
@@ -116,7 +117,7 @@ def check_folder(folder: str) -> None:
 
 
 def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
-    """The files that the index names; this rank's alone where as many ranks saved them and cut them alike."""
+    """Open the files that the index names; only this rank's file if the number of ranks and the cuts are unchanged."""
     own, rank = cuts(plan), plan.mesh.tp_rank
     alike = index.tp_size == plan.mesh.tp and own.keys() == index.tilings.keys()
     alike = alike and all(index.tilings[name].parts[rank] == cut.ranges for name, cut in own.items())
@@ -129,9 +130,9 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
-    """`config` with the dtype and the format of the shards where it asks for none. ConfigError: it asks for others.
+    """Return `config` completed by the dtype and format of the shards; ConfigError if it asks for others.
 
-    A format that stores the same (with other activations) may be asked for.
+    A format that stores the same data (with other activations) is allowed.
     """
     asked = config.weight_format
     stored, quant = index.format_of_weights, index.quant
@@ -150,29 +151,29 @@ def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
 
 
 def as_stored(format: str) -> QuantFormat:
-    """The format without the rounding of activations, which shards do not depend on."""
+    """Return the format without its activation rounding, which shards do not depend on."""
     return replace(quant_format(format), activation_bits=16)
 
 
 def packed_paths(step: Step) -> tuple[str, ...]:
-    """The paths of a step's new modules whose tensors are not the original's: they are read back as they were saved."""
+    """Paths of a step's new modules whose tensors differ from the original's; these are read back as saved."""
     if step.depth == SPLIT:
         return tuple(f"{step.path}.{matrix.target}" for fill, matrix in step.made if fill.format)
     return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()
 
 
 def is_packed(step: Step) -> bool:
-    """Whether anything is read back for a step."""
+    """True if any tensor of the step is read back as saved."""
     return bool(packed_paths(step))
 
 
 def packed_fill(step: Step, fill: Fill) -> bool:
-    """Whether the target of one of the step's fills is read back."""
+    """True if the target of this fill of the step is read back as saved."""
     return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
 
 
 def _entries(step: Step) -> dict[str, dict[str, Any]]:
-    """What the index says of a step, by path."""
+    """The step's entries in the index, by path."""
     if step.depth != SPLIT:
         return {step.path: {"kind": kind_of(step), "formats": step.formats}} if is_packed(step) else {}
     return {
@@ -183,13 +184,13 @@ def _entries(step: Step) -> dict[str, dict[str, Any]]:
 
 
 def kind_of(step: Step) -> str:
-    """A digest of what the stored tensors of all ranks together mean: the whole shape, and how matrices are made."""
+    """Digest of what the stored tensors of all ranks mean together: the whole shape, and how matrices are made."""
     fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
     return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
 
 
 def kind_of_linear(step: Step, fill: Fill) -> str:
-    """The digest of one linear of a layer that ranks share, as it is replaced where one rank has the layer."""
+    """Digest of one linear of a layer that ranks split, as it is replaced if a single rank has the layer."""
     assert isinstance(step.whole, SplitShape)
     path = fill.target.removesuffix(".weight")
     part = next(matrix for matrix in step.whole.matrices if matrix.target == path)

@@ -1,4 +1,4 @@
-"""One rank's part of a layer without a spec, for each interpretation of its linears. Pure: numbers only."""
+"""Compute each rank's part of a layer without a spec, for each interpretation of its linears. Pure: numbers only."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from infuse.parallel.slices import Cut, Range, split, split_heads, total
 from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of
 from infuse.unknown.roles import Roles
 
-MOST_INTERPRETATIONS = 24  # each costs a proof
+MOST_INTERPRETATIONS = 24  # each one has to be proven
 
 
 def split_parts(
     module: nn.Module, roles: Roles, config: Any, mesh: Mesh, *, grain: int, multiple: Callable[[str, int], int]
 ) -> list[tuple[Part, list[Part]]]:
-    """For each interpretation of the layer: the whole, and the part of each rank, without duplicates.
+    """Return, for each distinct interpretation of the layer, the whole and the part of each rank.
 
-    `multiple(path, inputs)` is what the inputs of a row linear must be split in multiples of. SpecMismatch: there is no
-    interpretation, or too little to share.
+    A row linear's inputs are split in multiples of `multiple(path, inputs)`. Raises SpecMismatch if no interpretation
+    fits or there is too little to split.
     """
     name = f"{type(module).__name__} over {mesh.tp} ranks"
     shapes = {path: shape for path, shape in linears(module) if path}
@@ -40,7 +40,7 @@ def split_parts(
         raise SpecMismatch(name, wrong)
     found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
     for chosen in _products(choices):
-        with suppress(SpecMismatch) if found else nullcontext():  # the first one says why it cannot be
+        with suppress(SpecMismatch) if found else nullcontext():  # raise only if the most likely one fails
             cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
             parts = _layer_part(cutters, ONE), tuple(_layer_part(cutters, rank) for rank in mesh.ranks())
             found.setdefault(parts, []).append("; ".join(map(str, chosen)))
@@ -54,8 +54,10 @@ def _named(whole: Part, names: list[str]) -> Part:
 
 
 def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretation, ...]]:
-    """Combinations of interpretations, likely ones first: those that differ from the first in one kind of chain, then
-    in two. Chains that are alike (self- and cross-attention, the blocks of a stage) are understood alike.
+    """Yield combinations of interpretations, one per chain, most likely first.
+
+    Combinations that differ from the first in one kind of chain come before those that differ in two. Similar chains
+    (self- and cross-attention, the blocks of a stage) get the same interpretation.
     """
     kinds = [(len(found), None if found[0].by_features else found[0].heads) for found in choices]
     distinct = list(dict.fromkeys(kinds))
@@ -82,8 +84,9 @@ def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> Part:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's query and key/value heads (or inner features, which are both); `counts` are the heads of each rank where
-    each has neighbours.
+    """A rank's query and key/value heads, or inner features, which count as both.
+
+    `counts` are the heads of each rank if every rank has a contiguous range of them.
     """
 
     query: tuple[Range, ...]
@@ -93,7 +96,7 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Cutter:
-    """Cuts one chain by one interpretation; `name` is for errors."""
+    """Cut one chain by one interpretation; `name` is for error messages."""
 
     chain: LayerChain
     interpretation: Interpretation
@@ -121,7 +124,7 @@ class _Cutter:
         return _Share((found[rank].heads,), (found[rank].kv_heads,), counts)
 
     def part(self, mesh: Mesh) -> tuple[SplitShape, tuple[Fill, ...]]:
-        """A rank's part of the chain."""
+        """Return a rank's part of the chain."""
         share, heads = self.share(mesh), self.interpretation.heads.query
         lengths = total(share.query), total(share.key)
         matrices, fills, tables = [], [], []
@@ -153,7 +156,7 @@ class _Cutter:
         return shape, tuple(fills)
 
     def ranges(self, share: _Share, size: int) -> tuple[Range, ...]:
-        """What a rank has of an axis of `size`: of the outputs of a column linear, or of the inputs of a row linear."""
+        """Return a rank's ranges of an axis of length `size`: a column linear's outputs or a row linear's inputs."""
         heads, packing = self.interpretation.heads, self.interpretation.packing
         h, k, d = heads.query, heads.key, heads.width
         if size == heads.rows and not self.interpretation.by_features:
@@ -172,12 +175,12 @@ class _Cutter:
         return _scaled(share.query, size // h)
 
     def tables(self) -> Iterator[tuple[TablePart, int]]:
-        """Parameters and buffers with a place for each head, and along which axis: the last of two, else the first."""
+        """Yield parameters and buffers with an entry per head, and their head axis (second of a matrix, else first)."""
         heads = self.interpretation.heads.query
         for path, module in self.chain.modules() if heads > 1 else ():
             for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or not tensor.dim() or ("Norm" in type(module).__name__ and tensor.dim() < 2):
-                    continue  # a norm is over features, of which there may be as many as heads
+                    continue  # a norm's features may happen to be as many as the heads
                 axis = 1 if tensor.dim() == 2 and tensor.shape[1] == heads else 0
                 if tensor.shape[axis] == heads:
                     where = f"{path}.{leaf}" if path else leaf
@@ -185,12 +188,12 @@ class _Cutter:
 
 
 def _scaled(ranges: Iterable[Range], length: int, first: int = 0) -> tuple[Range, ...]:
-    """Ranges of units that are `length` long each, from `first` on."""
+    """Scale ranges of units to `length` positions per unit, starting at `first`."""
     return tuple((first + start * length, first + stop * length) for start, stop in ranges)
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Neighbours as one."""
+    """Merge adjacent ranges."""
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Put a rank's part of a layer into it: linears, tables and counts change, the layer's forward stays."""
+"""Install a rank's part of a layer: replace linears, tables and counts; keep the layer's own forward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 
 
 def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, group: Group, what: str) -> None:
-    """Give `layer` the linears, tables and counts of `part`; `put(mapping, key, value)` sets each. `what` is the layer,
-    for errors.
+    """Give `layer` the linears, tables and counts of `part`. `what` names the layer in error messages.
+
+    Each change is made by `put(mapping, key, value)`.
     """
     for matrix in shape.matrices:
         old, new = layer.get_submodule(matrix.target), part.get_submodule(matrix.target)
@@ -45,13 +46,13 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
 
 
 class _OwnCount:
-    """A config in which one count is the rank's; all else is read from the config itself."""
+    """Proxy of a config that overrides one count with the rank's value."""
 
     def __init__(self, config: Any, name: str, value: int):
         vars(self).update(_config=config, _name=name, _value=value)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_config" not in vars(self):  # while it is copied it has nothing yet
+        if name.startswith("__") or "_config" not in vars(self):  # while being copied it has no attributes yet
             raise AttributeError(name)
         return self._value if name == self._name else getattr(self._config, name)
 
@@ -62,7 +63,7 @@ class _OwnCount:
 def _give_own_heads(
     first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict]:
-    """Forward pre-hook: of masks and biases of all heads, [B, heads, T, L] or [B heads, T, L], this rank's."""
+    """Forward pre-hook: slice this rank's heads from masks and biases, [B, heads, T, L] or [B heads, T, L]."""
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
     def own(value: Any) -> Any:
@@ -80,7 +81,7 @@ def _give_own_heads(
 def _return_all_heads(
     group: Group, counts: tuple[int, ...], what: str, module: nn.Module, args: tuple, output: Any
 ) -> Any:
-    """Forward hook: the attention weights that a module returns last, [B, heads, T, L], of all ranks' heads."""
+    """Forward hook: gather attention weights [B, heads, T, L], the module's last output, from all ranks."""
     last = output[-1] if isinstance(output, tuple) else None
     if not isinstance(last, Tensor) or last.dim() != 4 or last.shape[1] != counts[group.rank]:
         return None

@@ -1,7 +1,7 @@
 """Candidate interpretations of the linears of a layer without a spec; the proof picks one.
 
-Roles are known. What a layer does not tell is how q, k and v (or gate and up) are packed in one matrix, and which of
-its attributes count what a rank has a part of.
+The roles are known. Unknown are how q, k and v (or gate and up) are packed in one matrix, and which attributes of the
+layer count something that ranks split.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _KV_WORDS = ("kv", "key_value")
 
 @dataclass(frozen=True)
 class Interpretation:
-    """One way to understand a chain: by attention heads, or by inner features, each like a head of width 1.
+    """One way to understand a chain: by attention heads, or by inner features, each treated as a head of width 1.
 
-    `packing` is that of matrices that are several in one; of two by features, BLOCKS is one after the other, PER_HEAD
-    row by row. `widths`: attributes that equal a width are a rank's; `config`: so are the head counts of the config
-    that a module holds.
+    `packing` applies to matrices that hold several. For gate and up (by features), BLOCKS means one after the other and
+    PER_HEAD alternating rows. `widths`: attributes equal to a width are scaled to the rank's part. `config`: so are
+    head counts in configs that modules hold.
     """
 
     heads: Heads
@@ -51,7 +51,7 @@ class Interpretation:
         return f"{what}, {self.packing}{', widths' * self.widths}{', config' * self.config}"
 
     def own_count(self, name: str, value: int, query: int, key: int) -> int | None:
-        """What an attribute is on a rank with so many query and key/value heads, None where it stays."""
+        """Return an attribute's value on a rank with `query` and `key` heads; None if it does not change."""
         heads, of_kv = self.heads, _has_word(name, _KV_WORDS)
         if not self.by_features and _counts_heads(name):
             if value == heads.key and of_kv and "group" not in name:
@@ -68,7 +68,7 @@ class Interpretation:
 
 @dataclass(frozen=True)
 class LayerChain(Chain):
-    """A chain in its layer, whose linears are `shapes`, and the config of the model around it."""
+    """A chain with its layer, the `shapes` of the layer's linears, and the config of the enclosing model."""
 
     layer: nn.Module
     shapes: Mapping[str, LinearShape]
@@ -76,17 +76,19 @@ class LayerChain(Chain):
 
     @property
     def width(self) -> int:
-        """What the rows read."""
+        """Number of inputs of the row linears."""
         return self.shapes[self.rows[0]].inputs
 
     @property
     def top(self) -> str:
-        """The path of the smallest module that holds all linears."""
+        """Path of the smallest module that contains all linears."""
         return owner_of((*self.columns, *self.rows))
 
     def interpretations(self) -> list[Interpretation]:
-        """By heads where the columns make more than one value for each that the rows read, by features where they make
-        one or two. Likely ones first.
+        """Return the interpretations that fit, most likely first; empty if none does.
+
+        By heads if the columns output more values than the rows read; by features if each column outputs as many values
+        or twice as many.
         """
         width, outputs = self.width, [self.shapes[path].outputs for path in self.columns]
         if any(self.shapes[path].inputs != width for path in self.rows):
@@ -108,13 +110,13 @@ class LayerChain(Chain):
         return found
 
     def misfit(self) -> str:
-        """Why there is no interpretation."""
+        """Explain why no interpretation fits."""
         made = ", ".join(f"{path} ({self.shapes[path].outputs})" for path in self.columns)
         read = ", ".join(f"{path} ({self.shapes[path].inputs})" for path in self.rows)
         return f"the outputs of {made} are neither heads nor features of the inputs of {read}"
 
     def _heads(self, outputs: list[int]) -> Heads | None:
-        """The head counts, None where neither the modules nor the config tell them."""
+        """Infer the head counts from the modules or the config; None if neither has them."""
         width, told = self.width, _number(self.config, "head_dim")
         of_model = _number(self.config, "hidden_size") or width
         counts = [n for _, name, n in self.counts() if _counts_heads(name) and not _has_word(name, _KV_WORDS)]
@@ -133,13 +135,13 @@ class LayerChain(Chain):
         return Heads(query, key, d) if 0 < key <= query and query % key == 0 else None
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules around the chain that are no plain linears, by their paths in the layer."""
+        """Yield the modules of the chain that are not plain linears, with their paths in the layer."""
         for name, module in self.layer.get_submodule(self.top).named_modules():
             if linear_shape(module) is None:
                 yield ".".join(part for part in (self.top, name) if part), module
 
     def counts(self, config: bool = False) -> Iterator[tuple[str, str, int]]:
-        """The whole numbers that the modules around the chain hold: module, name, value. `config`: their configs' too."""
+        """Yield the int attributes of the chain's modules (module path, name, value); with `config`, of configs too."""
         yield from self._config_counts() if config else ()
         for path, module in self.modules():
             for name, value in vars(module).items() if not isinstance(module, (nn.Embedding, nn.LayerNorm)) else ():
@@ -147,7 +149,7 @@ class LayerChain(Chain):
                     yield path, name, value
 
     def _config_counts(self) -> Iterator[tuple[str, str, int]]:
-        """The head counts of the configs that modules hold."""
+        """Yield the head counts of configs that modules hold."""
         for path, module in self.modules():
             for key in (*_HEAD_KEYS, *_KV_KEYS):
                 if (value := _number(vars(module).get("config"), key)) is not None:
@@ -155,7 +157,7 @@ class LayerChain(Chain):
 
 
 def owner_of(paths: Iterable[str]) -> str:
-    """The path of the smallest module that holds what is at `paths`."""
+    """Path of the smallest module that contains everything at `paths`."""
     owners = [path.split(".")[:-1] for path in paths]
     same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*owners, strict=False))
     return ".".join(names[0] for names in same)
@@ -164,7 +166,7 @@ def owner_of(paths: Iterable[str]) -> str:
 def _number(config: Any, key: str) -> int | None:
     try:
         value = getattr(config, key, None)
-    except Exception:  # transformers raises an error of its own where layers differ in it
+    except Exception:  # transformers raises its own error if the value differs between layers
         return None
     return value if isinstance(value, int) else None
 

@@ -1,8 +1,8 @@
-"""Which linears of a layer are split by outputs (column), which by inputs (row), and who feeds whom.
+"""Decide which linears of a layer are split by outputs (column) or inputs (row), and which feed which.
 
-Told by a policy of the caller, by the model's own plan for tensor parallelism, or found from a trace: a linear that
-reads the hidden state is column, one that reads what column linears made is row, and its sum over ranks meets the
-residual.
+Roles come from the caller's policy, from the model's own tensor-parallel plan, or from a trace. In a trace, a linear
+that reads the hidden state is column, and one that reads the output of column linears is row; its sum over ranks is
+added to the residual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Policy = Mapping[Any, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Chain:
-    """Column linears and the row linears that read what they make: what must be cut alike."""
+    """Column linears and the row linears that read their outputs; all of them must be cut consistently."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
@@ -35,7 +35,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Roles:
-    """The chains of a layer; `left` are the linears that stay whole; `why` tells where the roles come from."""
+    """The chains of a layer; `left` are linears that stay whole; `why` is the source of the roles."""
 
     chains: tuple[Chain, ...]
     left: tuple[str, ...]
@@ -43,19 +43,19 @@ class Roles:
 
 
 def matches(path: str, name: str) -> bool:
-    """Whether `name` means the linear at `path`: it is its end, as in DeepSpeed's policies."""
+    """True if `name` refers to the linear at `path`, i.e. is a suffix of it, as in DeepSpeed's policies."""
     return f".{path}".endswith(f".{name.lstrip('.')}")
 
 
 def policy_names(policy: Policy | None, layer: nn.Module) -> tuple[str, ...] | None:
-    """The row linears that `policy` names for the layer's class or the class's name; None where it has none for it."""
+    """Row linears that `policy` names for the layer's class or its name; None if it has no entry for it."""
     classes = type(layer).__mro__
     known = {*classes, *(cls.__name__ for cls in classes)}
     return next((names for key, names in (policy or {}).items() if key in known), None)
 
 
 def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
-    """One line for each class of `policy` without a module, and for each name that no layer of the class has."""
+    """One line for each class in `policy` that has no module, and for each name that no layer of its class has."""
     problems = []
     for key, names in (policy or {}).items():
         layers = [module for module in model.modules() if policy_names({key: names}, module) is not None]
@@ -75,7 +75,7 @@ def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
 
 
 def layer_paths(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers by their paths: what lies in the outermost lists of modules and has at least two linears."""
+    """Repeated layers by path: members of the outermost module lists with at least two linears."""
     return dict(_layers(model, "", set()))
 
 
@@ -92,15 +92,16 @@ def _layers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 class ModelRoles:
-    """The roles of the linears in `layers` of a model: told by a policy, by the model's own plan for tensor
-    parallelism, or found by a trace on meta.
+    """Roles of the linears in `layers` of a model.
+
+    They come from a policy, from the model's own tensor-parallel plan, or from a trace on meta.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], policy: Policy | None = None):
         self._model, self._layers, self._policy = model, layers, policy
 
     def of(self, path: str) -> Roles:
-        """The roles of the layer at `path`. SpecMismatch: there are none, or they cannot be."""
+        """Return the roles of the layer at `path`; SpecMismatch if none are found or they are inconsistent."""
         layer, trace = self._model.get_submodule(path), self._traces.get(path)
         names = [name for name, _ in linears(layer) if name]
         rows, planned = policy_names(self._policy, layer), self._planned(path, names)
@@ -129,17 +130,17 @@ class ModelRoles:
 
     @cached_property
     def _plan(self) -> dict[str, str]:
-        """Pattern of a path (`*` any number) → style, of all models inside."""
+        """Path pattern (`*` is any number) → style, from the configs of all models inside."""
         found: dict[str, str] = {}
         for path, module in self._model.named_modules():
             plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-            prefix = getattr(module, "base_model_prefix", None)  # of the model whose config the plan is for
+            prefix = getattr(module, "base_model_prefix", None)  # identifies the base model, which owns the plan
             if isinstance(plan, dict) and prefix is not None and not hasattr(module, prefix):
                 found |= {f"{path}.{pattern}" if path else pattern: style for pattern, style in plan.items()}
         return found
 
     def _planned(self, path: str, names: Iterable[str]) -> dict[str, str]:
-        """The roles that the model's own plan gives to linears of a layer, WHOLE for styles of other kinds."""
+        """Roles that the model's own plan gives to a layer's linears; WHOLE for any other style."""
         found = {}
         for name in names:
             full = f"{path}.{name}"
@@ -150,7 +151,7 @@ class ModelRoles:
 
 
 def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
-    """For each class of repeated layers the names of its row linears, from the last number in their paths on."""
+    """Names of the row linears for each class of repeated layers, starting after the last number in their paths."""
     layers = layer_paths(model)
     roles = ModelRoles(model, layers)
     found: dict[type[nn.Module], dict[str, None]] = {}
@@ -162,7 +163,7 @@ def row_names(model: nn.Module) -> list[tuple[type[nn.Module], list[str]]]:
 
 
 def _in_order(roles: Mapping[str, str]) -> tuple[Chain, ...]:
-    """The chains of a layer that cannot be traced: a row linear reads the columns declared since the row before."""
+    """Chains of a layer that cannot be traced: each row linear reads the columns declared since the previous row."""
     chains, columns = [], []
     for path, role in roles.items():
         if role == COLUMN:
@@ -174,7 +175,7 @@ def _in_order(roles: Mapping[str, str]) -> tuple[Chain, ...]:
 
 
 def _settled(trace: Trace, fixed: Mapping[str, str]) -> tuple[Chain, ...]:
-    """The chains with which no part of a value leaves the layer: who makes one that does is whole, until none is left."""
+    """Return chains that leak no partial value out of the layer: linears that leak become whole, until none does."""
     whole: set[str] = set()
     while True:
         flow = _Flow(trace, {**fixed, **dict.fromkeys(whole, WHOLE)})
@@ -190,7 +191,7 @@ def _settled(trace: Trace, fixed: Mapping[str, str]) -> tuple[Chain, ...]:
 
 
 class _Flow:
-    """What each value of a trace was made from: column linears whose parts no row linear has summed up yet."""
+    """Track the origin of each traced value: column linears whose outputs no row linear has summed yet."""
 
     def __init__(self, trace: Trace, fixed: Mapping[str, str]):
         made: dict[int, frozenset[str]] = {}
@@ -206,7 +207,7 @@ class _Flow:
             role = fixed.get(event.linear) or (ROW if reads else COLUMN)
             if role == ROW and reads:
                 self.fed[event.linear] = self.fed.get(event.linear, none) | reads
-            elif reads:  # a whole or a column linear would read a part, and so would all that follows
+            elif reads:  # a whole or column linear would read a partial value, as would everything after it
                 self.misread.add(event.linear)
             for number in event.writes:
                 made[number] = frozenset((event.linear,)) if role == COLUMN else none
@@ -214,7 +215,7 @@ class _Flow:
         self.order = trace.linears
 
     def chains(self) -> tuple[Chain, ...]:
-        """Rows with a column in common are one chain."""
+        """Merge rows with a column in common into one chain."""
         joined: list[tuple[set[str], set[str]]] = []
         for row in (name for name in self.order if name in self.fed):
             rows, columns = {row}, set(self.fed[row])

@@ -1,7 +1,7 @@
-"""Trace: what flows between the linears of a layer, from one run of the model on meta, where nothing is computed.
+"""Trace the data flow between the linears of a layer in one run of the model on meta, which computes nothing.
 
-Each operation inside a layer is noted with the storages that it reads and writes: views share theirs, so that a value
-is followed through splits, transpositions, attention and caches alike.
+Each operation inside a layer is recorded with the storages that it reads and writes. Views share storage, so values can
+be followed through splits, transpositions, attention and caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not it
 
 @dataclass(frozen=True)
 class Event:
-    """One operation, or one call of the linear at `linear`: the numbers of the storages that it reads and writes."""
+    """One operation, or one call of the linear at `linear`, with the numbers of the storages read and written."""
 
     linear: str
     reads: tuple[int, ...]
@@ -46,7 +46,7 @@ class Trace:
 
 
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
-    """The first call of each layer by its path, without layers that the model does not reach on meta.
+    """Trace the first call of each layer, by path, leaving out layers that a run on meta does not reach.
 
     The model is unchanged.
     """
@@ -55,7 +55,7 @@ def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace
     try:
         model.eval()
         with tracer.watching(layers):
-            tracer.run(model, torch.bfloat16)  # in which alone torch multiplies by experts on meta
+            tracer.run(model, torch.bfloat16)  # torch's expert matmul on meta supports only bfloat16
             if len(tracer.done) < len(layers):
                 tracer.run(model, torch.float32)
     finally:
@@ -65,7 +65,7 @@ def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace
 
 
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of modules that are in several places once: functional_call would restore the second as one on meta."""
+    """Yield each module's tensors once: functional_call would restore those of repeated modules as meta tensors."""
     for path, module in model.named_modules():
         for leaf, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
@@ -77,19 +77,19 @@ def _on_meta(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Tracer(TorchDispatchMode):
-    """Notes what happens inside layers while it is entered."""
+    """Record the operations inside layers while active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.done: dict[str, Trace] = {}
-        self._path = ""  # of the layer that runs now
+        self._path = ""  # path of the running layer
         self._now: Trace | None = None
         self._inside_linear = False
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # storages: an address must not be given to another while we look
+        self._alive: list[Any] = []  # keeps storages alive, so that no address is reused during the trace
 
     def run(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Run `model` in `dtype` on meta, as far as it goes."""
+        """Run `model` in `dtype` on meta as far as possible."""
 
         def make(kind: str, shape: tuple[int, ...]) -> Tensor:
             return torch.empty(shape, dtype=dtype if kind == "values" else torch.long, device="meta")
@@ -97,26 +97,26 @@ class _Tracer(TorchDispatchMode):
         tensors = {name: _on_meta(value, dtype) for name, value in _all_tensors(model)}
         try:
             inputs = model_inputs(model, make)
-            inputs.pop("attention_mask", None)  # whose values models ask for
+            inputs.pop("attention_mask", None)  # models branch on its values
             with torch.no_grad(), warnings.catch_warnings(), self:
-                warnings.simplefilter("ignore")  # of dtypes that the model's own run does not mix
+                warnings.simplefilter("ignore")  # about mixed dtypes that a real run does not have
                 torch.func.functional_call(model, tensors, (), inputs, tie_weights=False)
-        except Exception:  # noqa: S110  what needs values cannot be run on meta: what was reached is known
+        except Exception:  # noqa: S110  code that needs values cannot run on meta; keep the layers reached so far
             pass
         self._now, self._inside_linear = None, False
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note the calls of `layers` and of the linears in them."""
+        """Record the calls of `layers` and of the linears in them."""
         inside = {f"{path}.{name}": module for path, layer in layers.items() for name, module in layer.named_modules()}
         linears = {path: module for path, module in inside.items() if linear_shape(module) is not None}
         with watched(layers, self._enter, self._leave), watched(linears, self._enter_linear, self._leave_linear):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # any value: only where it flows matters
+        if func is torch.ops.aten._local_scalar_dense.default:  # arbitrary value: only the data flow matters
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-        if func is torch.ops.aten.nonzero.default:  # as if all were: experts are looked up by it
+        if func is torch.ops.aten.nonzero.default:  # as if all were nonzero, so that all experts are visited
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
         out = func(*args, **(kwargs or {}))
         if self._now is not None and not self._inside_linear:
@@ -130,7 +130,7 @@ class _Tracer(TorchDispatchMode):
 
     def _leave(self, path: str, args: tuple, output: Any) -> None:
         if self._now is not None and self._path == path:
-            # beside the hidden state: weights and biases of the attention's heads
+            # only the hidden state: further outputs are attention weights and biases per head
             self._now.returns = self._storages(output)[:1]
             self.done[path], self._now = self._now, None
 

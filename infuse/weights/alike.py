@@ -1,8 +1,8 @@
-"""Checksums of weights: ranks verify that they were given the same model.
+"""Checksums of weights, by which ranks verify that they got the same model.
 
-A live model is compared whole. Of a checkpoint each rank reads its own part, so a sample of every tensor is compared:
-`SAMPLED_ROWS` rows, spread over the first axis, or all of a small tensor. Our own shards differ from rank to rank, so
-their index is compared.
+All values of a live model are compared. For a checkpoint, each rank reads only its own part, so a sample of every
+tensor is compared: `SAMPLED_ROWS` rows spread over the first axis, or all of a small tensor. Our own shards differ
+between ranks, so their index is compared instead.
 """
 
 from __future__ import annotations
@@ -20,38 +20,36 @@ from infuse.parallel.group import Group
 from infuse.weights.names import ModelReader
 
 SAMPLED_ROWS, SMALL_VALUES = 8, 1 << 12
-_BLOCK = 1 << 12  # of 8 bytes: added up first, so that little memory is needed
-_OWN = ("transformers_version",)  # keys of a config that may differ between ranks
+_BLOCK = 1 << 12  # 8-byte words; summed per block first to limit memory
+_OWN = ("transformers_version",)  # config keys that may differ between ranks
 
 
 def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) -> None:
-    """Raise RankError that names the first tensor, or the config, that differs from rank 0's."""
+    """Raise RankError naming the first tensor that differs from rank 0's, or the config if that differs."""
     found = {f"the weights: {name}": value for name, value in sums.items()}
     group.check_same({"the names of the weights": "\n".join(found)}, "the names of the weights")
     group.check_same({"the model's config": _config_sum(getattr(model, "config", None)), **found}, "the weights")
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
-    """A checksum of all values of each parameter and buffer. Tensors of other classes (quantized elsewhere) count by
-    their shape.
-    """
+    """Checksum all values of each parameter and buffer; other tensor classes (quantized elsewhere) count by shape."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {name: _sum(tensor) for name, tensor in tensors.items()}
     devices = {tensor.device for tensor in found.values()}
     on_host: dict[str, int] = {}
-    for device in devices:  # wait once for each
+    for device in devices:  # one synchronization per device
         names = [name for name, tensor in found.items() if tensor.device == device]
         on_host |= dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True))
     return {name: on_host[name] for name in tensors}
 
 
 def sampled_sums(reader: ModelReader) -> dict[str, int]:
-    """A checksum of some rows of each tensor that the checkpoint holds for the model."""
+    """Checksum sampled rows of each of the model's tensors in the checkpoint."""
     return {name: _sampled(reader, name) for name in sorted(reader.tensors)}
 
 
 def index_sum(path: Path) -> dict[str, int]:
-    """A checksum of the index of our shards."""
+    """Checksum the index of our shards."""
     return {path.name: zlib.crc32(path.read_bytes())}
 
 
@@ -65,7 +63,7 @@ def _sampled(reader: ModelReader, name: str) -> int:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """An int64 that depends on every bit of a plain tensor and, except inside a block, on their order."""
+    """Return an int64 that depends on every bit of a plain tensor and on the order of its blocks, not within them."""
     if (
         type(tensor) not in (Tensor, nn.Parameter)
         or tensor.is_meta
@@ -83,7 +81,7 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(values: Tensor) -> Tensor:
-    """The sum of all values, each times its own odd number. It wraps around."""
+    """Sum all values, each weighted by a distinct odd number, with wraparound."""
     return (values * (2 * torch.arange(len(values), device=values.device) + 1)).sum()
 
 
@@ -93,7 +91,7 @@ def _config_sum(config: Any) -> int:
 
 
 def _public(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """The sorted items without private ones, such as paths, which may differ from host to host."""
+    """Sorted items without private ones such as paths, which may differ between hosts."""
     names = {str(name): value for name, value in values.items()}
     return [
         (name, _public(value) if isinstance(value, Mapping) else value)

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint by name. Pieces that ranks saved are merged as they are read.
+"""Look up the tensors of a checkpoint by name, merging the pieces that ranks saved.
 
-A name has one value: from the file that the index names, or the same in every file that holds it.
+Each name has one value: the one from the file that the index names, or the same value in every file that holds it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
 from infuse.weights.torch_file import TorchFile
 
-_COMPARED_ROWS = 4096  # two copies of a tensor are compared in parts
+_COMPARED_ROWS = 4096  # read per step when comparing two copies of a tensor
 
 
 class TensorFile(Protocol):
@@ -38,9 +38,9 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Joined:
-    """One tensor, put together from what ranks' files have of it. `spans` are of the tiling's positions.
+    """One tensor assembled from the files of several ranks. `spans` are in positions of the tiling.
 
-    A file may store fewer columns than there are positions: codes that share a byte, a scale for a group of inputs.
+    A file may store fewer columns than positions: codes share a byte, or one scale serves a group of inputs.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Joined:
 
     @classmethod
     def of(cls, name: str, files: Mapping[int, TensorFile], tiling: Tiling, first: int = 0) -> Joined:
-        """The tensor; of files that have the same, `first` is read."""
+        """Build the tensor; if several files hold the same positions, read `first`."""
         return cls(name, files, tiling, tiling.spans(first))
 
     @property
     def shape(self) -> Shape:
-        """The whole tensor's."""
+        """Shape of the whole tensor."""
         stored = next(iter(self.files.values())).stored[self.name].shape
         axis = self.tiling.axis
         return (*stored[:axis], self.tiling.length, *stored[axis + 1 :]) if stored else ()
@@ -65,7 +65,7 @@ class Joined:
         return next(iter(self.files.values())).stored[self.name].dtype
 
     def read(self, part: Part = ()) -> Tensor:
-        """The tensor or that part of it, from the files that have it."""
+        """Read the tensor, or `part` of it, from the files that hold it."""
         if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
             return self.files[self.spans[0].source].read(self.name, part)
         axis = self.tiling.axis
@@ -74,7 +74,7 @@ class Joined:
         return self.ranges([(start, stop)], slices)
 
     def ranges(self, ranges: Iterable[Range], slices: Sequence[slice] = ()) -> Tensor:
-        """Those positions side by side; `slices` are of all axes, of which the tiling's own is not looked at."""
+        """Read and concatenate `ranges` of the tiling's axis. `slices` covers all axes; that axis's own is ignored."""
         axis = self.tiling.axis
         slices = [*slices, *(slice(None) for _ in range(axis + 1 - len(slices)))]
         found = []
@@ -84,7 +84,7 @@ class Joined:
         return found[0] if len(found) == 1 else torch.cat(found, dim=axis)
 
     def _columns(self, span: Span) -> slice:
-        """Where a span lies in its file. A scale that stands for all of a row is there for each part of the row."""
+        """Locate a span in its file. A scale for a whole row is repeated for each part of the row."""
         stored = self.files[span.source].stored[self.name].shape[self.tiling.axis]
         length = self.tiling.part_length(span.source)
         if stored == 1 < length:
@@ -94,7 +94,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One tensor of a checkpoint: a file for each rank that has a piece of it."""
+    """One tensor of a checkpoint: one file for each rank that holds a piece of it."""
 
     name: str
     files: tuple[TensorFile, ...]
@@ -108,25 +108,25 @@ class Pieces:
         return self.files[0].stored[self.name].dtype
 
     def equals(self, other: Pieces) -> bool:
-        """Whether these are the same values in the same dtype, file by file."""
+        """True if both have the same values in the same dtype, file by file."""
         pairs = zip(self.files, other.files, strict=False)
         return len(self.files) == len(other.files) and all(
             one is two or _same_values(self.name, one, two) for one, two in pairs
         )
 
     def are_copies(self, whole: Shape) -> bool:
-        """Whether the tensor of shape `whole` has the same values in every file that holds all of it."""
+        """True if all files that hold the full tensor of shape `whole` have the same values."""
         first, *others = [file for file in self.files if file.stored[self.name].shape == whole] or self.files[:1]
         return all(_same_values(self.name, first, other) for other in others)
 
     def joined(self, wanted: Shape, packed: Packed | None) -> Joined | None:
-        """The tensor of shape `wanted` that the pieces make up, None where they do not."""
+        """Join the pieces into a tensor of shape `wanted`; None if they do not fit together."""
         found = tiling(self.shapes, wanted, packed)
         return None if found is None else Joined.of(self.name, dict(enumerate(self.files)), found)
 
 
 class StoredTensor(Protocol):
-    """What is known of one tensor of a checkpoint before it is read."""
+    """Metadata of one tensor of a checkpoint, known before it is read."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]: ...
@@ -136,9 +136,10 @@ class StoredTensor(Protocol):
 
 
 class TensorSource(Protocol):
-    """A checkpoint, whatever its files. `told`: that ranks saved pieces is said of it, else it is seen from the names.
+    """A checkpoint in any file format.
 
-    `in_pieces`: how a tensor lies in several files goes by its shape. `holds_replaced`: the tensors are those of
+    `told`: the source states that ranks saved pieces; otherwise this is inferred from the names. `in_pieces`: some
+    tensor spans several files, so its layout is inferred from the shapes. `holds_replaced`: the tensors belong to
     replaced layers.
     """
 
@@ -150,11 +151,11 @@ class TensorSource(Protocol):
     @property
     def pieces(self) -> Mapping[str, StoredTensor]: ...
     def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
-        """The tensor `name` of shape `wanted`, None where what is stored does not make one up."""
+        """Return the tensor `name` of shape `wanted`; None if the stored pieces do not form it."""
 
 
 class Checkpoint:
-    """All files of a checkpoint, open, with their headers read and checked. Values are read on demand."""
+    """All files of a checkpoint, opened with their headers read and checked. Values are read on demand."""
 
     holds_replaced = False
 
@@ -168,7 +169,7 @@ class Checkpoint:
             and len(groups) > 1
             and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups)
         ):
-            groups = [tuple(file for group in groups for file in group)]  # the same names in each file: pieces of ranks
+            groups = [tuple(file for group in groups for file in group)]  # same names in every file: ranks' pieces
         self.files: tuple[TensorFile, ...] = tuple(opened.values())
         self.pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
         if absent := [f"{name} in {path}" for name, path in files.where.items() if name not in opened[path].stored]:
@@ -197,17 +198,17 @@ class Checkpoint:
 
     def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
         if self._version is not None and packed is None and ".query_key_value." in name and self._version < 1:
-            packed = Packed((max(wanted, default=0) // 3,) * 3)  # Megatron before 1.0: [q | k | v]; since then by heads
+            packed = Packed((max(wanted, default=0) // 3,) * 3)  # Megatron < 1.0: [q | k | v]; later, per head
         return self.pieces[name].joined(wanted, packed)
 
 
 def open_file(path: Path) -> TensorFile:
-    """The file in its format, its header read."""
+    """Open the file in the format given by its suffix and read its header."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
 def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
-    """Whether two files hold the same bytes of that name, read in parts."""
+    """True if both files hold the same bytes for `name`; compared in parts."""
     if one.stored[name] != other.stored[name]:
         return False
     shape = one.stored[name].shape
@@ -219,7 +220,7 @@ def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
 
 
 def in_words(pieces: Sequence[Shape]) -> str:
-    """The shapes of pieces, for an error."""
+    """Format the shapes of pieces for an error message."""
     return (
         str(pieces[0])
         if len(pieces) == 1

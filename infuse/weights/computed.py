@@ -1,4 +1,4 @@
-"""Tensors that no checkpoint holds: a model computes them when it is made, such as rotary frequencies."""
+"""Find the tensors that a model computes when constructed and no checkpoint holds, such as rotary frequencies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from infuse.errors import CheckpointError
 
 
 def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str, Tensor]]:
-    """Each tensor that the model computes itself: its mapping, its key and its value, computed anew if it is on meta.
+    """List the tensors that the model computes itself: owning mapping, key and value.
 
-    Values on meta are taken from a new model of the same class and config, whose parameters are made on meta.
+    Values on meta are recomputed by a new model of the same class and config whose parameters are on meta.
+    CheckpointError names those that cannot be recomputed.
     """
     found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     lost: list[str] = []
@@ -50,7 +51,7 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
 
 
 def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that can be made from a config alone."""
+    """Yield the outermost modules that can be constructed from a config alone."""
     if hasattr(model, "config") and hasattr(model, "base_model_prefix"):
         yield path, model
         return
@@ -59,7 +60,7 @@ def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A new model of the same class and config: buffers computed on the CPU, parameters on meta."""
+    """Construct a new model of the same class and config, with buffers computed on the CPU and parameters on meta."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
@@ -72,7 +73,7 @@ def _twin(model: nn.Module) -> nn.Module:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             make: Any = type(model)
             return make(copy.deepcopy(model.config))
-    except Exception as error:  # whatever a class of the user's asks for
+    except Exception as error:  # a user's class may raise anything
         raise CheckpointError(
             f"{type(model).__name__} cannot be made anew from its config, to compute its buffers: {error}"
         ) from error

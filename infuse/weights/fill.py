@@ -1,6 +1,6 @@
-"""Fill → tensor: read, merge, cast, quantize and pack a weight, part by part. The only path that a weight takes.
+"""Build each target tensor of a Fill: read, merge, cast, quantize and pack in parts. All weights take this path.
 
-Beside the sources that are in memory already and the result, only one part is in memory at a time.
+Besides in-memory sources and the result, only one part is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, tensor_at
 
-# Values of a source that are read at a time: they stay in a core's cache, and the allocator reuses their memory.
+# Source values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
 
 
@@ -32,12 +32,12 @@ def moves(fill: Fill) -> bool:
 
 
 def is_there(fill: Fill, source: nn.Module) -> bool:
-    """Whether the module has what the target is made from: a table that it computes, or a weight that others share."""
+    """True if the fill's first source is not on meta: a table that the module computes, or a weight tied elsewhere."""
     return not tensor_at(source, fill.sources[0]).is_meta
 
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
-    """The target tensor of `fill` in `dtype` (None: as it is). A single source that needs no change is not copied."""
+    """Build the target tensor of `fill` in `dtype` (None keeps it). A lone source without any change is not copied."""
     if fill.merge == STACK:
         tensor = torch.stack([reader.read(fill.sources[span.source]) for span in _spans(fill, reader)])
     elif moves(fill):
@@ -50,7 +50,7 @@ def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
 
 
 def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
-    """The target in memory of its own, assembled and cast part by part."""
+    """Build the target in new memory, assembling and casting it part by part."""
     whole: Tensor | None = None
     for limits, pieces in _parts(fill, reader):
         if whole is None:
@@ -63,7 +63,7 @@ def _copied(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
 
 
 def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) -> Iterator[QuantizedWeight]:
-    """The target quantized in its format by a body of ops.quantize: in parts that are multiples of `rows`, or whole."""
+    """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part)."""
     assert fill.format is not None, fill
     format = quant_format(fill.format)
     for limits, pieces in _parts(fill, reader, rows):
@@ -76,11 +76,10 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
 
 
 def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[slice, list[Tensor]]]:
-    """The target's rows in order, and what they are joined from: in parts of multiples of `rows`, or (None) all at
-    once.
+    """Yield the target's rows in order with their source pieces, in multiples of `rows` (None: all at once).
 
-    Of a file no more is read than is needed. Sources that are transposed come at once too: their columns are read value
-    by value.
+    Reads no more of a file than needed. Transposed sources are also read all at once, because reading their columns
+    would read single values.
     """
     whole, shape, axis = _spans(fill, reader), _shape(fill, reader), _axis(fill)
     step = max(shape[0], 1)
@@ -99,9 +98,9 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
 
 
 def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of `shapes` that a whole `target` was made from, by name: the inverse of `filled`.
+    """Recover the tensors of `shapes`, by name, from a complete `target`: the inverse of `filled`.
 
-    Views of the target where a source lies in it in one piece and is not transposed.
+    Returns views of the target for sources that are contiguous in it and not transposed.
     """
     assert fill.cut is None, fill
     if fill.merge == STACK:
@@ -120,12 +119,12 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
 
 
 def _axis(fill: Fill) -> int:
-    """Along which the target is put together: 0 outputs, 1 inputs."""
+    """Axis along which the target is assembled: 0 outputs, 1 inputs."""
     return fill.cut.axis if fill.cut else 0
 
 
 def _spans(fill: Fill, reader: Reader) -> list[Span]:
-    """The spans of its sources that the target is put together from."""
+    """Spans of the sources that make up the target."""
     along = 1 - _axis(fill) if fill.transposed else _axis(fill)
     found = spans(fill)
     if found is None:
@@ -134,7 +133,7 @@ def _spans(fill: Fill, reader: Reader) -> list[Span]:
 
 
 def _shape(fill: Fill, reader: Reader) -> list[int]:
-    """The target's."""
+    """Shape of the target."""
     shape = list(reader.shape(fill.sources[0]))
     shape = shape[::-1] if fill.transposed else shape
     shape[_axis(fill)] = sum(span.length for span in _spans(fill, reader))
@@ -144,7 +143,7 @@ def _shape(fill: Fill, reader: Reader) -> list[int]:
 def fill_module(
     module: nn.Module, fills: Iterable[Fill], reader: Reader, dtype: torch.dtype, bodies: Mapping[str, str]
 ) -> None:
-    """Give each fill's tensor its place in `module`, which was built on meta or empty. `bodies`: op → body."""
+    """Fill the parameters and buffers of `module`, which was built on meta or empty. `bodies`: op → body."""
     quantize = ops.quantize.body(bodies.get("quantize", ops.REFERENCE))
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
@@ -165,7 +164,7 @@ def fill_module(
 def fill_saved(
     module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str, Cut | None], Tensor], dtype: torch.dtype
 ) -> None:
-    """As fill_module, from the targets themselves as they were saved under `path`; `read(name, cut)` gives a part."""
+    """Like fill_module, but read the finished targets saved under `path`; `read(name, cut)` reads one part."""
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")
         place: Any = module.get_submodule(owner)
@@ -181,7 +180,7 @@ def fill_saved(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor that `fill_saved` reads: `dtype` None takes any floating one, which is cast."""
+    """A tensor that `fill_saved` reads. `dtype` None accepts any floating dtype, which is then cast."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -189,7 +188,7 @@ class Wanted:
 
 
 def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, Wanted]:
-    """What `fill_saved` reads for `module`, by name."""
+    """List by name the tensors that `fill_saved` reads for `module`."""
     wanted: dict[str, Wanted] = {}
     for fill in fills:
         owner, _, leaf = fill.target.rpartition(".")

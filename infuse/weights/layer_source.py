@@ -1,5 +1,6 @@
-"""LayerSource: where the values of layers come from while they are replaced. The live model is one as it stands; a
-checkpoint's loader (loader.py) is the other.
+"""LayerSource: provides the original values of layers while they are replaced.
+
+This class reads a live model; its subclass CheckpointLoader (loader.py) reads a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from infuse.weights.reader import LiveReader, Reader
 
 
 class LayerSource:
-    """The values that `model` has.
+    """Values held by the live `model`.
 
-    `is_live`: it has them all and runs in its own dtypes; else layers may be on meta. `holds_replaced`: the source has
-    the tensors of layers that were replaced, and proven, when it was saved.
+    `is_live`: all values are in memory and the model runs in its own dtypes; otherwise layers may be on meta.
+    `holds_replaced`: the source holds tensors of layers that were already replaced and proven when it was saved.
     """
 
     is_live, holds_replaced = True, False
@@ -33,35 +34,35 @@ class LayerSource:
         return next(self.model.parameters()).device
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Change a module. Of a live model there is nothing to go back to."""
+        """Set an entry of a module's mapping. On a live model this cannot be undone."""
         mapping[key] = value
 
     def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
-        """Give the model all values outside of layers that will be replaced."""
+        """Load all values outside of the layers that will be replaced."""
 
     def step(self) -> None:
-        """The next layer is about to be replaced."""
+        """Called before each layer is replaced."""
         interrupts.tell("the layers are being replaced")
 
     def finish(self) -> None:
-        """Give the model all values that are still missing."""
+        """Load all values that are still missing."""
 
     def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Have a parameter that a new module takes over in `dtype`, for all who share it."""
+        """Cast a parameter that a new module takes over to `dtype`, in place for all modules that share it."""
         parameter.data = memory.copied(parameter.data, dtype)
 
     def running(self) -> AbstractContextManager[None]:
-        """The model can run while inside."""
+        """Context in which the model can run."""
         return nullcontext()
 
     def loaded(self, path: str) -> AbstractContextManager[None]:
-        """The module at `path` has its original values while inside."""
+        """Context in which the module at `path` has its original values."""
         return nullcontext()
 
     def reader(self, path: str) -> Reader:
-        """The values of the module at `path`, by their names in it."""
+        """Reader of the values of the module at `path`, by their names within it."""
         return LiveReader(self.model.get_submodule(path))
 
     def stored(self, name: str, cut: Cut | None) -> Tensor:
-        """A tensor of a layer that was saved as replaced, or a rank's part of it; a live model has none."""
+        """Read a tensor of a layer saved as replaced, or this rank's part of it. KeyError: a live model has none."""
         raise KeyError(name)

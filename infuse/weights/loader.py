@@ -1,8 +1,7 @@
-"""CheckpointLoader: a checkpoint's way into a model, live or on meta. Nothing is changed for good before all is there.
+"""CheckpointLoader: loads a checkpoint into a live or meta model; nothing is final until everything is loaded.
 
-The tensors of layers that will be replaced stay on meta: they are read when the new layer is filled, or for as long as
-the old one has to run. All else is read once and placed. Whatever fails, the model gets back every tensor and module
-that it had.
+Tensors of layers that will be replaced stay on meta. They are read when the new layer is filled, or while the old one
+has to run. All other tensors are read once and placed. On any failure the model is restored completely.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from infuse.weights.reader import Part, tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import UndoLog
 
-CAST_VALUES = 1 << 20  # a table is cast in parts of so many values, so that it is never there twice
+CAST_VALUES = 1 << 20  # cast tables in parts of this many values, to avoid holding a second copy
 _Spot = tuple[nn.Module, str]
 
 
 class CheckpointLoader(LayerSource):
-    """The values of a checkpoint. `with loader:` takes the model over; an exception gives it back as it was.
+    """Load a checkpoint's values. `with loader:` takes over the model; an exception restores it.
 
-    `layers` are the paths of the modules that will be replaced. Raises CheckpointError, before the `with`, where a
-    computed buffer that is on meta cannot be made again.
+    `layers` are the paths of the modules that will be replaced. Raises CheckpointError, before the `with`, if a
+    computed buffer on meta cannot be recomputed.
     """
 
     is_live = False
@@ -51,7 +50,7 @@ class CheckpointLoader(LayerSource):
         self._reader, self._dtype, self._device, self._layers = reader, dtype, device, tuple(dict.fromkeys(layers))
         self._computed = computed_tensors(model)
         self._undo = UndoLog()
-        self._names: dict[int, str] = {}  # by placeholder
+        self._names: dict[int, str] = {}  # keyed by id of the placeholder, as is _spots
         self._spots: dict[int, list[_Spot]] = {}
 
     def __enter__(self) -> CheckpointLoader:
@@ -75,7 +74,7 @@ class CheckpointLoader(LayerSource):
             for owner, leaf, value in self._computed:
                 self.put(owner, leaf, value.to(self._device))
             self._place_buffers()
-        except BaseException as error:  # `with` does not call __exit__ then
+        except BaseException as error:  # `with` does not call __exit__ if __enter__ raises
             self.__exit__(type(error), error, None)
             raise
         return self
@@ -96,22 +95,22 @@ class CheckpointLoader(LayerSource):
 
     def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
         self.place_rest(progress)
-        cast_buffers(self.model, self._dtype, self.put)  # parameters are placed in this dtype
+        cast_buffers(self.model, self._dtype, self.put)  # parameters are already placed in this dtype
 
     def place_rest(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Read and place what is, in part at least, outside of the layers: tied weights go to all their places."""
+        """Read and place every tensor used outside the layers; a tied weight goes to all its places."""
         inside = {id(module) for path in self._layers for module in self.model.get_submodule(path).modules()}
         rest = [key for key, spots in self._spots.items() if any(id(module) not in inside for module, _ in spots)]
         self._place(rest, progress)
 
     def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Nothing: what is placed has the dtype already."""
+        """Do nothing: parameters are already placed in the target dtype."""
 
     def step(self) -> None:
-        interrupts.check()  # all can be given back
+        interrupts.check()  # everything can still be restored
 
     def finish(self) -> None:
-        """Read and place what is still on meta: of layers that stay as they are."""
+        """Read and place the parameters still on meta, which belong to layers that are kept."""
         modules = {id(module) for module in self.model.modules()}
         self._place(
             [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)], None
@@ -123,7 +122,7 @@ class CheckpointLoader(LayerSource):
 
     @contextlib.contextmanager
     def loaded(self, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """The module at `path` has its values, in `dtype` (None: as the checkpoint has them), while inside."""
+        """Context in which the module at `path` has its values in `dtype` (None: the checkpoint's dtype)."""
         module = self.model.get_submodule(path)
         with contextlib.ExitStack() as undo:
             made: dict[int, nn.Parameter] = {}
@@ -141,7 +140,7 @@ class CheckpointLoader(LayerSource):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The model can run: each layer is read before it runs and dropped after it, one at a time."""
+        """Context in which the model can run: each layer is read just before it runs and dropped after."""
         with contextlib.ExitStack() as undo:
             for path in self._layers:
                 layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
@@ -160,7 +159,7 @@ class CheckpointLoader(LayerSource):
             yield
 
     def reader(self, path: str) -> LayerReader:
-        """The values of the layer at `path`, by their names in it."""
+        """Reader of the values of the layer at `path`, by their names within it."""
         return LayerReader(self, path)
 
     def stored(self, name: str, cut: Cut | None) -> Tensor:
@@ -189,7 +188,7 @@ class CheckpointLoader(LayerSource):
         return found
 
     def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """The tensor of that name, cast in parts where it has to be cast."""
+        """Read the tensor `name`; cast it in parts if needed."""
         stored = self._reader.tensors[name]
         if dtype is None or not stored.dtype.is_floating_point or dtype == stored.dtype:
             return self.value(name)
@@ -202,7 +201,7 @@ class CheckpointLoader(LayerSource):
         return value
 
     def _place_buffers(self) -> None:
-        """Persistent buffers, in the dtype that the model has them in."""
+        """Place the persistent buffers, in the dtypes that the model has them in."""
         seen: set[int] = set()
         for path, module in self.model.named_modules():
             if id(module) in seen:
@@ -216,7 +215,7 @@ class CheckpointLoader(LayerSource):
 
 
 class LayerReader:
-    """A layer's values by their names in it: from the model what is placed there, else from the checkpoint."""
+    """Read a layer's values by their names within it: from the model if already placed, else from the checkpoint."""
 
     def __init__(self, loader: CheckpointLoader, path: str):
         self._loader, self._path, self._module = loader, path, loader.model.get_submodule(path)

@@ -1,6 +1,6 @@
-"""Match the names in a checkpoint to the names in a model, and report all that is wrong between them in one error.
+"""Match the names in a checkpoint to the names in a model, and report all mismatches in one error.
 
-Prefixes and renamed parts are resolved as transformers does, with its own table of renamed parts where it has one.
+Prefixes and renamed parts are resolved as in transformers, with its own renaming table if it has one for the model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Part
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
-_COMPARED_ROWS = 4096  # tied tables that are both in a checkpoint are compared in parts
+_COMPARED_ROWS = 4096  # read per step when comparing tied tables that the checkpoint stores twice
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by all their names; tied ones have several."""
+    """All parameters and persistent buffers by every name; tied ones have several."""
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
 
 def placed(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by their paths; a replaced model's state dict has the original's names."""
+    """All parameters and persistent buffers by path. (The state dict of a replaced model uses the original's names.)"""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         persistent = {
@@ -42,23 +42,23 @@ def placed(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class ModelReader:
-    """A checkpoint by the names of a model. `notes` lists tensors that the model has no place for."""
+    """Read a checkpoint by the model's names. `notes` reports tensors unknown to the model and copies that differ."""
 
     checkpoint: TensorSource
     tensors: dict[str, Joined] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def read(self, name: str, part: Part = ()) -> Tensor:
-        """The tensor of that name in the model, or that part of it; only the bytes of the part are read."""
+        """Read the tensor `name` of the model, or `part` of it; only the bytes of the part are read."""
         return self.tensors[name].read(part)
 
 
 def model_reader(
     model: nn.Module, checkpoint: TensorSource, without: Callable[[str], bool] = lambda name: False
 ) -> ModelReader:
-    """The reader of `model`'s values; CheckpointError lists every key that is missing, unexpected or misshaped.
+    """Return the reader of `model`'s values; CheckpointError lists all missing, unexpected or misshaped keys.
 
-    Names for which `without` holds are ignored on both sides. Buffers that transformers allows to be missing may be.
+    Names for which `without` returns True are ignored on both sides. Buffers may be missing if transformers allows it.
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
@@ -115,7 +115,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def packings(model: nn.Module) -> dict[str, Packed]:
-    """Matrices that hold several (q, k and v; gate and up), by name in the model, as the specs declare them."""
+    """Packed matrices (q, k and v; gate and up) by their names in the model, as the specs declare them."""
     found: dict[str, Packed] = {}
 
     def visit(module: nn.Module, path: str, config: Any) -> None:
@@ -146,7 +146,7 @@ def packings(model: nn.Module) -> dict[str, Packed]:
 def _matched(
     model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], list[str]]:
-    """Name in the model → name in the checkpoint, and the names that match nothing."""
+    """Map names in the model to names in the checkpoint, and list the checkpoint names that match nothing."""
     names = {name: name for name in given if name in expected}
     renamed, prefix, left = _renaming(model), getattr(model, "base_model_prefix", ""), []
     for name in given:
@@ -164,7 +164,7 @@ def _matched(
 
 
 def _variants(name: str, prefix: str) -> Iterator[str]:
-    """The name with and without prefixes of wrappers: `module.` of parallel training, the base model's attribute."""
+    """Yield the name with and without wrapper prefixes: `module.` (parallel training) and the base model's prefix."""
     for bare in (name, name.removeprefix("module.")):
         yield bare
         if prefix:
@@ -173,7 +173,7 @@ def _variants(name: str, prefix: str) -> Iterator[str]:
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """transformers' renaming of parts that had other names in older checkpoints."""
+    """Return transformers' renaming of names from older checkpoints."""
     if not hasattr(model, "base_model_prefix"):
         return lambda name: name
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -190,10 +190,10 @@ def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
 
 
 def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
-    """Sort the names that match nothing: those of another model, and those of heads that this class does not have.
+    """Sort the unmatched names into those of another model and those of heads that this class does not have.
 
-    A name inside a list of layers means other layers: more of them, or with other parts. Buffers that are computed anew
-    are neither.
+    A name inside a list of layers implies another model: more layers, or layers with other parts. Buffers that are
+    recomputed belong to neither group.
     """
     prefix = getattr(model, "base_model_prefix", "")
     lists = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and path)
@@ -210,7 +210,7 @@ def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _equal(reader: ModelReader, first: str, second: str) -> bool:
-    """Whether two names have the same values, read in parts."""
+    """True if both names have the same values; compared in parts."""
     rows = reader.tensors[first].shape[0] if reader.tensors[first].shape else 0
     parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
     return all(torch.equal(reader.read(first, part), reader.read(second, part)) for part in parts)

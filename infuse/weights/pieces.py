@@ -1,7 +1,7 @@
-"""How the pieces that ranks saved of one tensor make it up along one axis, told from their shapes.
+"""Infer from their shapes how the pieces of a tensor that ranks saved fit together along one axis.
 
-A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel). A matrix that packs q, k
-and v, or gate and up, was cut inside each of them, and keys that are fewer than ranks were replicated.
+A piece of a plain matrix is a range of its rows (column-parallel) or columns (row-parallel). In a matrix that packs q,
+k and v, or gate and up, each of them was cut separately. Keys were replicated if there were fewer key heads than ranks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from infuse.architectures.packing import BLOCKS, PER_GROUP, PER_HEAD, Heads
 from infuse.parallel.slices import Range, Tiling
 
 Shape = tuple[int, ...]
-_Parts = list[tuple[Range, ...]]  # of each rank
+_Parts = list[tuple[Range, ...]]  # the ranges of each rank
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What lies along the axis of a packed tensor: `groups` times neighbours of these `widths`."""
+    """Layout along the axis of a packed tensor: `groups` repetitions of adjacent blocks of these `widths`."""
 
     widths: tuple[int, ...]
     groups: int = 1
 
 
 def packed_qkv(packing: str | None, heads: Heads) -> Packed | None:
-    """What lies along the rows of a packed q, k, v; None for packings of which no sharded form is known."""
+    """Row layout of a packed q, k, v; None for packings without a known sharded form."""
     h, k, d = heads.query, heads.key, heads.width
     if packing in (None, BLOCKS):
         return Packed((h * d, k * d, k * d))
@@ -36,8 +36,8 @@ def packed_qkv(packing: str | None, heads: Heads) -> Packed | None:
 
 
 def tiling(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None) -> Tiling | None:
-    """How pieces of `shapes`, one for each rank, make up a tensor of shape `wanted`; None where they do not."""
-    if all(shape == wanted for shape in shapes):  # the only piece, or a replica on each rank
+    """Infer how pieces of `shapes`, one per rank, form a tensor of shape `wanted`; None if they do not."""
+    if all(shape == wanted for shape in shapes):  # a single piece, or a replica on each rank
         length = wanted[0] if wanted else 1
         return Tiling(0, length, (((0, length),),) * len(shapes))
     axes = {axis for shape in shapes for axis, (a, b) in enumerate(zip(shape, wanted, strict=False)) if a != b}
@@ -46,14 +46,14 @@ def tiling(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None)
     axis = axes.pop()
     lengths, whole = [shape[axis] for shape in shapes], wanted[axis]
     if packed is None or sum(packed.widths) * packed.groups != whole or (packed.groups > 1 and sum(lengths) == whole):
-        parts = _plain_parts(lengths, whole)  # also whole groups on each rank
+        parts = _plain_parts(lengths, whole)  # this includes whole groups on each rank
     else:
         parts = _packed_parts(lengths, packed)
     return Tiling(axis, whole, tuple(parts)) if parts else None
 
 
 def _plain_parts(lengths: Sequence[int], whole: int) -> _Parts:
-    """One piece after the other; neighbours hold the same where all together are several times the whole."""
+    """Place the pieces one after another; neighbours are replicas if the pieces add up to a multiple of the whole."""
     copies = sum(lengths) // whole if sum(lengths) % whole == 0 and len(set(lengths)) == 1 else 1
     stops = list(accumulate(lengths[::copies]))
     if stops[-1] != whole:
@@ -62,7 +62,7 @@ def _plain_parts(lengths: Sequence[int], whole: int) -> _Parts:
 
 
 def _packed_parts(lengths: Sequence[int], packed: Packed) -> _Parts:
-    """Each group is cut by as many ranks."""
+    """Cut each group over an equal number of ranks."""
     each, left = divmod(len(lengths), packed.groups)
     if left or not each:
         return []
@@ -76,14 +76,14 @@ def _packed_parts(lengths: Sequence[int], packed: Packed) -> _Parts:
 
 
 def _group_parts(lengths: Sequence[int], widths: tuple[int, ...], start: int) -> _Parts:
-    """Neighbouring blocks of `widths` from `start` on, of which each rank has a range of each."""
+    """Cut adjacent blocks of `widths`, starting at `start`, so that each rank gets a range of every block."""
     ranks, blocks = len(lengths), len(widths)
     starts = [start + before for before in accumulate((0, *widths[:-1]))]
     if len(set(widths)) == 1 and sum(lengths) == sum(widths) and all(length % blocks == 0 for length in lengths):
-        stops = [stop // blocks for stop in accumulate(lengths)]  # by heads, uneven numbers of them too
+        stops = [stop // blocks for stop in accumulate(lengths)]  # by heads, possibly an uneven number per rank
         ends = zip([0, *stops[:-1]], stops, strict=True)
         return [tuple((at + first, at + last) for at in starts) for first, last in ends]
-    for copies in (n for n in range(1, ranks + 1) if ranks % n == 0):  # keys and values lie `copies` times
+    for copies in (n for n in range(1, ranks + 1) if ranks % n == 0):  # keys and values are stored `copies` times
         repeats = (1, *(copies,) * (blocks - 1))
         sizes = [width * n // ranks for width, n in zip(widths, repeats, strict=True)]
         exact = all(width * n % ranks == 0 for width, n in zip(widths, repeats, strict=True))

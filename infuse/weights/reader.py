@@ -1,4 +1,4 @@
-"""Reader: tensors by name from a live module or from files, through one interface, `read(name, part)`."""
+"""Reader: read tensors by name from a live module or from files through one interface, `read(name, part)`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-Part = tuple[slice, ...]  # of the first axes, steps of 1; () is the whole tensor
+Part = tuple[slice, ...]  # slices of the leading axes, step 1; () is the whole tensor
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Tensors by name. `part` selects a slice: a rank asks for its shard, and no more is read."""
+    """Tensors by name. `part` selects a slice, so that a rank reads only its shard."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, part: Part = ()) -> Tensor: ...
 
 
 class LiveReader:
-    """The parameters and buffers of a module in memory, not copied."""
+    """Read the parameters and buffers of a module in memory without copying."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -41,7 +41,7 @@ class LiveReader:
 
 
 def tensor_at(module: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of that dotted name."""
+    """Return the parameter or buffer with this dotted name."""
     owner, _, leaf = name.rpartition(".")
     found = getattr(module.get_submodule(owner), leaf)
     assert isinstance(found, Tensor), name

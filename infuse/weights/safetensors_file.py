@@ -1,7 +1,7 @@
-"""One safetensors file: an eight-byte length, a JSON header with the place of each tensor, then their bytes.
+"""Read one safetensors file: an 8-byte header length, a JSON header with each tensor's offsets, then the data.
 
-The safetensors library validates the header. Tensors are read with plain reads into their own memory: only the bytes
-that were asked for, without mapped pages that would count as the process's memory.
+The safetensors library validates the header. Tensors are read with plain reads into their own memory. Only the
+requested bytes are read, and no mapped pages count as memory of the process.
 """
 
 from __future__ import annotations
@@ -47,38 +47,39 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "C64": torch.complex64,
     }
 )
-BLOCK_BYTES = 1 << 22  # read and checked by one thread; large enough to be worth a thread
+BLOCK_BYTES = 1 << 22  # unit that one thread reads and checks; large enough to be worth a thread
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
 _UNCHECKED: Checksums = MappingProxyType({})
 _T = TypeVar("_T")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """View the bytes of a contiguous CPU tensor without copying."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def block_checksums(memory: memoryview) -> tuple[int, ...]:
-    """The CRC-32 of each BLOCK_BYTES of `memory`."""
+    """Compute the CRC-32 of each BLOCK_BYTES of `memory`."""
     return tuple(_by_blocks(lambda at, stop: zlib.crc32(memory[at:stop]), 0, len(memory)))
 
 
 def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T]:
-    """work(first, last) for each block of the bytes from `start` to `stop`, on all threads: one thread reaches half of
-    the memory's bandwidth.
+    """Call work(first, last) for each block of the bytes `start` to `stop`, on all threads.
+
+    A single thread reaches only half of the memory bandwidth.
     """
     limits = [(at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES)]
     threads = min(torch.get_num_threads(), len(limits))
     if threads < 2:
         return [work(*limit) for limit in limits]
-    with ThreadPoolExecutor(threads) as pool:  # it waits for all threads even if one raises
+    with ThreadPoolExecutor(threads) as pool:  # waits for all threads even if one raises
         return list(pool.map(lambda limit: work(*limit), limits))
 
 
 class SafetensorsFile:
-    """`stored` lists the tensors, `read` reads them. CheckpointError, with the path: it is not such a file.
+    """One open file: `stored` lists its tensors, `read` reads them. CheckpointError, with the path, if invalid.
 
-    With `checksums` the file must hold exactly these tensors; each block is checked when it is first read.
+    With `checksums`, the file must hold exactly those tensors; each block is checked when it is first read.
     """
 
     def __init__(self, path: Path, checksums: Checksums | None = None):
@@ -95,11 +96,12 @@ class SafetensorsFile:
             self._compare_names(checksums)
 
     def _header(self) -> tuple[dict[str, Any], int]:
-        """The header's entries, which the library has validated, and where the data begins."""
+        """Return the header's entries, validated by the library, and the offset of the data."""
         try:
-            with safe_open(self.path, "pt"):  # offsets tile the data; shapes, dtypes and sizes agree
+            with safe_open(self.path, "pt"):  # checks that offsets tile the data, and shapes, dtypes and sizes agree
                 pass
-            self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115  # for as long as this object lives
+            # Open as long as this object lives.
+            self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115
             header_bytes = int.from_bytes(self._file.read(8), "little")
             return json.loads(self._file.read(header_bytes), object_pairs_hook=_unique), 8 + header_bytes
         except OSError as error:
@@ -118,9 +120,9 @@ class SafetensorsFile:
         return math.prod(self.stored[name].shape) * self.stored[name].dtype.itemsize
 
     def read(self, name: str, part: Part = ()) -> Tensor:
-        """The tensor or that part of it, in memory of its own; other rows and columns are not read.
+        """Read the tensor, or `part` of it, into its own memory; other rows and columns are not read.
 
-        A tensor that is read whole is there to stay, so it is allocated on huge pages.
+        A whole tensor is usually kept, so it is allocated on huge pages.
         """
         stored = self.stored[name]
         bounds = [
@@ -139,7 +141,7 @@ class SafetensorsFile:
         return tensor
 
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
-        """Read contiguous bytes: over the last axis that is cut, once for each index of the axes before it."""
+        """Read contiguous runs of bytes along the last cut axis, one for each index of the axes before it."""
         shape, itemsize = self.stored[name].shape, self.stored[name].dtype.itemsize
         cut = max(axis for axis, bound in enumerate(bounds) if bound != (0, shape[axis]))
         inner = math.prod(shape[cut + 1 :]) * itemsize
@@ -161,7 +163,7 @@ class SafetensorsFile:
             _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), 0, len(memory))
 
     def _check(self, name: str, start: int, stop: int) -> None:
-        """Check the blocks that hold these bytes of a tensor, unless they were checked before."""
+        """Check the blocks that contain these bytes of a tensor, unless they were already checked."""
         if name not in self._checksums:
             return
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
@@ -171,7 +173,7 @@ class SafetensorsFile:
                 self._compare(name, block, [self._read(memory, name, at)])
 
     def _compare(self, name: str, first: int, found: Sequence[int]) -> None:
-        """Compare the checksums of blocks from `first` on with those that are expected."""
+        """Compare the checksums of blocks, starting with block `first`, with the expected ones."""
         if name not in self._checksums:
             return
         for block, value in enumerate(found, first):
@@ -184,13 +186,13 @@ class SafetensorsFile:
             self._checked.add((name, block))
 
     def _read(self, memory: memoryview, name: str, at: int) -> int:
-        """Fill `memory` with the tensor's bytes from `at` on; their CRC-32, or 0 where none is expected."""
+        """Fill `memory` with the tensor's bytes starting at `at`; return their CRC-32, or 0 if none is expected."""
         self._fill(memory, name, at)
         return zlib.crc32(memory) if name in self._checksums else 0
 
     def _fill(self, memory: memoryview, name: str, at: int) -> None:
         done, place = 0, self._starts[name] + at
-        while done < len(memory):  # one read gives at most 2 GiB
+        while done < len(memory):  # one read returns at most 2 GiB
             got = os.preadv(self._file.fileno(), [memory[done:]], place + done)
             if not got:
                 raise CheckpointError(f"{self.path}: ended while {name} was read")

@@ -1,6 +1,6 @@
-"""Our own shards as a checkpoint: each tensor from the spans of ranks' files that make it up, or any rank's part of it.
+"""Our own shards as a checkpoint: each tensor assembled from the spans in the ranks' files, or any rank's part of it.
 
-Positions count rows or inputs of the whole; what a file stores of them may be fewer columns (see Joined).
+Positions count rows or inputs of the whole tensor; a file may store fewer columns than positions (see Joined).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infuse.weights.checkpoint import Joined, TensorFile
 from infuse.weights.pieces import Packed, Shape
 from infuse.weights.safetensors_file import Checksums, SafetensorsFile
 
-_OF_WEIGHTS = ("data", "scale", "zero")  # what a quantized weight is stored as
+_OF_WEIGHTS = ("data", "scale", "zero")  # the stored tensors of a quantized weight
 
 
 class _Opened(dict[int, TensorFile]):
-    """The files that are open, by rank; another one is opened when it is asked for."""
+    """Open files by rank; a missing one is opened on access."""
 
     def __init__(self, paths: Sequence[Path], checksums: Sequence[Checksums]):
         super().__init__()
@@ -35,7 +35,7 @@ class _Opened(dict[int, TensorFile]):
 
 @dataclass(frozen=True)
 class SavedTensor(Joined):
-    """One tensor of our shards. `is_cut`: ranks share it; else each file that has it has it whole."""
+    """One tensor of our shards. `is_cut`: split across ranks; otherwise every file that holds it holds all of it."""
 
     is_cut: bool
 
@@ -47,14 +47,14 @@ class SavedTensor(Joined):
         return True
 
     def along(self, cut: Cut) -> Joined:
-        """The tensor in the positions of `cut`."""
+        """Return the tensor addressed in positions of `cut`."""
         if self.is_cut:
             return self
         (rank,) = self.files
         return Joined.of(self.name, self.files, _of_one(cut.axis, cut.whole_length, rank), rank)
 
     def fault(self, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
-        """Why `cut` of this does not make a tensor of shape `wanted` in `dtype` (None: any floating one), or None."""
+        """Return why `cut` of this cannot fill a tensor of `wanted` shape and `dtype` (None: any floating), or None."""
         tiling = self.along(cut).tiling if cut else self.tiling
         axis, own = tiling.axis, cut.length if cut else tiling.length
         if cut and (axis, tiling.length) != (cut.axis, cut.whole_length):
@@ -75,7 +75,7 @@ class SavedTensor(Joined):
 
 
 class SavedShards:
-    """The files of all ranks, or of `rank` alone: the others' are opened if something of them is asked for."""
+    """The files of all ranks, or of `rank` alone; in that case other files are opened on demand."""
 
     holds_replaced = True
 
@@ -115,12 +115,12 @@ class SavedShards:
         return tensor if tensor.shape == wanted else None
 
     def part(self, name: str, cut: Cut | None) -> Tensor:
-        """A tensor as it is stored, or a rank's part of it."""
+        """Read a tensor as stored, or a rank's part of it."""
         tensor = self.pieces[name]
         return tensor.along(cut).ranges(cut.ranges) if cut else tensor.read()
 
     def fault(self, name: str, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
-        """Why what is stored of `name` does not make up a tensor of shape `wanted`; None where it does."""
+        """Return why the stored tensor `name` does not give shape `wanted` in `dtype`; None if it does."""
         if name not in self.pieces:
             return f"missing  {name}"
         fault = self.pieces[name].fault(cut, wanted, dtype)
@@ -128,7 +128,7 @@ class SavedShards:
 
 
 def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bool) -> None:
-    """CheckpointError where the shape of a tensor is not what the index says of the rank's part."""
+    """Raise CheckpointError if a tensor's shape contradicts the part that the index gives this rank."""
     shape, own = file.stored[name].shape, cut.part_length(rank)
     if cut.axis >= len(shape):
         raise CheckpointError(f"{file.path}: {name} is {shape}, and the index cuts it on axis {cut.axis}")
@@ -139,7 +139,7 @@ def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bo
 
 
 def _of_one(axis: int, length: int, rank: int) -> Tiling:
-    """What `rank` has whole."""
+    """Tiling of a tensor that `rank` holds whole."""
     return Tiling(axis, length, (*((),) * rank, ((0, length),)))
 
 

@@ -1,7 +1,7 @@
-"""Find the files of a checkpoint: a folder in one of the usual forms, a list, a glob, or DeepSpeed's JSON description.
+"""Find the files of a checkpoint: a folder in a usual layout, a list, a glob, or DeepSpeed's JSON description.
 
-Only indexes and descriptions are read here. CheckpointError names what was looked for and all that is missing. An index
-may only name files inside its folder; paths in a description are the user's own and may be anywhere.
+Only indexes and descriptions are read here. CheckpointError names the names looked for and all missing files. An index
+may only name files inside its folder; paths in a description are the user's own and may point anywhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Files:
-    """`groups`: each is one file, or the files of several ranks, in order, with pieces of the same tensors.
+    """A checkpoint's files. Each of `groups` is one file, or one per rank, in order, with pieces of the same tensors.
 
-    `version` is a Megatron checkpoint's, which decides how its q, k, v are packed. `where`: tensor → the file that an
-    index names.
+    `version` is that of a Megatron checkpoint and determines how its q, k, v are packed. `where`: tensor → the file
+    that an index names.
     """
 
     form: str
@@ -42,7 +42,7 @@ class Files:
 
 
 class _Description(BaseModel):
-    """DeepSpeed's JSON: the keys that are read."""
+    """The keys that we read from DeepSpeed's JSON."""
 
     checkpoints: Path | tuple[Path, ...] | dict[str, Path | tuple[Path, ...]]
     type: str | None = None
@@ -54,13 +54,14 @@ class _Description(BaseModel):
 
 
 def find_files(source: Any, base_dir: str = "") -> Files:
-    """The files of `source`: a path (folder, file, glob, description), a list of paths, or a description as a dict.
+    """Find the files of `source`: a path (folder, file, glob, description), a list of paths, or a dict (description).
 
-    Relative paths begin at `base_dir`; those inside a description at its own "base_dir" or, without one, beside it.
+    Relative paths are resolved against `base_dir`. Those inside a description are resolved against its own "base_dir",
+    or else its folder.
     """
     try:
         return _present(_found(source, base_dir))
-    except (OSError, ValueError) as error:  # names that the system does not take: too long, or with a zero byte
+    except (OSError, ValueError) as error:  # names that the OS rejects: too long, or with a zero byte
         raise CheckpointError(f"{source!s:.200}: cannot be looked up: {error}") from error
 
 
@@ -86,7 +87,7 @@ def _found(source: Any, base_dir: str) -> Files:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; CheckpointError with its path."""
+    """Parse a JSON file; CheckpointError, with the path, if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -96,7 +97,7 @@ def read_json(path: Path) -> Any:
 
 
 def inside(folder: Path, name: str, index: Path) -> Path:
-    """The file that an index names. CheckpointError for a name that leads out of the folder; symbolic links may."""
+    """Resolve a file name from an index; CheckpointError if the name (not a symbolic link) leads out of the folder."""
     named = PurePath(name)
     if not named.parts or named.is_absolute() or ".." in named.parts:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
@@ -137,7 +138,7 @@ def _folder(path: Path) -> Files:
 
 
 def _weight_map(path: Path) -> dict[str, Path]:
-    """Tensor → the file that the index of a folder names for it."""
+    """Tensor → the file that a folder's index names for it."""
     index = read_json(path)
     given = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(given, dict) or not given:
@@ -158,7 +159,7 @@ def _listed(paths: Sequence[Path], form: str) -> Files:
 
 
 def _described(given: Any, base: Path, name: str) -> Files:
-    """DeepSpeed's JSON. A list has whole tensors; of type Megatron or parallelization "tp", a file for each rank."""
+    """Read DeepSpeed's JSON. A list holds whole tensors; type Megatron or parallelization "tp": one file per rank."""
     if not isinstance(given, Mapping) or not given.get("checkpoints"):
         raise CheckpointError(f'{name}: has no "checkpoints": a list of files, or a dict of lists')
     try:

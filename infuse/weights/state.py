@@ -1,7 +1,7 @@
-"""State dict of a replaced module in the original's names, shapes and packing.
+"""State dict of a replaced module in the names, shapes and packing of the original.
 
-Hooks of the new module convert it: `source_tensors` on saving, `filled` on loading. So `state_dict`, `save_pretrained`
-and `load_state_dict` of any model around the module work as they are.
+Hooks on the new module convert its tensors: `source_tensors` when saving, `filled` when loading. `state_dict`,
+`save_pretrained` and `load_state_dict` of any enclosing model therefore work unchanged.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from infuse.weights.names import placed
 from infuse.weights.reader import Part
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
-_KEY = "infuse"  # among a module's hooks, whose own keys are numbers
-_BUFFERS = ("data", "scale", "zero")  # of a quantized weight
+_KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
+_BUFFERS = ("data", "scale", "zero")  # buffers of a quantized weight
 
 
 @dataclass
 class Original:
-    """What the replaced module at `path` held: `shapes` by its own names, and the fills made of them.
+    """The replaced module at `path`: `shapes` of its tensors by its own names, and the fills made from them.
 
     `dequantized` is set while quantized weights may be saved in `dtype`. It maps the address of their codes to the
-    tensors made so far, so that tied weights stay tied.
+    dequantized tensors, so that tied weights stay tied.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Original:
         state.update({prefix + name: made[name] for name in self.shapes if name in made})
 
     def _target(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> Tensor | None:
-        """Take the target of `fill` out of `state`; None if another module has taken its place."""
+        """Pop the target of `fill` from `state`; None if another module has replaced the one that held it."""
         names = _stored(fill)
         if prefix + names[0] not in state:
             return None
@@ -63,9 +63,10 @@ class Original:
             return found
         if self.dequantized is None:
             raise UnsupportedCall(
-                f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have them as "
-                f"{', '.join(fill.sources)}. Either save our shards, which keep them quantized: init_inference(..., "
-                "save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, with the rounding that they have: "
+                f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have "
+                f"them as {', '.join(fill.sources)}. Either save our shards, which keep them quantized: "
+                "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, "
+                "with the rounding that they have: "
                 "`with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
             )
         place: Any = module.get_submodule(_owner(fill))
@@ -81,14 +82,15 @@ class Original:
         self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, missing: list[str],
         unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        """Load hook: replace the original's tensors in `state` with ours, and quantize quantized weights again, in place."""
+        """Load hook: replace the original's tensors in `state` with ours, and requantize quantized weights in place."""
         self._refuse_parts("load_state_dict")
         given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
         for name, wanted in self.shapes.items():
             if name in given and tuple(given[name].shape) != wanted:
                 found = given.pop(name)
                 errors.append(
-                    f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, the model's is {wanted}."
+                    f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, "
+                    f"the model's is {wanted}."
                 )
             elif name not in given and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
@@ -101,7 +103,7 @@ class Original:
     def _fill(
         self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
     ) -> None:
-        """Put the target of `fill` into `state`; sources that are not given keep the values that the module has."""
+        """Put the target of `fill` into `state`; sources that are not given keep the module's current values."""
         place: Any = module.get_submodule(_owner(fill))
         if any(name not in given for name in fill.sources):
             there = (
@@ -116,14 +118,14 @@ class Original:
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
         place.hold(quantized(fill, _Given(given, place.data.device), quantize, place.part_rows))
-        for name in _BUFFERS:  # in the memory that is there: a tied embedding and graphs have it too
+        for name in _BUFFERS:  # reuse the memory: tied embeddings and CUDA graphs refer to it
             old, new = before[name], place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:
                 place._buffers[name] = old.copy_(new)
         self._keep(fill, module, state, prefix)
 
     def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
-        """Put the target of `fill` into `state` as the module has it, unless it is there."""
+        """Put the module's current target of `fill` into `state` unless it is already present."""
         place = module.get_submodule(_owner(fill))
         for name in _stored(fill):
             leaf = name.rpartition(".")[2]
@@ -132,25 +134,26 @@ class Original:
                 state.setdefault(prefix + name, held.detach())
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
-        """Whether `state` has, under our own name, the target that `name` is a source of."""
+        """True if `state` has, under our own name, the target made from `name`."""
         fill = next(fill for fill in self.fills if name in fill.sources)
         return prefix + _stored(fill)[0] in state
 
     def _refuse_parts(self, what: str) -> None:
         if any(fill.cut is not None for fill in self.fills):
             raise UnsupportedCall(
-                f"{what} needs whole tensors, and this rank holds a part of {self.path or 'the model'}. Save with init_inference(..., "
-                "save_mp_checkpoint_path=FOLDER) or `infuse shard`, which any number of ranks reads; load with checkpoint=FOLDER"
+                f"{what} needs whole tensors, and this rank holds a part of {self.path or 'the model'}. Save with "
+                "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`, which any number of ranks "
+                "reads; load with checkpoint=FOLDER"
             )
 
 
 def _owner(fill: Fill) -> str:
-    """The path of the module that holds the target."""
+    """Path of the module that holds the target."""
     return fill.target.rpartition(".")[0]
 
 
 def _stored(fill: Fill) -> tuple[str, ...]:
-    """The names of the target in our module's own state dict: several for a quantized weight, its codes first."""
+    """Names of the target in our module's own state dict; a quantized weight has several, codes first."""
     return (fill.target,) if fill.format is None else tuple(named(_owner(fill), leaf) for leaf in _BUFFERS)
 
 
@@ -179,9 +182,9 @@ def keep_names(
     bodies: Mapping[str, str],
     put: Put,
 ) -> None:
-    """Give `new`, which replaces `old` at `path` and was filled by `fills`, the state dict of `old`.
+    """Make `new`, which replaces `old` at `path` and was filled by `fills`, save and load state dicts in `old`'s form.
 
-    `put(mapping, key, value)` sets each hook, so that the caller can undo it.
+    Each hook is set by `put(mapping, key, value)`, so that the caller can undo it.
     """
     held = {name: tuple(tensor.shape) for name, tensor in placed(old).items()}
     saved = tuple(fill for fill in fills if all(name in held for name in fill.sources))
@@ -190,15 +193,15 @@ def keep_names(
     handle = new.register_load_state_dict_pre_hook(original.load)
     put(new._load_state_dict_pre_hooks, _KEY, new._load_state_dict_pre_hooks.pop(handle.id))
     put(new._state_dict_hooks, _KEY, original.save)
-    new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]  # the user's hooks expect the original's names
+    # Ours runs first: the user's hooks expect the original's names.
+    new._state_dict_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def dequantized(model: nn.Module) -> Iterator[None]:
-    """Inside the `with`, `state_dict()`, `save_pretrained()` and the like of `model` dequantize quantized weights to the
-    plan's dtype.
+    """Inside the `with`, `model.state_dict()`, `save_pretrained()` etc. dequantize the weights to the plan's dtype.
 
-    The values have the rounding of the format. The whole state dict is in memory at once.
+    The values keep the rounding of the format. The whole state dict is in memory at once.
     """
     hooks = [hook for module in model.modules() for key, hook in module._state_dict_hooks.items() if key == _KEY]
     originals: list[Original] = [hook.__self__ for hook in hooks]  # type: ignore[attr-defined]

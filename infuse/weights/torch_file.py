@@ -1,5 +1,6 @@
-"""One file written by torch.save (.bin, .pt): tensors by name, never code. It is mapped if its format allows, so that
-parts can be read.
+"""Read one file written by torch.save (.bin, .pt): tensors by name, never code.
+
+The file is memory-mapped if its format allows, so that parts can be read.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.weights.reader import Part, Stored
 
-_INNER = ("module", "model", "state_dict")  # where training checkpoints have the model's own tensors
-# Pages that were read stay resident until the file is mapped anew, which takes about a millisecond.
+_INNER = ("module", "model", "state_dict")  # keys under which training checkpoints keep the model's tensors
+# Bytes read before the file is remapped: pages stay resident until then. Remapping takes about a millisecond.
 _MAPPED_BYTES = 1 << 22
 
 
 class TorchFile:
-    """`stored` lists the tensors, `read` reads them. CheckpointError, with the path: it is not tensors alone."""
+    """`stored` lists the tensors, `read` reads them. CheckpointError, with the path, if it holds more than tensors."""
 
     def __init__(self, path: Path):
         self.path, self.bytes_read, self._since = path, 0, 0
@@ -30,7 +31,7 @@ class TorchFile:
         self.stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, part: Part = ()) -> Tensor:
-        """The tensor or that part of it, in memory of its own."""
+        """Read the tensor, or `part` of it, into its own memory."""
         if self._since > _MAPPED_BYTES and self._mapped:
             self._tensors, self._since = self._open(), 0
         found = self._tensors[name]
@@ -42,19 +43,18 @@ class TorchFile:
     def _open(self) -> dict[str, Tensor]:
         self._mapped = True
         try:
-            with torch.serialization.safe_globals(
-                [argparse.Namespace]
-            ):  # the arguments that Megatron saves beside the model: data
+            # Megatron saves its arguments with the model, as an argparse.Namespace: plain data.
+            with torch.serialization.safe_globals([argparse.Namespace]):
                 try:
                     loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
                 except RuntimeError as error:
                     if "mmap" not in str(error):
                         raise
-                    self._mapped = False  # the format before torch 1.6 is one stream
+                    self._mapped = False  # the format before torch 1.6 is one stream and cannot be mapped
                     loaded = torch.load(self.path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        except Exception as error:  # whatever a broken or a foreign file makes of torch.load
+        except Exception as error:  # torch.load may raise anything on a broken or foreign file
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 f"{self.path}: truncated, corrupt, or not tensors alone (weights_only=True): {reason}"
@@ -68,7 +68,7 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: its dicts are nested too deeply") from error
 
     def _judged(self, found: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors by name; CheckpointError for a name that stands twice and for tensors without plain values."""
+        """Return the tensors by name; CheckpointError for duplicate names and for tensors without plain values."""
         tensors = dict(found)
         if len(tensors) < len(found):
             twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
@@ -83,7 +83,7 @@ class TorchFile:
 
 
 def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Nested dicts as dotted names, as Megatron nests them; what is not a tensor is left out."""
+    """Flatten nested dicts, as saved by Megatron, into dotted names; skip everything but tensors."""
     for key, value in values.items():
         if isinstance(value, Tensor):
             yield f"{at}{key}", value
@@ -92,7 +92,7 @@ def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Tensor
 
 
 def _not_plain(tensor: Tensor) -> str | None:
-    """Why a tensor has no plain values that can be read; None where it has."""
+    """Return why a tensor has no plain values to read; None if it has."""
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch.")
     if type(tensor) not in (Tensor, torch.nn.Parameter):

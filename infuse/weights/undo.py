@@ -1,4 +1,4 @@
-"""UndoLog: changes of a model's mappings (modules, parameters, hooks) that can be taken back."""
+"""UndoLog: reversible changes to a model's mappings (modules, parameters, hooks)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _MISSING = object()
 
 
 class UndoLog:
-    """Remembers what each `put` replaced."""
+    """Record the value that each `put` replaces."""
 
     def __init__(self) -> None:
         self._before: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """mapping[key] = value, until it is taken back."""
+        """Set mapping[key] = value, reversible by `take_back`."""
         self._before.append((mapping, key, mapping.get(key, _MISSING)))
         mapping[key] = value
 
     def take_back(self) -> None:
-        """Give every mapping what it had."""
+        """Restore the previous entries of all mappings."""
         for mapping, key, value in reversed(self._before):
             if value is _MISSING:
                 mapping.pop(key, None)
@@ -29,5 +29,5 @@ class UndoLog:
         self.forget()
 
     def forget(self) -> None:
-        """What was put stays."""
+        """Keep the changes: clear the log."""
         self._before.clear()
