@@ -40,12 +40,13 @@ def product(
     """residual + act(module(norm(x))), in one op where neither norm nor module has hooks. Pass an `activation` only with
     a module that `takes_around`.
     """
-    if norm is not None and not (takes_around(module) and isinstance(norm, Norm) and untouched(norm)):
-        x, norm = direct(norm, x), None
-    alone = norm is None and residual is None and activation is None
-    if alone or not takes_around(module):
-        y = direct(module, x)
+    if norm is None and residual is None and activation is None:
+        return direct(module, x)
+    if not takes_around(module):
+        y = direct(module, x if norm is None else direct(norm, x))
         return y if residual is None else residual + y
+    if norm is not None and not (isinstance(norm, Norm) and untouched(norm)):
+        x, norm = direct(norm, x), None
     before = ops.NO_NORM if norm is None else norm.arguments
     if module._combine is None:
         return module.with_around(x, *before, activation, gated, residual)
