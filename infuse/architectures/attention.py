@@ -1,4 +1,4 @@
-"""Self-attention: what a spec declares, how it is read from a layer, and the resulting shape."""
+"""Self-attention: its declaration in a spec, its binding to a layer, and its shape."""
 
 from __future__ import annotations
 
@@ -193,9 +193,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionShape(PartShape):
-    """Numbers of one attention. `name` is the name of its module in the block.
+    """Dimensions and settings of one attention. `name` is the name of its module in the block.
 
-    If ranks share it, these are one rank's numbers: `first_head` is its first query head, `head_counts` are
+    If ranks share it, the values are one rank's: `first_head` is its first query head, `head_counts` are
     the query heads of every rank.
     """
 

@@ -1,4 +1,4 @@
-"""LayerSpec: a layer as declared, named as in the checkpoint. LayerShape: the numbers of one bound layer.
+"""LayerSpec: a layer as declared, named as in the checkpoint. LayerShape: the dimensions of one bound layer.
 
 A spec declares the meaning (which norm, which residual shape, which packing). `LayerSpec.bind` reads the rest from the
 layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. Data only: no tensors, picklable.
@@ -34,7 +34,7 @@ from infuse.errors import SpecMismatch
 # Residual shapes, drawn in layers/program.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
-TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns
+TENSOR, TUPLE = "tensor", "tuple"  # return type of the layer's forward
 
 _NORMS = ("norm1", "norm2", "post1", "post2")
 
@@ -43,7 +43,7 @@ Held = TypeVar("Held", Matrix, Parameter)
 
 
 class FeedForward(Protocol):
-    """What a spec may have as `mlp`: `bind` reads the part from a layer; `name` is its name in the new module."""
+    """Interface of a spec's `mlp`: `bind` reads the part from a layer; `name` is its name in the new module."""
 
     def bind(self, binder: Binder, name: str) -> PartShape: ...
 

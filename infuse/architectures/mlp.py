@@ -1,4 +1,4 @@
-"""Feed-forward parts: what a spec declares, how it is read from a layer, and the resulting shape."""
+"""Feed-forward parts: their declarations in a spec, their binding to a layer, and their shape."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _bind(
 
 @dataclass(frozen=True)
 class MLPShape(PartShape):
-    """Numbers of one MLP. If `gated`, its first linear is [gate | up]."""
+    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]."""
 
     hidden: int
     inner: int

@@ -92,7 +92,7 @@ def _table(model: Any) -> nn.Module | None:
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     try:
         return model.get_input_embeddings()
-    except AttributeError:  # users may delete the table and pass only embeddings
+    except AttributeError:  # the user deleted the table, to pass embeddings only
         return None
     except NotImplementedError:
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)

@@ -1,4 +1,4 @@
-"""Norms: what a spec declares, how it is read from a layer, and the resulting shape."""
+"""Norms: their declaration in a spec, their binding to a layer, and their shape."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class NormShape(PartShape):
-    """Numbers of one norm. `weight` is the shape of its weight, or None.
+    """Dimensions and settings of one norm. `weight` is the shape of its weight, or None.
 
     For a norm over all heads that ranks share, `whole` is the full width (0 if one rank has all heads), and
     `copies` ranks hold the same values.

@@ -121,7 +121,7 @@ class Share:
 
 
 class PartShape:
-    """Numbers of one part, and what it contains. By default it contains nothing and is whole on each rank."""
+    """Dimensions and contents of one part. By default it contains nothing and is whole on each rank."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -137,7 +137,7 @@ class PartShape:
         return ()
 
     def of_rank(self, share: Share) -> Self:
-        """One rank's numbers. SpecMismatch if ranks cannot share the part."""
+        """The part of one rank. SpecMismatch if ranks cannot share this part."""
         return self
 
 

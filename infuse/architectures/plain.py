@@ -1,6 +1,6 @@
 """Plain linears and embeddings in layers without a spec.
 
-They need no spec, since their class says what they compute. Subclasses are left alone: they may compute something else.
+They need no spec, since their class defines what they compute. Subclasses are left alone: they may differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 @dataclass(frozen=True)
 class LinearShape(PartShape):
-    """Numbers of one linear. `transposed` weights are stored [inputs, outputs].
+    """Dimensions of one linear. `transposed` weights are stored [inputs, outputs].
 
     If ranks share the outputs, `outputs` are one rank's and `widths` has those of every rank.
     """
@@ -45,7 +45,7 @@ class LinearShape(PartShape):
 
 @dataclass(frozen=True)
 class EmbeddingShape(PartShape):
-    """Numbers of one embedding table. A rank's share is `rows` rows of `all_rows`, starting at `first_row`."""
+    """Dimensions of one embedding table. A rank's share is `rows` rows of `all_rows`, starting at `first_row`."""
 
     rows: int
     width: int

@@ -1,4 +1,4 @@
-"""One rank's part of what a plan builds: shapes with its heads and widths, and fills cut to them. Numbers only.
+"""One rank's part of a replacement: its shape, with the rank's heads and widths, and its fills. No tensors.
 
 Each part's parameters name the units that ranks split; parameters without units stay whole.
 """
@@ -34,7 +34,7 @@ class Part:
 def layer_part(
     shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
 ) -> Part:
-    """Part of a layer for `mesh.tp_rank`. SpecMismatch lists what that many ranks cannot share.
+    """Part of a layer for `mesh.tp_rank`. SpecMismatch lists everything that the ranks cannot share.
 
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
     `multiples` has the group lengths, keyed by weight.

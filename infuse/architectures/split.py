@@ -36,7 +36,7 @@ class Count:
 class SplitShape:
     """A rank's part of a layer that keeps its forward. `heads` is its range of `all_heads` (0: the layer has none).
 
-    `matrices` are those of linears, by path in the layer. `attentions` are the paths of modules that may return
+    `matrices` belong to linears, by path in the layer. `attentions` are the paths of modules that may return
     attention weights, `head_counts` the heads of each rank. `interpretations` names the readings of the layer that lead
     to this split; the names do not depend on the number of ranks.
     """

@@ -197,7 +197,7 @@ def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def positions(grid: Grid, length: int) -> Iterator[float]:
-    """Yield the grid positions where candidate scales put the largest value of a group of `length`."""
+    """Yield candidate grid positions for the largest value of a group of `length`."""
     farthest = grid.largest + grid.top_binade / 2 ** (grid.mantissa + 1)
     for part in FINE if length < SHORTEST_COARSE else COARSE:
         if (position := grid.top_binade * (1 + part / 32)) <= farthest:
