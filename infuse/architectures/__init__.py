@@ -1,4 +1,4 @@
-"""What a layer looks like: data only, in the words of the checkpoint. `specs_for(layer)` is the table."""
+"""Layer specs: data only, named as in the checkpoint. `specs_for(layer)` looks them up."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _table() -> Mapping[str, tuple[LayerSpec, ...]]:
     return MappingProxyType(table)
 
 
-BY_CLASS = _table()  # the class of a layer, as "module.name" → its specs
+BY_CLASS = _table()  # layer class as "module.name" → its specs
 
 
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
-    """The specs declared for the layer's class or, for a user's subclass, for the nearest class that it inherits from."""
+    """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any."""
     for cls in type(layer).__mro__:
         found = BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
         if found:
@@ -35,8 +35,9 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
 
 
 def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
-    """The binding of the spec whose `when` holds; SpecMismatch tells what differs from it or, if none holds, why none
-    does.
+    """Bind the spec whose `when` holds.
+
+    SpecMismatch lists how the layer differs from that spec, or the unmet values if no `when` holds.
     """
     unmet: list[str] = []
     for spec in specs:

@@ -1,4 +1,4 @@
-"""The names that transformers' configs give to activations, and ours for them."""
+"""Map the activation names of transformers' configs to our own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# transformers' ACT2FN → the `name` of the op `activation`. Those that differ only in rounding share one.
+# Key of transformers' ACT2FN → `name` argument of the op `activation`. Keys that differ only in rounding share one.
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")},
@@ -21,6 +21,6 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Act:
-    """An activation by its own name, where no config key names it."""
+    """An activation fixed by the spec, for layers whose config has no key for it."""
 
     name: str

@@ -1,7 +1,6 @@
-"""Adapters of PEFT inside a model: which modules are the adapters', which are the user's own below them, and what
-merging may do.
+"""PEFT adapters: find them, find the modules they wrap, and refuse merges into quantized weights.
 
-PEFT is not imported: its classes are known by name.
+PEFT is not imported: its classes are recognized by module name.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from torch import nn
 
 from infuse.errors import UnsupportedCall
 
-_OWN = ("base_model", "model", "base_layer", "original_module")  # the children of PEFT's modules that are the user's
+_OWN = ("base_model", "model", "base_layer", "original_module")  # children of PEFT modules that belong to the user
 _MERGES = ("merge", "unmerge")
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether the module is PEFT's: one that wraps a layer or a model, or a part of an adapter."""
+    """Whether the module's class comes from PEFT: a wrapper of a layer or model, or a part of an adapter."""
     return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
 
 
 def adapter_parts(module: nn.Module) -> tuple[str, ...]:
-    """The children of a module of PEFT's that belong to adapters; () for any other module."""
+    """Names of a PEFT module's children that belong to adapters; () for any other module."""
     return tuple(name for name, _ in module.named_children() if name not in _OWN) if is_adapter(module) else ()
 
 
 def adapted(module: nn.Module) -> list[str]:
-    """The paths of the outermost modules of PEFT's inside `module`."""
+    """Paths of the outermost PEFT modules inside `module`."""
     return [name for name, _ in _outermost(module, "")]
 
 
@@ -43,13 +42,13 @@ def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def adapter_notes(model: nn.Module) -> list[str]:
-    """One sentence for the plan of a model that has adapters."""
+    """Return a note for the plan if the model has adapters."""
     there = any(is_adapter(module) for module in model.modules())
     return ["adapters (peft) stay as they are: what gets kernels and formats are their base layers"] if there else []
 
 
 def base_path(model: nn.Module, path: str) -> str:
-    """The path of the user's own module where `path` is an adapter's around it."""
+    """Follow PEFT wrappers from `path` to the user's own module and return its path."""
     module = model.get_submodule(path)
     while is_adapter(module):
         inner = next((name for name in ("base_layer", "original_module") if name in module._modules), None)
@@ -60,8 +59,9 @@ def base_path(model: nn.Module, path: str) -> str:
 
 
 def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, Any]:
-    """The methods of an adapter that would write to its base layer, as errors, where that is now quantized in one of
-    `formats`.
+    """Replacements for `merge` and `unmerge` that raise UnsupportedCall.
+
+    Empty unless `module` is an adapter and its base layer is now quantized in one of `formats`.
     """
     if not formats or not is_adapter(module):
         return {}
@@ -70,6 +70,7 @@ def merging_refused(module: nn.Module, formats: Mapping[str, str]) -> dict[str, 
 
 def _refuse(name: str, format: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedCall(
-        f"{name}: this adapter's base layer is quantized ({format}), and nothing can be added to its weights: merge the adapters before "
-        "init_inference, or leave `quant` out; adapters that are not merged work, and unload() takes them off"
+        f"{name}: this adapter's base layer is quantized ({format}), and nothing can be added to its weights: "
+        "merge the adapters before init_inference, or leave `quant` out; adapters that are not merged work, "
+        "and unload() takes them off"
     )

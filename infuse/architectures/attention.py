@@ -1,4 +1,4 @@
-"""Self-attention: what a spec declares of it, its numbers, and how they are read from a layer."""
+"""Self-attention: its declaration in a spec, its binding to a layer, and its shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infuse.errors import SpecMismatch
 
 @dataclass(frozen=True)
 class Separate:
-    """Query, key and value each in a linear of its own."""
+    """Query, key and value in separate linears."""
 
     q: str
     k: str
@@ -23,7 +23,7 @@ class Separate:
 
 @dataclass(frozen=True)
 class Packed:
-    """Query, key and value in one linear, in the order of `packing`."""
+    """Query, key and value in one linear, with rows in the order of `packing`."""
 
     path: str
     packing: str = BLOCKS
@@ -31,13 +31,14 @@ class Packed:
 
 @dataclass(frozen=True)
 class NoPosition:
-    """Positions are in the embeddings, or nowhere."""
+    """No positions in attention: they are in the embeddings, or there are none."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The model passes `position_embeddings=(cos, sin)`. `switch`: a config list that says for each layer if it
-    rotates.
+    """Rotary embedding; the model passes `position_embeddings=(cos, sin)`.
+
+    `switch`: config key of a list that says for each layer whether it rotates.
     """
 
     interleaved: bool = False
@@ -46,14 +47,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """The layer owns a buffer [positions, sin | cos] and looks its rows up by the `position_ids` that it is passed."""
+    """Rotary embedding from a buffer of the layer, [positions, sin | cos], indexed by the call's `position_ids`."""
 
     buffer: str
 
 
 @dataclass(frozen=True)
 class Alibi:
-    """The model passes a bias as the keyword `argument`: [B H, 1, L], or [H, 1, S] of which the last L columns count."""
+    """ALiBi bias passed as the keyword `argument`: [B H, 1, L], or [H, 1, S], of which the last L columns are used."""
 
     argument: str
 
@@ -63,8 +64,9 @@ Position = NoPosition | Rotary | RotaryTable | Alibi
 
 @dataclass(frozen=True)
 class Window:
-    """Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens, and the mask does not
-    say so.
+    """A sliding window that the mask does not contain.
+
+    Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens.
     """
 
     types: str
@@ -74,13 +76,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Attention:
-    """Self-attention. `module` is the attention module (transformers records attentions by its class).
+    """Self-attention. `module` is the attention module's path; transformers records attentions by its class.
 
-    `kv_heads`: a config key, a number, or None for as many as query heads. `scale`: an attribute of `module`, a number,
-    or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`: True in the mask
-    hides.
-    `passes`: pairs of a keyword that the module passes to its attention function, and the attribute (or config key)
-    that it passes.
+    `kv_heads`: a config key, a number, or None for one per query head. `scale`: an attribute of `module`, a
+    number, or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`:
+    True in the mask means hidden.
+    `passes`: keywords that the module passes to its attention function, each with the attribute (or config key) passed.
     """
 
     module: str
@@ -133,7 +134,7 @@ class Attention:
         )
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
-        """The hidden width, the head width, and whether query, key and value have a bias."""
+        """Bind the projections; return hidden width, head width, and whether they have a bias."""
         if isinstance(self.qkv, Separate):
             paths = (self.qkv.q, self.qkv.k, self.qkv.v)
             q, k, v = linears = [binder.linear(path) for path in paths]
@@ -152,7 +153,7 @@ class Attention:
             binder.differences.append(
                 f"{self.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them"
             )
-        packing = None if self.qkv.packing == BLOCKS else self.qkv.packing  # [q | k | v] already: moved as it is
+        packing = None if self.qkv.packing == BLOCKS else self.qkv.packing  # already [q | k | v]: no reordering
         binder.fill_linear(target, (self.qkv.path,), packed.bias, packing, Heads(heads, kv_heads, width))
         return packed.columns, width, packed.bias
 
@@ -169,7 +170,7 @@ class Attention:
         return float(binder.attribute(self.module, name) or 0.0) if name else 0.0
 
     def _softcap(self, binder: Binder) -> float:
-        # transformers' sdpa function leaves soft caps out; newer releases do not let models with a cap run on it.
+        # transformers' sdpa attention ignores soft caps; newer releases refuse sdpa for models that have one.
         ignored = getattr(binder.config, "_attn_implementation", None) == "sdpa"
         return 0.0 if ignored else self._number(binder, self.softcap)
 
@@ -192,11 +193,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionShape(PartShape):
-    """Numbers of one attention. `argument` is the keyword that carries an ALiBi bias; `name` the child's name in the
-    block.
+    """Dimensions and settings of one attention. `name` is the name of its module in the block.
 
-    Where ranks share it, these are one rank's: its query heads begin at `first_head`, and `head_counts` are those of
-    all ranks.
+    If ranks share it, the values are one rank's: `first_head` is its first query head, `head_counts` are
+    the query heads of every rank.
     """
 
     name: str
@@ -217,9 +217,8 @@ class AttentionShape(PartShape):
     k_norm: NormShape | None
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
-    passes: tuple[tuple[str, str], ...] = field(
-        default=(), repr=False
-    )  # not in the fingerprint of shards: it moves no weight
+    # Moves no weight, so it is kept out of repr and thereby out of the fingerprint of shards.
+    passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @property
     def all_heads(self) -> int:
@@ -266,18 +265,18 @@ class AttentionShape(PartShape):
         )
 
     def _norms(self) -> list[tuple[str, NormShape, str, int]]:
-        """Name, norm, and of which heads it normalises how many."""
+        """Name, norm, unit and head count of each query or key norm."""
         given = (("q_norm", self.q_norm, HEADS, self.heads), ("k_norm", self.k_norm, KV_HEADS, self.kv_heads))
         return [(name, norm, unit, count) for name, norm, unit, count in given if norm is not None]
 
     def _extents(self, norm: NormShape, unit: str, count: int) -> tuple[Extent, ...]:
-        """What ranks split of a norm's weight: one weight for each head, or one over all heads; () of one for all."""
+        """Extents of a norm's weight: per-head weights, or one over all heads. () if the heads share one weight."""
         if norm.weight is not None and len(norm.weight) == 2:
             return (Extent(unit, count),)
         return (Extent(unit, count, self.head_width),) if self._is_wide(norm) else ()
 
     def _is_wide(self, norm: NormShape) -> bool:
-        """Whether the norm goes over all heads at once."""
+        """Whether the norm normalizes all heads together."""
         return norm.weight is not None and len(norm.weight) == 1 and norm.width != self.head_width
 
     def _norm_of_rank(self, norm: NormShape | None, heads: int, copies: int) -> NormShape | None:

@@ -1,4 +1,4 @@
-"""The BERT lineage: encoders of text and images, bidirectional, without a cache."""
+"""BERT family: bidirectional encoders of text and images, without a cache."""
 
 from infuse.architectures.layer import (
     LAYER,
@@ -59,7 +59,7 @@ ALBERT = LayerSpec(
     norm2=Norm("full_layer_layer_norm", LAYER),
     residual=POST,
 )
-# The first layer's attention norm is an Identity: found, not declared.
+# The first layer's attention norm is an Identity: binding detects it, the spec does not declare it.
 MODERNBERT = LayerSpec(
     layer=_M + "modernbert.modeling_modernbert.ModernBertEncoderLayer",
     norm1=Norm("attn_norm", LAYER),

@@ -1,7 +1,7 @@
-"""Binder: one layer and its config as the parts of a spec read them, and the list of all differences.
+"""Binder: reads a layer and its config for the parts of a spec, and collects every difference.
 
-The only reader of Hugging Face config attributes. Strict: every parameter of the layer is claimed exactly once, every
-claimed path exists, every config value is one that is understood.
+This is the only reader of Hugging Face config attributes. It is strict: every parameter of the layer must be claimed
+exactly once, every claimed path must exist, and every config value must be supported.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class FoundLinear:
 
 @dataclass
 class Binder:
-    """One pass over a layer, collecting claims, fills and differences. `index` is the layer's place in the cache.
+    """One pass over a layer, collecting claims, fills and differences. `index` is the layer's index in the cache.
 
-    Each reader notes a difference and returns something harmless when it does not find what it should.
+    A reader that does not find what it expects notes a difference and returns a harmless value.
     """
 
     layer: nn.Module
@@ -88,7 +88,7 @@ class Binder:
         return self.parameters[name]
 
     def linear(self, path: str) -> FoundLinear:
-        """Claim the linear at `path`."""
+        """Claim the linear at `path` and return its size."""
         weight = f"{path}.weight"
         if weight not in self.parameters:
             self.differences.append(f"there is no parameter {weight}")
@@ -106,7 +106,7 @@ class Binder:
     def fill_linear(
         self, target: str, paths: tuple[str, ...], bias: bool, packing: str | None = None, heads: Heads | None = None
     ) -> None:
-        """Make `target` of the linears at `paths`."""
+        """Add the fills that make `target` from the linears at `paths`."""
         weights = tuple(f"{path}.weight" for path in paths)
         self.fills.append(Fill(f"{target}.weight", weights, self.transposed, packing, heads))
         if bias:
@@ -126,7 +126,7 @@ class Binder:
         return ACTIVATIONS[name]
 
     def of_this_layer(self, key: str) -> Any:
-        """The entry for this layer in a list of the config."""
+        """This layer's entry in a list of the config."""
         values, index = self.value(key), self.index
         if index is None or not isinstance(values, (list, tuple)) or index >= len(values):
             self.differences.append(f"config.{key} has no entry for layer {index}")

@@ -1,4 +1,4 @@
-"""The GPT lineage: decoders with LayerNorm and a plain MLP, each with its own packing, positions and residual."""
+"""GPT family: decoders with LayerNorm and a plain MLP that differ in packing, positions and residual."""
 
 from infuse.architectures.layer import (
     LAYER,
@@ -142,12 +142,12 @@ _FALCON = LayerSpec(
     returns=TUPLE,
 )
 _NEW, _OLD, _NO_ALIBI = ("new_decoder_architecture", True), ("new_decoder_architecture", False), ("alibi", False)
-# 40B and later: grouped heads, one norm for attention and one for the MLP, or one for both.
+# 40B and later: grouped heads; separate norms for attention and MLP, or one norm for both.
 _TWO_NORMS = dict(norm1=Norm("ln_attn", LAYER), norm2=Norm("ln_mlp", LAYER))
 FALCON_TWO_NORMS = _FALCON.but(**_TWO_NORMS, when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 2)))
 FALCON_ONE_NORM = _FALCON.but(when=(_NEW, _NO_ALIBI, ("num_ln_in_parallel_attn", 1)))
-# 7B: one key head, one norm. RW: a key head for each query head, serial; the model adds its ALiBi to the mask and
-# passes it again.
+# 7B: one key head, one norm. RW: one key head per query head, serial residual; the model adds ALiBi to the mask and
+# also passes it as an argument.
 FALCON_7B = _FALCON.but(attn=dict(kv_heads=1), when=(_OLD, ("multi_query", True), ("parallel_attn", True), _NO_ALIBI))
 _SERIAL = _FALCON.but(residual=PRE, norm2=Norm("post_attention_layernorm", LAYER))
 _RW_HEADS = dict(kv_heads=None, qkv=Packed("self_attention.query_key_value", PER_HEAD))

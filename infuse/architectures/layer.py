@@ -1,7 +1,7 @@
-"""A layer as a spec declares it, in the words of its checkpoint, and the numbers that it comes to.
+"""LayerSpec: a layer as declared, named as in the checkpoint. LayerShape: the dimensions of one bound layer.
 
-A `LayerSpec` declares what is *meant* (which norm, which residual shape, which packing); `LayerSpec.bind` reads what is
-*found* (biases, widths, a qk-norm, eps) and makes a `LayerShape`. Data only: no tensors, picklable.
+A spec declares the meaning (which norm, which residual shape, which packing). `LayerSpec.bind` reads the rest from the
+layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. Data only: no tensors, picklable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infuse.errors import SpecMismatch
 # Residual shapes, drawn in layers/program.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
-TENSOR, TUPLE = "tensor", "tuple"  # what the layer's forward returns
+TENSOR, TUPLE = "tensor", "tuple"  # return type of the layer's forward
 
 _NORMS = ("norm1", "norm2", "post1", "post2")
 
@@ -43,19 +43,18 @@ Held = TypeVar("Held", Matrix, Parameter)
 
 
 class FeedForward(Protocol):
-    """What a spec declares in the place of the MLP: `bind` reads it from a layer, under `name` in the new module."""
+    """Interface of a spec's `mlp`: `bind` reads the part from a layer; `name` is its name in the new module."""
 
     def bind(self, binder: Binder, name: str) -> PartShape: ...
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A transformer layer. `when` chooses among specs of one class by config values; `expect` are values that must
-    hold.
+    """A transformer layer.
 
-    `norm1` and `norm2` stand before (PRE, PARALLEL) or after (POST) attention and MLP; SANDWICH has `post1` and `post2`
-    on the outputs as well. PARALLEL without `norm2` feeds both from `norm1`. `repeated` are arguments that say again
-    what the mask says.
+    `when`: config values that select among the specs of one class. `expect`: config values that must hold. `norm1` and
+    `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP. SANDWICH adds `post1` and `post2` on their
+    outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`: arguments that only repeat the mask.
     """
 
     layer: str
@@ -74,14 +73,14 @@ class LayerSpec:
     repeated: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> LayerSpec:
-        """A variant; a dict for `attn` or `mlp` changes those fields of the part."""
+        """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""
         for name in ("attn", "mlp"):
             if isinstance(changes.get(name), dict):
                 changes[name] = replace(getattr(self, name), **changes[name])
         return replace(self, **changes)
 
     def bind(self, layer: nn.Module, config: Any) -> Bound:
-        """Read what is found in `layer` (live or meta) and `config`; SpecMismatch lists every difference."""
+        """Bind the spec to `layer` (live or meta) and `config`. SpecMismatch lists every difference."""
         attention = Binder(layer, config, None, self.transposed).module(self.attn.module, optional=True)
         index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
         binder = Binder(layer, config, index, self.transposed)
@@ -111,8 +110,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All that a block is built from. `arguments` are the layer's positional arguments after the hidden states,
-    `repeated` those that say nothing new.
+    """Everything that a block is built from.
+
+    `arguments` are the layer's positional arguments after the hidden states. `repeated` are
+    those that only repeat the mask.
     """
 
     attn: AttentionShape
@@ -129,12 +130,12 @@ class LayerShape:
 
     @property
     def parts(self) -> dict[str, PartShape]:
-        """The parts by the fields that hold them."""
+        """Field name → part, without absent parts."""
         held = {name: getattr(self, name) for name in ("attn", "mlp", *_NORMS)}
         return {name: part for name, part in held.items() if part is not None}
 
     def child(self, field: str) -> str:
-        """The name of a part's module in the block."""
+        """Name of the part's module in the block."""
         return self.attn.name if field == "attn" else field
 
     @property
@@ -146,15 +147,13 @@ class LayerShape:
         return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.parameters)
 
     def _inside(self, field: str, one: Held) -> Held:
-        """What a part holds, under the part's own name."""
+        """Prefix the target of a matrix or parameter with its part's name."""
         return replace(one, target=named(self.child(field), one.target))
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer as its spec sees it. `index` is its place in the cache, None where it has none; `attn` the attention's
-    path.
-    """
+    """A layer bound to its spec. `index`: its index in the cache, or None. `attn`: path of its attention module."""
 
     shape: LayerShape
     fills: tuple[Fill, ...]
@@ -162,9 +161,9 @@ class Bound:
     attn: str
 
 
-# The words of a spec, from one place.
+# Re-exports the types of a spec, so that family files import from this file only.
 __all__ = [
-    "LAYER", "MLP", "PARALLEL", "POST", "PRE", "RMS", "SANDWICH", "TENSOR", "TUPLE", "Act", "Alibi", "Attention", "AttentionShape",
-    "Bound", "FeedForward", "GatedMLP", "LayerShape", "LayerSpec", "MLPShape", "NoPosition", "Norm", "NormShape", "Packed",
-    "PackedGatedMLP", "Rotary", "RotaryTable", "Separate", "Window",
+    "LAYER", "MLP", "PARALLEL", "POST", "PRE", "RMS", "SANDWICH", "TENSOR", "TUPLE", "Act", "Alibi", "Attention",
+    "AttentionShape", "Bound", "FeedForward", "GatedMLP", "LayerShape", "LayerSpec", "MLPShape", "NoPosition", "Norm",
+    "NormShape", "Packed", "PackedGatedMLP", "Rotary", "RotaryTable", "Separate", "Window",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Llama lineage: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
+"""Llama family: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
 
 from infuse.architectures.layer import (
     LAYER,
@@ -65,7 +65,7 @@ GEMMA2 = GEMMA.but(
     attn=dict(softcap="attn_logit_softcapping", passes=(*_WINDOW, ("softcap", "attn_logit_softcapping"))),
     mlp=dict(activation="hidden_activation"),
 )
-# Gemma 3 keeps the attribute of the soft cap but its attention does not apply it.
+# Gemma 3 keeps the soft cap attribute, but its attention does not apply it.
 GEMMA3 = GEMMA2.but(
     layer=_M + "gemma3.modeling_gemma3.Gemma3DecoderLayer",
     attn=dict(
@@ -104,7 +104,7 @@ STARCODER2 = MISTRAL.but(
 )
 NEMOTRON = LLAMA.but(
     layer=_M + "nemotron.modeling_nemotron.NemotronDecoderLayer",
-    attn=dict(scale=None),  # older releases have it in their formulas only
+    attn=dict(scale=None),  # older releases compute the scale inline, without an attribute
     norm1=Norm("input_layernorm", LAYER, offset=1.0),
     norm2=Norm("post_attention_layernorm", LAYER, offset=1.0),
     mlp=MLP(up="mlp.up_proj", down="mlp.down_proj"),

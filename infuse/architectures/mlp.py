@@ -1,4 +1,4 @@
-"""Feed-forward parts: what a spec declares of one, how it is read from a layer, and its numbers."""
+"""Feed-forward parts: their declarations in a spec, their binding to a layer, and their shape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class PackedGatedMLP:
-    """The same with [gate | up] in one linear."""
+    """GatedMLP with [gate | up] in one linear."""
 
     gate_up: str
     down: str
@@ -49,7 +49,7 @@ class PackedGatedMLP:
 def _bind(
     binder: Binder, name: str, paths: tuple[str, ...], down_path: str, activation: str | Act, *, gated: bool
 ) -> MLPShape:
-    """The numbers of an MLP whose first product is merged from the linears at `paths`."""
+    """Bind an MLP whose first linear is merged from the linears at `paths`."""
     down = binder.linear(down_path)
     linears = [binder.linear(path) for path in paths]
     rows = sum(linear.rows for linear in linears)
@@ -63,7 +63,7 @@ def _bind(
 
 @dataclass(frozen=True)
 class MLPShape(PartShape):
-    """Numbers of one MLP; `gated` has [gate | up] merged into its first linear."""
+    """Dimensions and settings of one MLP. If `gated`, its first linear is [gate | up]."""
 
     hidden: int
     inner: int
@@ -83,7 +83,7 @@ class MLPShape(PartShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """What follows the first product; both are one op where nothing comes between them."""
+        """The op after the first product; both run as one op if nothing comes between them."""
         return ("gated_activation" if self.gated else "activation",)
 
     def of_rank(self, share: Share) -> MLPShape:

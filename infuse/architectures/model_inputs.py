@@ -1,6 +1,6 @@
-"""Inputs that a model accepts, and hooks that see what its modules are given when it runs on them.
+"""Inputs that a model accepts, and hooks that watch what its modules are called with.
 
-The proof, the trace on meta and the search for callers all run models on inputs from here.
+The proof, the trace on meta and the search for callers run models on these inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infuse.architectures.plain import linear_shape
 
-BATCH, TOKENS, SEED = 2, 12, 2026  # 12 divides into the chunks of chunked feed-forward layers
+BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
 MakeTensor = Callable[[str, tuple[int, ...]], Tensor]  # kind ("ids", "mask" or "values") and shape → tensor
 
@@ -24,10 +24,10 @@ MakeTensor = Callable[[str, tuple[int, ...]], Tensor]  # kind ("ids", "mask" or 
 def model_inputs(
     model: nn.Module, make: MakeTensor, batch: int = BATCH, tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of the model's forward by name: images, sound, token ids or embeddings, and a decoder's own ids.
+    """Arguments of the model's forward by name: images, audio, token ids or embeddings, and decoder ids.
 
-    `tokens` defaults to TOKENS, or to as many as the model has positions for. An argument that forward does not name is
-    not given; where forward has none of the usual names, its first argument takes the tokens.
+    `tokens` defaults to `first_tokens`. Arguments that forward does not accept are left out. If forward has none of the
+    usual token arguments, its first argument takes the tokens.
     """
     config: Any = getattr(model, "config", None)
     names, anything = _argument_names(model)
@@ -51,25 +51,25 @@ def model_inputs(
 
 
 def first_tokens(config: Any) -> int:
-    """TOKENS, or as many as leave room for one more among the model's positions."""
+    """TOKENS, or fewer if needed to leave one of the model's positions free."""
     return min(TOKENS, most_tokens(config))
 
 
 def most_tokens(config: Any) -> int:
-    """How many tokens the model has positions for, less one; a large number where its config does not say."""
+    """One less than the model's maximum number of positions; 2**30 if the config does not give it."""
     positions = getattr(config, "max_position_embeddings", None) or 0
     return positions - 1 if positions > 1 else 1 << 30
 
 
 def reads_images(model: nn.Module) -> bool:
-    """Whether images are all that the model's forward reads."""
+    """Whether the model's forward reads only images."""
     names, _ = _argument_names(model)
     only = "pixel_values" in names and "input_ids" not in names
     return only or getattr(model, "main_input_name", "") == "pixel_values"
 
 
 def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """The names of forward's arguments, and whether it takes any other name too."""
+    """Names of forward's arguments, and whether it accepts arbitrary keywords."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -77,7 +77,7 @@ def _argument_names(model: nn.Module) -> tuple[list[str], bool]:
 
 
 def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], make: MakeTensor) -> dict[str, Tensor]:
-    """Token ids where the model looks them up in a table, else embeddings."""
+    """Token ids if the model looks them up in a table, else embeddings."""
     main = next((name for name in _TOKEN_ARGUMENTS if name in names), names[0] if names else "input_ids")
     if main != "hidden_states" and isinstance(_table(model), nn.Embedding):
         return {main: make("ids", shape)}
@@ -87,19 +87,19 @@ def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], mak
 
 
 def _table(model: Any) -> nn.Module | None:
-    """What the model looks its tokens up in, None where it has no such table."""
+    """The model's token embedding; None without one."""
     if not hasattr(model, "get_input_embeddings"):
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     try:
         return model.get_input_embeddings()
-    except AttributeError:  # some users delete the table and pass embeddings alone
+    except AttributeError:  # the user deleted the table, to pass embeddings only
         return None
     except NotImplementedError:
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
 def _width(model: nn.Module) -> int:
-    """The width of the embeddings that the model's forward takes."""
+    """Width of the embeddings that the model's forward takes."""
     config: Any = getattr(model, "config", None)
     first = (shape.inputs for module in model.modules() if (shape := linear_shape(module)) is not None)
     return getattr(_table(model), "embedding_dim", None) or getattr(config, "hidden_size", None) or next(first, 1)
@@ -111,7 +111,7 @@ def _image_shape(config: Any, batch: int) -> tuple[int, ...]:
 
 
 class RandomTensors:
-    """Makes random tensors that `model` accepts, from one seed; a mask of ones."""
+    """Makes random tensors that `model` accepts, from a fixed seed; masks are all ones."""
 
     def __init__(self, model: nn.Module):
         self._generator = torch.Generator().manual_seed(SEED)
@@ -127,23 +127,23 @@ class RandomTensors:
             return torch.ones(shape, dtype=torch.long, device=self._like.device)
         lowest = min(3, self._rows - 1)
         ids = torch.randint(lowest, self._rows, shape, generator=self._generator)
-        if self._padding is not None:  # some models count positions by what is not padding
+        if self._padding is not None:  # some models count positions over non-padding tokens
             ids[ids == self._padding] = min(lowest + (self._padding == lowest), self._rows - 1)
         return ids.to(self._like.device)
 
 
 def random_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Random arguments of the model's forward by name."""
+    """Random arguments of the model's forward, by name."""
     return model_inputs(model, RandomTensors(model))
 
 
 def like(model: nn.Module) -> Tensor:
-    """A parameter with the model's device and dtype: while a checkpoint is being read, some layers are on meta."""
+    """A parameter with the model's device and dtype; not one on meta, as some are while a checkpoint is being read."""
     return min(model.parameters(), key=lambda parameter: parameter.is_meta)
 
 
 class StopModel(Exception):
-    """Raised by what watches a model once it has seen enough."""
+    """Raised by the callbacks of `watched` to stop the model early."""
 
 
 @contextmanager
@@ -152,8 +152,9 @@ def watched(
     before: Callable[[str, tuple, dict[str, Any]], None],
     after: Callable[[str, tuple, Any], None],
 ) -> Iterator[None]:
-    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules. StopModel ends the
-    `with`.
+    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules.
+
+    StopModel ends the `with` block without an error.
     """
 
     def enter(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

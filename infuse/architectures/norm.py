@@ -1,4 +1,4 @@
-"""Norms: what a spec declares of one, how it is read from a layer, and its numbers."""
+"""Norms: their declaration in a spec, their binding to a layer, and their shape."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ RMS, LAYER = "rms", "layer"
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm at `path`. `offset` is added to its weight (Gemma, LayerNorm1P). A `*` in the path: one norm for each
-    head.
+    """A norm at `path`; a `*` in the path means one norm per head.
+
+    `offset` is added to the weight (Gemma, LayerNorm1P).
     """
 
     path: str
@@ -24,7 +25,7 @@ class Norm:
     offset: float = 0.0
 
     def bind(self, binder: Binder, name: str, optional: bool = False) -> NormShape | None:
-        """The norm's numbers; None where the layer has an Identity in its place or, if it is `optional`, nothing."""
+        """Bind the norm; None if the layer has an Identity in its place or, if `optional`, no module."""
         path, star, _ = self.path.partition(".*")
         module = binder.module(path, optional)
         if module is None or isinstance(module, nn.Identity):
@@ -53,10 +54,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class NormShape(PartShape):
-    """`weight` is the shape of the weight, None without one.
+    """Dimensions and settings of one norm. `weight` is the shape of its weight, or None.
 
-    A norm over all heads that ranks share goes over `whole` values (0: one rank has them all); as many ranks have the
-    same of them as `copies` says.
+    For a norm over all heads that ranks share, `whole` is the full width (0 if one rank has all heads), and
+    `copies` ranks hold the same values.
     """
 
     kind: str

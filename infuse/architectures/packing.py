@@ -1,7 +1,7 @@
-"""How query, key and value rows lie in one matrix, and how a target tensor is made from source tensors.
+"""Row orders of packed query, key and value matrices, and how a target tensor is made from source tensors.
 
-Everything is split to q, k, v first and merged again in one order, [q | k | v] by heads, so that grouped queries,
-shards and quantization never see an interleaving. Rows are the first axis: weights [rows, in] and biases [rows] alike.
+Packed matrices are split into q, k, v first and merged again in one order, [q | k | v] by heads, so grouped queries,
+shards and quantization never see an interleaving. Rows are the first axis of weights [rows, in] and biases [rows].
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from infuse.parallel.slices import Cut, Span, taken
 
-BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]           GPT-2, Phi-3, MPT
-PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H        BLOOM, GPT-NeoX
-PER_GROUP = "per group"  # [group: (q D x H/K | k D | v D)] x K   Falcon 40B, InternLM2
-FOUR_PARTS = "four parts"  # [part: (q | v | k)] x 4              CodeGen, as its TPU training sharded it
+BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]: GPT-2, Phi-3, MPT
+PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H: BLOOM, GPT-NeoX
+PER_GROUP = "per group"  # [group: (q D x H/K | k D | v D)] x K: Falcon 40B, InternLM2
+FOUR_PARTS = "four parts"  # [part: (q | v | k)] x 4: CodeGen, sharded this way for training on TPUs
 PACKINGS = (BLOCKS, PER_HEAD, PER_GROUP, FOUR_PARTS)
 
 CAT, STACK = "cat", "stack"
@@ -21,7 +21,7 @@ CAT, STACK = "cat", "stack"
 
 @dataclass(frozen=True)
 class Heads:
-    """The head counts that a packing needs: H query heads and K key/value heads of width D."""
+    """Head counts for a packing: H query heads and K key/value heads of width D."""
 
     query: int
     key: int
@@ -34,11 +34,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Fill:
-    """One target tensor of a step: which source tensors it is made from, and how.
+    """How one target tensor of a step is made from source tensors.
 
-    `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
-    split to q, k, v; several sources are merged by `merge` along a new or the first axis; `cut` is the part that a rank
-    has. `format` names a quantization format, None keeps the compute dtype.
+    `target` is a name under the new module, `sources` are names under the replaced one. One source with a
+    `packing` is split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis
+    (CAT) or stacks them along a new one (STACK). `cut` is the rank's part. `format` names a quantization
+    format; None keeps the compute dtype.
     """
 
     target: str
@@ -52,9 +53,7 @@ class Fill:
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:
-    """The first row, in the packed matrix, of each head's D rows: of all query heads, then of all keys, then of all
-    values.
-    """
+    """First row of each head's D rows in the packed matrix: all query heads, then all keys, then all values."""
     h, k, d = heads.query, heads.key, heads.width
     if packing == BLOCKS:
         blocks = list(range(h + 2 * k))
@@ -72,7 +71,7 @@ def block_starts(packing: str, heads: Heads) -> list[int]:
 
 
 def spans(fill: Fill) -> list[Span] | None:
-    """The spans of its sources that the target is put together from; None where it is all of each source."""
+    """Spans of the sources that make up the target; None if every source is used whole."""
     cut = fill.cut
     if fill.packing is not None:
         assert fill.heads is not None, fill

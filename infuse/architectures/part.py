@@ -1,4 +1,4 @@
-"""What a part of a layer holds, as data: its matrices and its other parameters, and how ranks split them.
+"""Descriptors of a part's matrices and other parameters, and of how ranks split them.
 
 Plans, formats, ranks, shards and layers iterate over these; only the part itself knows which matrices it has.
 """
@@ -20,7 +20,7 @@ HEADS, KV_HEADS, INNER, VOCAB = "heads", "key/value heads", "inner features", "r
 
 @dataclass(frozen=True)
 class Extent:
-    """`count` units of `width` positions each along the axis that ranks split; a rank has whole units."""
+    """`count` units of `width` positions each along the axis that ranks split. A rank gets whole units."""
 
     unit: str
     count: int
@@ -35,8 +35,9 @@ class Extent:
 class Parameter:
     """One parameter of a part, by its name under the new module.
 
-    `extents` lie along `axis` (0 outputs, 1 inputs) in their order: q | k | v, gate | up. Without extents every rank
-    has it whole; `added_once`: only the first rank has it, since it is added to a sum over ranks.
+    `extents` are its sections along `axis` (0 outputs, 1 inputs), in order: q | k | v, gate | up.
+    Without extents, every rank holds the whole parameter or, if `added_once`, only the first rank,
+    since it is added to a sum over ranks.
     """
 
     target: str
@@ -45,7 +46,7 @@ class Parameter:
     added_once: bool = False
 
     def cut(self, own: Mapping[str, Range], sources: int) -> Cut:
-        """A rank's part, given its range `own` of each unit; `sources` is how many tensors the parameter is made of."""
+        """A rank's cut, from its range `own` of each unit. The parameter is made from `sources` tensors."""
         ranges, at = [], 0
         for extent in self.extents:
             start, stop = own[extent.unit]
@@ -54,7 +55,7 @@ class Parameter:
         sizes: tuple[int, ...] = (at,)
         if sources == len(self.extents):
             sizes = tuple(extent.length for extent in self.extents)
-        elif sources > 1:  # each of them is one unit: a norm for each head
+        elif sources > 1:  # each source is one unit: one norm per head
             sizes = (at // sources,) * sources
         return Cut(self.axis, tuple(ranges), sizes)
 
@@ -63,8 +64,8 @@ class Parameter:
 class Matrix:
     """A weight [outputs, inputs] that a part multiplies with, and its bias; it may have a quantization format.
 
-    `target` is the path of its linear in the new module. `extents` lie along the axis that ranks split. `op` is
-    "embedding" where rows are looked up instead.
+    `target` is the path of its linear in the new module. `extents` are its sections along the axis that ranks split.
+    `op` is "embedding" if rows are looked up instead of multiplied.
     """
 
     target: str
@@ -77,7 +78,7 @@ class Matrix:
 
     @property
     def weight(self) -> str:
-        """The name of the weight under the new module."""
+        """Name of the weight under the new module."""
         return named(self.target, "weight")
 
     @property
@@ -97,7 +98,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Share:
-    """The units that ranks have of one part: for each unit every rank's range, and which rank this is."""
+    """How ranks divide one part: the range of each rank for each unit, and this rank's number."""
 
     rank: int
     ranges: Mapping[str, tuple[Range, ...]]
@@ -111,16 +112,16 @@ class Share:
         return self.rank == 0
 
     def counts(self, unit: str) -> tuple[int, ...]:
-        """How many units each rank has."""
+        """Number of units of each rank."""
         return tuple(stop - start for start, stop in self.ranges[unit])
 
     def count(self, unit: str) -> int:
-        """How many units this rank has."""
+        """Number of units of this rank."""
         return self.counts(unit)[self.rank]
 
 
 class PartShape:
-    """The numbers of one part, which says here what it holds. By default it holds nothing and is whole on each rank."""
+    """Dimensions and contents of one part. By default it contains nothing and is whole on each rank."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -132,11 +133,11 @@ class PartShape:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The ops that the part calls beside its products."""
+        """Ops that the part calls besides its matrix products."""
         return ()
 
     def of_rank(self, share: Share) -> Self:
-        """A rank's numbers; SpecMismatch where ranks cannot share the part."""
+        """The part of one rank. SpecMismatch if ranks cannot share this part."""
         return self
 
 
@@ -146,7 +147,7 @@ class HasMatrices(Protocol):
 
 
 def matrix_of(shape: HasMatrices, target: str) -> Matrix | None:
-    """The matrix of `shape` whose weight is `target`, None for any other parameter."""
+    """The matrix of `shape` whose weight is `target`; None for any other parameter."""
     return next((matrix for matrix in shape.matrices if matrix.weight == target), None)
 
 

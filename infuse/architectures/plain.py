@@ -1,6 +1,6 @@
-"""What can be said of layers without a spec: which of their modules are plain linears or embeddings.
+"""Plain linears and embeddings in layers without a spec.
 
-Those need no spec: their meaning is their own. Subclasses are left alone, since they may do something else.
+They need no spec, since their class defines what they compute. Subclasses are left alone: they may differ.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 @dataclass(frozen=True)
 class LinearShape(PartShape):
-    """Numbers of one linear; `transposed` weights are stored [inputs, outputs].
+    """Dimensions of one linear. `transposed` weights are stored [inputs, outputs].
 
-    Where ranks share its outputs, `outputs` are one rank's, and `widths` those of all ranks.
+    If ranks share the outputs, `outputs` are one rank's and `widths` has those of every rank.
     """
 
     inputs: int
@@ -45,7 +45,7 @@ class LinearShape(PartShape):
 
 @dataclass(frozen=True)
 class EmbeddingShape(PartShape):
-    """Numbers of one embedding table. Where ranks share it, this one has `rows` from `first_row` on, of `all_rows`."""
+    """Dimensions of one embedding table. A rank's share is `rows` rows of `all_rows`, starting at `first_row`."""
 
     rows: int
     width: int
@@ -65,21 +65,19 @@ class EmbeddingShape(PartShape):
 
 
 def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
-    """The shape of a plain nn.Embedding, None for any other module."""
+    """Shape of a plain nn.Embedding without max_norm; None for any other module."""
     if type(module) is not nn.Embedding or module.max_norm is not None or patched(module):
         return None
     return EmbeddingShape(module.num_embeddings, module.embedding_dim)
 
 
 def patched(module: nn.Module) -> bool:
-    """Whether somebody gave the module a forward of its own, as users do and accelerate's hooks: it must go on being
-    called.
-    """
+    """Whether the instance has a forward of its own, set by a user or by accelerate, which must still be called."""
     return "forward" in vars(module)
 
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
-    """The shape of a plain linear (nn.Linear or transformers' Conv1D), None for any other module."""
+    """Shape of a plain linear (nn.Linear or transformers' Conv1D); None for any other module."""
     cls = type(module)
     transposed = f"{cls.__module__}.{cls.__qualname__}" == _CONV1D
     if (cls is not nn.Linear and not transposed) or patched(module):
@@ -92,9 +90,7 @@ def linear_shape(module: nn.Module) -> LinearShape | None:
 
 
 def linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, LinearShape]]:
-    """All plain linears in `module` that are no adapter's, by their paths from the root of which `path` is the module's
-    own.
-    """
+    """Plain linears in `module`, except those of adapters, by path from the root; `path` is the module's own."""
     adapters: tuple[str, ...] = ()
     for name, child in module.named_modules():
         if f"{name}.".startswith(adapters):

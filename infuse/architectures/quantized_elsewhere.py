@@ -1,4 +1,4 @@
-"""Models that another library has quantized or offloaded: known by names, so that none of these libraries is imported."""
+"""Detect models that another library quantized or offloaded, by class names: no such library is imported."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 from torch import nn
 
-# The first part of a class's module → the library's name. Modules and parameters of these classes hold quantized
-# weights.
+# Top-level package of a class → name of the library. Modules and parameters of these classes hold quantized weights.
 _LIBRARIES = {
-    "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ",
-    "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM", "eetq": "EETQ",
-    "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
+    "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ",
+    "hqq": "HQQ", "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM",
+    "eetq": "EETQ", "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
 }  # fmt: skip
 _BITS = {"Linear8bitLt": ", 8 bits", "Linear4bit": ", 4 bits"}
 
 
 def quantized_by(model: nn.Module) -> str | None:
-    """The library that quantized the model or a part of it, None where none did."""
+    """The library that quantized the model or a part of it; None if none did."""
     found = next(_evidence(model), None)
-    if found is None and getattr(model, "is_quantized", False) is True:  # as transformers says of what it loaded
+    if found is None and getattr(model, "is_quantized", False) is True:  # set by transformers on models that it loaded
         config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
         method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
         method = method or getattr(model, "quantization_method", None)
@@ -42,7 +41,7 @@ def _evidence(model: nn.Module) -> Iterator[str]:
 
 
 def offloaded(model: nn.Module) -> bool:
-    """Whether accelerate keeps weights of the model elsewhere and brings each before it is used."""
+    """Whether accelerate keeps weights of the model elsewhere and loads each before it is used."""
     hooks = [vars(module).get("_hf_hook") for module in model.modules()]
-    inner = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]  # of hooks in sequence
+    inner = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]  # unpacks a SequentialHook
     return any(getattr(hook, "offload", False) for hook in inner)

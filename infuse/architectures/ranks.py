@@ -1,6 +1,6 @@
-"""One rank's part of what a plan builds: shapes with its heads and widths, and fills cut to them. Numbers only.
+"""One rank's part of a replacement: its shape, with the rank's heads and widths, and its fills. No tensors.
 
-Each part's parameters say in what units ranks split them; parameters without such units stay whole.
+Each part's parameters name the units that ranks split; parameters without units stay whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Plain = TypeVar("Plain", LinearShape, EmbeddingShape)
 
 @dataclass(frozen=True)
 class Part:
-    """The shape and the fills of one rank."""
+    """One rank's shape and fills."""
 
     shape: Shape
     fills: tuple[Fill, ...]
@@ -34,10 +34,10 @@ class Part:
 def layer_part(
     shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
 ) -> Part:
-    """`mesh.tp_rank`'s part of a layer. SpecMismatch: what cannot be shared by so many ranks.
+    """Part of a layer for `mesh.tp_rank`. SpecMismatch lists everything that the ranks cannot share.
 
-    Inner widths are split in steps of `grain`, and in whole groups of the formats of the matrices that read them:
-    `multiples` by their weights.
+    Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
+    `multiples` has the group lengths, keyed by weight.
     """
     own: dict[str, Any] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
@@ -57,16 +57,17 @@ def layer_part(
 
 
 def plain_part(shape: Plain, mesh: Mesh, grain: int) -> Part:
-    """A rank's outputs of a linear, or its rows of a table: the same rows of a head and of the table that shares it."""
+    """A rank's outputs of a linear, or its rows of an embedding. A head and its tied embedding get the same rows."""
     share = share_of(shape, mesh, grain=grain, multiples={})
     cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
     return Part(shape.of_rank(share), _cut_fills(shape.fills, cuts))
 
 
 def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str, int]) -> Share:
-    """Each rank's range of every unit that the part's parameters are split in. SpecMismatch: too few for the ranks.
+    """Give each rank a range of every unit that the part's parameters are split in.
 
-    Ranks may have the same key/value heads. Of a small vocabulary some ranks may have nothing.
+    SpecMismatch if there are fewer units than ranks. Exceptions: ranks may replicate key/value heads, and a small
+    vocabulary may leave some ranks without rows.
     """
     counts = {extent.unit: extent.count for one in part.parameters for extent in one.extents}
     scarce = [unit for unit, count in counts.items() if count < mesh.tp and unit not in (KV_HEADS, VOCAB)]
@@ -87,12 +88,12 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
 
 
 def _inside(name: str, multiples: Mapping[str, int]) -> dict[str, int]:
-    """Those of the matrices in the part `name`, by the part's own names."""
+    """The entries of `multiples` for the part `name`, keyed by the part's own names."""
     return {weight.removeprefix(f"{name}."): one for weight, one in multiples.items() if weight.startswith(f"{name}.")}
 
 
 def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]]) -> tuple[Fill, ...]:
-    """A rank's fills: cut, whole, or left out if only the first rank adds them. `cuts` are by target."""
+    """Cut the fills for a rank; drop those that only the first rank adds. `cuts` are keyed by target."""
     found = []
     for fill in fills:
         if fill.target not in cuts:

@@ -1,6 +1,6 @@
-"""How a layer without a spec is shared by ranks: which of its linears are cut, and where. Data only.
+"""How ranks share a layer without a spec: which of its linears are cut, and where. Data only.
 
-The layer's own forward stays; its linears, tables and counts become those of one rank.
+The layer keeps its own forward; its linears, tables and counts become one rank's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from infuse.parallel.slices import Range
 
 @dataclass(frozen=True)
 class TablePart:
-    """A parameter or buffer with a place for each head along one axis (biases of relative positions), and a rank's
-    shape of it.
-    """
+    """A parameter or buffer with one axis over heads (relative position biases), and its shape on a rank."""
 
     path: str
     shape: tuple[int, ...]
@@ -24,9 +22,9 @@ class TablePart:
 
 @dataclass(frozen=True)
 class Count:
-    """An attribute of a module in the layer that counts heads or their width, and what it is on a rank.
+    """A module attribute that counts heads or their width, and its value on a rank.
 
-    "config.num_heads": of the config that the module holds, for that module alone.
+    "config.num_heads" is an attribute of the config that the module holds; it changes for that module alone.
     """
 
     module: str
@@ -36,11 +34,11 @@ class Count:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """A rank's part of a layer whose forward stays; `heads` are the rank's, of `all_heads` (0: the layer has none).
+    """A rank's part of a layer that keeps its forward. `heads` is its range of `all_heads` (0: the layer has none).
 
-    `matrices` are of linears by their paths in the layer. `attentions` are the paths of the modules that may return the
-    weights of their heads, `head_counts` the heads of each rank. `interpretations` name the ways to understand the layer
-    that come to this: the same names whatever the number of ranks.
+    `matrices` belong to linears, by path in the layer. `attentions` are the paths of modules that may return
+    attention weights, `head_counts` the heads of each rank. `interpretations` names the readings of the layer that lead
+    to this split; the names do not depend on the number of ranks.
     """
 
     matrices: tuple[Matrix, ...]

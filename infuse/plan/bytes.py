@@ -13,13 +13,13 @@ from infuse.plan.step import SPLIT, Step
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, counting tied ones once."""
+    """Bytes of all parameters and buffers; tied ones count once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
-    """What `parameter_bytes` will return after `steps`, with all other parameters cast to `dtype`."""
+    """Predict `parameter_bytes` after `steps`, with all other parameters cast to `dtype`."""
     steps = list(steps)
     total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
     for step in steps:
@@ -42,7 +42,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
                 total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        if step.depth != SPLIT:  # of which the rest stays
+        if step.depth != SPLIT:  # a split layer keeps its other tensors
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:

@@ -1,6 +1,7 @@
-"""Decide what is replaced, by what, from which weights and with which kernels, what is left alone, and why.
+"""Decide which modules are replaced, from which weights and with which kernels, which are left alone, and why.
 
-`make_plan` is pure: no tensors, no change to the model, live or meta. `str(plan)` is the table that users read.
+`make_plan` is pure: it creates no tensors and does not change the model, which may be live or on meta.
+`str(plan)` is the table that users read.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from infuse.plan.unknown import Splits
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
-    """Decide for every module of `model`, which stays as it is.
+    """Decide what replaces each module of `model`. The model is not changed.
 
-    Raises ConfigError for a dtype that the device cannot compute in and for patterns of `quant.weight.post_init_quant`
-    that match no linear.
+    ConfigError if the device cannot compute in the dtype, or if a pattern of
+    `quant.weight.post_init_quant` matches no linear.
     """
     dtype = config.resolved_dtype(device)
     decision = _Decision(model, config, device, dtype, mesh)
@@ -77,16 +78,15 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
 
 
 class _Decision:
-    """Walk over a model: a block for each layer that fits a spec, else linears if a kernel or a format helps."""
+    """Walk over a model: a block for each layer that fits a spec, otherwise linears if a kernel or format helps."""
 
     def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
         self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
         self.steps: list[Step] = []
         self.left: list[Left] = []
         self.choices: dict[str, ops.Choice] = {}
-        self.unfit: dict[
-            tuple[str, str, str], None
-        ] = {}  # op, body and reason, of formats that a body leaves to the reference
+        # (op, body, reason) for formats that a body leaves to the reference
+        self.unfit: dict[tuple[str, str, str], None] = {}
         self.shared = shared_weights(model)
         self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
         self.formats = Formats(config, self.head)
@@ -95,7 +95,7 @@ class _Decision:
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
-        """Decide for `module` and everything in it; `config` belongs to the nearest model around it."""
+        """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
         specs = specs_for(module)
         if isinstance(module, Block):
             self.left.append(Left(path, "already replaced"))
@@ -154,8 +154,9 @@ class _Decision:
         return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
-        """A step for a layer whose linears ranks share while its forward stays; steps for its linears where that cannot
-        be.
+        """Add a step that keeps the layer's forward and shares its linears among ranks.
+
+        If the layer cannot be split, add steps for single linears.
         """
         try:
             if self.mesh.tp > 1:
@@ -167,7 +168,7 @@ class _Decision:
                     bodies = self.bodies(matrix_ops(fills, shape))
                     why = f"linears shared by ranks, as {roles.why} tells"
                     steps.append(Step(path, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
-                    left = left or list(self.left)  # what is told of the first one speaks for all
+                    left = left or list(self.left)  # report the first interpretation only
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 self.left = [*left] + [
                     Left(f"{path}: {name}", "not tensor-parallel: neither column- nor row-parallel")
@@ -179,14 +180,14 @@ class _Decision:
         self.linears(module, path)
 
     def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
-        """This rank's shape and fills, with formats, and the whole shape if ranks share the module."""
+        """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
         own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
         return own.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
-        """Add steps for the plain linears in `module` that gain something."""
+        """Add steps for the plain linears in `module` that gain from a replacement."""
         for name, shape in linears(module, path):
             if not name:
                 self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
@@ -205,7 +206,7 @@ class _Decision:
                     continue
             parts = [plain_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
             own, fills, whole = self.chosen(parts, shape, name)
-            if unlike:  # the embedding stays whole, and the head has a copy of its rows
+            if unlike:  # the embedding stays whole, and the head copies its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
             bodies = self.bodies(matrix_ops(fills, own))
             if (
@@ -217,15 +218,14 @@ class _Decision:
             elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
-                    tied = [
-                        self.embedding(other, name, fills[0].format) for other in others
-                    ]  # takes their earlier steps away
+                    # `embedding` drops the earlier steps of these modules.
+                    tied = [self.embedding(other, name, fills[0].format) for other in others]
                     self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
 
     def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
-        """The step for an embedding that ranks share, or that is tied to a `head` which is quantized or shared."""
+        """Return the step for an embedding that ranks share, or that is tied to a quantized or shared `head`."""
         self.left = [left for left in self.left if left.path != path]
         self.steps = [step for step in self.steps if step.path != path]
         whole = embedding_shape(self.model.get_submodule(path))
@@ -259,7 +259,7 @@ class _Decision:
             self.steps.append(Step("", type(model).__name__, None, (), bodies, why))
 
     def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
-        """`fill` with its quantization format, if it makes a matrix that the format fits on every rank."""
+        """Add the quantization format to `fill`, if it makes a matrix that the format fits on every rank."""
         matrix = matrix_of(whole, fill.target)
         if matrix is None:
             return fill
@@ -298,7 +298,7 @@ class _Decision:
 def fallback(
     steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh
 ) -> list[Step]:
-    """The next steps to try for refused layers: share their linears among ranks, then replace single linears."""
+    """Return the next steps to try for refused layers: share their linears among ranks, then replace single linears."""
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     for step in steps:
         module = model.get_submodule(step.path)

@@ -1,4 +1,4 @@
-"""The quantization format of each matrix: what the configuration says of the linears that it is made from."""
+"""Look up the quantization format of each matrix, as configured for the linears that it is made from."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _KEY = "quant.weight.post_init_quant"
 
 
 class Formats:
-    """Look up the format of each linear of one model, and check that every pattern matches a linear.
+    """Looks up the format of each linear of one model, and checks that every pattern matches a linear.
 
-    As in DeepSpeed, a pattern matches every linear whose path contains it. `head` is the path of the output layer,
-    where a format below 8 bits for all matrices becomes int8; a format by name does not.
+    As in DeepSpeed, a pattern matches every linear whose path contains it. `head` is the path of the output layer:
+    there, a format below 8 bits becomes int8 if it is set for all matrices, but not if it is set by name.
     """
 
     def __init__(self, config: InferenceConfig, head: str | None):
         self._everywhere, self._by_name, self._head = config.weight_format, config.module_formats, head
-        self._linears: dict[str, None] = {}  # in the order in which they were asked for
+        self._linears: dict[str, None] = {}  # in the order of the lookups
 
     def of(self, path: str) -> QuantFormat | None:
-        """The format of the linear at `path`, None for the compute dtype."""
+        """Format of the linear at `path`; None for the compute dtype."""
         self._linears[path] = None
         named = self._named(path)
         if named:
@@ -50,7 +50,7 @@ class Formats:
         )
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
-        """Notes on formats that have no effect on the device."""
+        """Notes on formats whose 8-bit activations have no effect on the device."""
         asked = [
             text
             for text in (self._everywhere, *self._by_name.values())
@@ -64,16 +64,16 @@ class Formats:
         return None in self._named(path)
 
     def of_fill(self, fill: Fill, path: str) -> QuantFormat | None:
-        """The format of the matrix that `fill` merges from linears below `path`; `difference` tells if they disagree."""
+        """Format of the matrix that `fill` merges from linears below `path`; `difference` says if these disagree."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
     def multiple(self, fill: Fill, path: str, inputs: int) -> int:
-        """What a part of the `inputs` of `fill`'s matrix must be a multiple of, for whole groups of its format."""
+        """Number that a rank's part of `inputs` must be a multiple of, to hold whole groups of the format."""
         format = self.of_fill(fill, path)
         return 1 if format is None else format.of_part(inputs).group_size or format.pack
 
     def difference(self, fill: Fill, path: str) -> str | None:
-        """Why the linears that `fill` merges cannot be one matrix: names give them different formats."""
+        """Why the linears that `fill` merges cannot be one matrix (formats set by name differ), or None."""
         sources = linears_of(fill, path)
         chosen = [str(self.of(source) or "the compute dtype") for source in sources]
         if len(set(chosen)) == 1:
@@ -84,7 +84,10 @@ class Formats:
         return f"{told} cannot be one matrix"
 
     def check(self, model: nn.Module) -> list[str]:
-        """Notes on patterns that match only tables. ConfigError: a pattern matches nothing, or a linear has two formats."""
+        """Return notes on patterns that match only tables.
+
+        ConfigError if a pattern matches nothing or gives a linear a second format.
+        """
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
         problems = [
@@ -112,19 +115,19 @@ class Formats:
 
 
 def linears_of(fill: Fill, path: str) -> list[str]:
-    """The paths of the linears whose weights `fill` takes from the module at `path`."""
+    """Paths of the linears whose weights `fill` takes from the module at `path`."""
     owners = [source.rpartition(".")[0] for source in fill.sources]
     return [".".join(part for part in (path, owner) if part) for owner in owners]
 
 
 def matrices_made(fills: Iterable[Fill], shape: HasMatrices) -> list[tuple[Fill, Matrix]]:
-    """The fills of `shape`'s matrices, each with its matrix."""
+    """The fills that make a matrix of `shape`, each with that matrix."""
     by_weight = {matrix.weight: matrix for matrix in shape.matrices}
     return [(fill, by_weight[fill.target]) for fill in fills if fill.target in by_weight]
 
 
 def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
-    """The ops that multiply with the matrices among `fills` or look up in them, and the op that quantizes them."""
+    """Ops that multiply with the matrices of `fills` or look up rows in them, and the op that quantizes them."""
     made = matrices_made(fills, shape)
     multiplied = [linear_op(fill.format) for fill, matrix in made if matrix.op == "linear"]
     looked_up = ["quantized_embedding" for fill, matrix in made if matrix.op == "embedding" and fill.format]
@@ -143,7 +146,7 @@ def format_bytes(fills: Iterable[Fill], shape: HasMatrices | None) -> dict[str, 
 
 
 def held_bytes(fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Like format_bytes, but with dequantized values in place of codes if the chosen body holds these instead."""
+    """Like format_bytes, but with dequantized values instead of codes if the chosen body holds those."""
     fills, chosen = tuple(fills), dict(bodies)
     found = format_bytes(fills, shape)
     held = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))

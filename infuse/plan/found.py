@@ -1,4 +1,4 @@
-"""What a plan looks up in a model: paths, configs, and which modules hold the same weight."""
+"""Look up paths, configs and tied weights in a model for a plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from infuse.architectures.adapters import base_path, is_adapter
 from infuse.architectures.plain import patched
 
-_PLACES = ("layer_idx", "layer_id", "layer_number")  # the names that transformers gives to a layer's number
+_PLACES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
 
 
 def path_of(model: Any, getter: str) -> str | None:
-    """Path of the module that `model.getter()` returns, or of the one that an adapter there wraps; None without one."""
+    """Path of the module that `model.getter()` returns, without an adapter around it; None without one."""
     try:
         wanted = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):  # no such method, or a class that has none of these embeddings
+    except (AttributeError, NotImplementedError):  # no such method, or a class without these embeddings
         return None
     path = next((name for name, module in model.named_modules() if module is wanted), None)
     return None if path is None else base_path(model, path)
@@ -42,9 +42,9 @@ def config_around(model: nn.Module, path: str) -> Any:
 
 
 def users_own(layer: nn.Module, attn: str) -> list[str]:
-    """Forwards set on instances and hooks inside a layer, which a whole block would not call.
+    """Forwards set on instances, and hooks, inside a layer: a whole block would not call them.
 
-    Hooks of the layer itself and of its attention, at `attn`, are not listed: they move to the block.
+    Hooks on the layer itself and on its attention, at `attn`, are not listed: they move to the block.
     """
     found = []
     for path, module in layer.named_modules():
@@ -66,9 +66,9 @@ def model_around(model: nn.Module, path: str) -> str:
 
 
 def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
-    """What modules of one kind may differ in beside weights: plain attributes, except for their place in the model.
+    """Features besides weights in which modules of one kind may differ: plain attributes, except the layer's index.
 
-    For a linear also its name and the structure of the module around it, which calls it.
+    For a linear, also its name and the structure of the parent module, which calls it.
     """
     own = tuple(
         (place, name, value)

@@ -13,27 +13,31 @@ from infuse.plan.step import Step
 
 
 def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: int) -> dict[str, str]:
-    """Bodies that hold dequantized weights, with the reason if these would take over half of the device's memory."""
+    """Bodies that hold dequantized weights → reason, if these would take over half of the device's memory."""
     value_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize // ranks
     if 2 * value_bytes <= device.memory_bytes:
         return {}
-    why = f"the values would take {value_bytes / 1e9:,.1f} GB, more than half of the {device.memory_bytes / 1e9:,.1f} GB of memory"
+    why = (
+        f"the values would take {value_bytes / 1e9:,.1f} GB, "
+        f"more than half of the {device.memory_bytes / 1e9:,.1f} GB of memory"
+    )
     return dict.fromkeys(ops.HELD, why)
 
 
 def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], device: Device) -> list[str]:
-    """A note if this CPU has no kernels for the formats of `steps`."""
+    """Return a note if this CPU has no kernels for the formats of `steps`."""
     choice, formats = choices.get("quantized_linear"), [format for step in steps for format in step.formats.values()]
     if choice is None or not formats or device.kind != "cpu":
         return []
     declined, what = dict(choice.declined), ", ".join(dict.fromkeys(formats))
     why = f"No kernels: {declined.get('cpu')}"
-    if native.needs(device, torch.float32) is not None:  # else it is the dtype that has none
+    if native.needs(device, torch.float32) is not None:  # otherwise only this dtype has no kernels
         why += ". `infuse env` says what there is, `infuse build` builds them"
     if choice.body in ops.HELD:
         held = choice.body.removeprefix("dequantized_")
         return [
-            f"{what}: the weights are rounded to the format and held in {held}: as fast as the original, but not smaller. {why}"
+            f"{what}: the weights are rounded to the format and held in {held}: "
+            f"as fast as the original, but not smaller. {why}"
         ]
     if choice.body == ops.REFERENCE:
         room = next(

@@ -1,6 +1,6 @@
 """Plan: the decision for one model, and its text and HTML.
 
-Rows that differ only in one number of their path print as one: `layers.{0-15}`.
+Rows that differ only in one number of their path are printed as one: `layers.{0-15}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
 
-# A plan's text ends with an explanation of those words that occur in it.
+# A plan's text ends with an explanation of the words in it.
 _WORDS = {
     "block": "a whole layer, replaced by ours",
     "split": "a layer whose linears ranks share, in its own forward",
@@ -56,7 +56,7 @@ class Plan:
     mesh: Mesh = ONE
 
     def digest(self) -> str:
-        """A fingerprint of the decision, equal on all ranks that decided alike."""
+        """Fingerprint of the decision, equal on all ranks that decided alike."""
         steps = [
             (
                 step.path,
@@ -87,7 +87,7 @@ class Plan:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The lines of the text: replacements, modules left alone, kernels that declined, notes, memory, a legend."""
+    """Yield the lines of the text: replacements, modules left alone, declined kernels, notes, memory, a legend."""
     yield title(plan)
     rows = step_rows(plan)
     if rows:
@@ -120,7 +120,7 @@ def step_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def left_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Path and reason."""
+    """Path and reason of the modules left alone."""
     return grouped([(left.path, left.why) for left in plan.left], path_column=0)
 
 
@@ -137,7 +137,7 @@ def memory(plan: Plan) -> str:
 
 
 def legend(plan: Plan) -> list[str]:
-    """Two lines that explain the words and the kernels that the plan names."""
+    """Up to two lines that explain the words and the kernels in the plan."""
     used = (
         {step.depth for step in plan.steps}
         | ({"left"} if plan.left else set())
@@ -178,7 +178,7 @@ def _bytes_text(size: int) -> str:
 
 
 class Report(str):
-    """A report's text; notebooks show its plan as a table."""
+    """Text of a report; notebooks show its plan as a table."""
 
     _plan: Plan
     _rest: str
@@ -195,14 +195,17 @@ class Report(str):
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan as one table, a row for each line of its text."""
+    """The plan as one table, with a row for each line of its text."""
     body = "".join(
         "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
         for row in _rows(plan)
     )
     words = "<br>".join(escape(line) for line in legend(plan))
     head = "".join(f'<th style="text-align:left">{name}</th>' for name in ("", "module", "what and why", "kernels"))
-    return f"<table><caption>{escape(title(plan))}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{words}</p>"
+    return (
+        f"<table><caption>{escape(title(plan))}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table><p>{words}</p>"
+    )
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str, str]]:

@@ -1,6 +1,4 @@
-"""Weights that several layers share: what is made of them is made once and shared again, or the plan says why it cannot
-be.
-"""
+"""Weights that several layers share: transformed once and shared again, or the plan says why they cannot be."""
 
 from __future__ import annotations
 
@@ -18,11 +16,14 @@ from infuse.weights.reader import tensor_at
 
 
 class Sharing:
-    """Which fills of `steps` make the same of the same tensors. `model` is as it was before any step was done."""
+    """Finds fills of `steps` that produce the same result from the same tensors.
+
+    `model` must not have been changed by any of the steps yet.
+    """
 
     def __init__(self, model: nn.Module, steps: Iterable[Step]):
         self._steps = [step for step in steps if step.shape is not None]
-        self._names: dict[tuple[str, str], str] = {}  # (path of a step, source) → the tensor's first name
+        self._names: dict[tuple[str, str], str] = {}  # (path of a step, source) → first name of the tensor
         first: dict[int, str] = {}
         sources: set[tuple[int, str]] = set()
         for step in self._steps:
@@ -33,29 +34,28 @@ class Sharing:
                 owner, _, leaf = source.rpartition(".")
                 sources.add((id(module.get_submodule(owner)), leaf))
         spots: dict[str, int] = defaultdict(int)
-        self._outside: set[str] = set()  # tensors that a module which stays has, too
+        self._outside: set[str] = set()  # tensors that are also in a module that stays
         for module in model.modules():
             for leaf, tensor in module._parameters.items():
                 if (known := first.get(id(tensor))) is not None:
                     spots[known] += 1
                     if (id(module), leaf) not in sources:
                         self._outside.add(known)
-        users: dict[str, set[str]] = defaultdict(set)  # a module that several layers share is one spot
+        # A module shared by several layers has one spot, but several users.
+        users: dict[str, set[str]] = defaultdict(set)
         for (path, _), name in self._names.items():
             users[name].add(path)
         self._shared = {name for name, paths in users.items() if max(len(paths), spots[name]) > 1}
 
     def key(self, step: Step, fill: Fill) -> Hashable | None:
-        """Equal for fills that make the same of the same tensors; None where no source is shared."""
+        """Key that is equal for fills with the same result from the same tensors; None if no source is shared."""
         names = tuple(self._names[step.path, source] for source in fill.sources)
         if self._shared.isdisjoint(names):
             return None
         return names, replace(fill, target="", sources=()), step.depth, step.bodies
 
     def notes(self) -> tuple[str, ...]:
-        """The shared tensors of which layers get values of their own, since they are merged or laid out in different
-        ways.
-        """
+        """A note if layers get copies of shared tensors, because they merge or convert them in different ways."""
         made: dict[str, set[Hashable]] = defaultdict(set)
         copied: dict[str, str] = {}
         for step in (step for step in self._steps if not step.shares):
@@ -73,10 +73,9 @@ class Sharing:
 
 
 def refuse_shared(model: nn.Module, path: str, shared: Mapping[str, tuple[str, ...]]) -> None:
-    """SpecMismatch where ranks cannot share the layer at `path` because another layer has some of its weights: they
-    would be cut twice.
+    """SpecMismatch if another layer has weights of the layer at `path`: ranks would cut them twice.
 
-    A layer that is applied in several places has its own weights in all of them.
+    One layer that is applied in several places is not refused.
     """
     layer = model.get_submodule(path)
     for other in (other for name, others in shared.items() if name.startswith(f"{path}.") for other in others):

@@ -1,4 +1,4 @@
-"""Step: one replacement that a plan decides on; Left: a module that stays as it is. Data only."""
+"""Step: one replacement of a plan. Left: a module that stays as it is. Data only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DEPTHS: Mapping[type, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Step:
-    """Replace the module at `path` by one with the numbers of `shape`; only the step for attention has no shape.
+    """Replace the module at `path` by one built from `shape`. Only the step for attention has no shape.
 
-    `bodies`: op → body. `attn` is the path of the attention module inside a layer, `index` the layer's place in the
-    cache. `shares` is the path of the head whose weight an embedding looks its rows up in. If ranks share the module,
-    `shape` and `fills` are this rank's and `whole` is the shape of all of it; `others` are further interpretations of a
-    layer without a spec, and the proof picks one. `skips_padding`: an encoder's layer returns zeros at the padding
-    instead of computing it.
+    `bodies`: pairs of op and body. `attn`: path of the attention module inside a layer. `index`: the layer's index in
+    the cache. `shares`: path of the head whose weight an embedding uses. If ranks share the module,
+    `shape` and `fills` are this rank's, and `whole` is the shape of the whole module. `others`: further
+    interpretations of a layer without a spec; the proof picks one. `skips_padding`: an encoder layer returns zeros at
+    padding instead of computing it.
     """
 
     path: str
@@ -46,12 +46,12 @@ class Step:
 
     @property
     def depth(self) -> str:
-        """How much of the module is replaced, in the plan's words."""
+        """How much of the module is replaced, in the words of the plan's text."""
         return _DEPTHS[type(self.shape)]
 
     @property
     def kind(self) -> tuple:
-        """Equal for steps that differ only in their weights and place, so that one proof covers all of them."""
+        """Equal for steps that differ only in weights and path, so that one proof covers all of them."""
         return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
 
     @property
@@ -66,7 +66,7 @@ class Step:
 
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
-        """Target, format and bytes of each matrix; the bytes include scales and zeros, and are 0 without a format."""
+        """Target, format and bytes of each matrix. Bytes include scales and zeros, and are 0 without a format."""
         sizes = held_bytes(self.fills, self.shape, self.bodies)
         return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in self.made)
 

@@ -1,4 +1,4 @@
-"""The layers of a model that ranks share while their forward stays: which they are, and how each may be cut."""
+"""Layers that ranks share while keeping their forward: which layers, and how each may be cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infuse.unknown.roles import ModelRoles, Policy, Roles, layer_paths, policy_
 
 
 class Splits:
-    """The layers of a model without a spec, or that a policy names, and how each is shared by the ranks of `mesh`."""
+    """The layers of a model without a spec, or named by a policy, and how the ranks of `mesh` share each."""
 
     def __init__(self, model: nn.Module, policy: Policy | None, mesh: Mesh, grain: int):
         self._model, self._policy, self._mesh, self._grain = model, policy, mesh, grain
@@ -37,15 +37,16 @@ class Splits:
         self._roles = ModelRoles(model, self.layers, policy)
 
     def takes(self, path: str) -> bool:
-        """Whether the module at `path` is split in the place of anything else: a policy names it, or it is a layer
-        without a spec.
+        """Whether the module at `path` is split, before any other replacement is considered.
+
+        True for modules that a policy names and for layers without a spec.
         """
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
     def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
-        """The roles of the layer's linears, and for each interpretation the whole and every rank's part.
+        """Roles of the layer's linears and, for each interpretation, the whole and every rank's part.
 
-        SpecMismatch: it cannot be split.
+        SpecMismatch if the layer cannot be split.
         """
         refuse_shared(self._model, path, self._shared)
         roles = self._roles.of(path)
@@ -63,7 +64,7 @@ class Splits:
 
 
 def _inside_has_spec(layer: nn.Module) -> bool:
-    """Whether a part of a layer is a layer with a spec itself, or hands its weights to PyTorch's kernels."""
+    """Whether a layer contains a layer with a spec, or a module that passes its weights to PyTorch's kernels."""
     inner = (module for module in layer.modules() if module is not layer)
     return any(specs_for(module) or isinstance(module, nn.MultiheadAttention) for module in inner)
 

@@ -1,19 +1,17 @@
-"""fp8 (e4m3) and fp6 (e3m2): one scale for each group of inputs, or for each row. No kernels, but the numbers they must
-agree with.
+"""fp8 (e4m3) and fp6 (e3m2), one scale per group of inputs or per row: the numbers that kernels must match.
 
     weight[o, i] = scale[o, g] * value(code[o, i])        g = the group of input i
 
-    code   sign, exponent E, mantissa M from the highest bit down; value = ±2**(E - bias) * (1 + M / 2**m), and for E =
-    0
-           ±2**(1 - bias) * M / 2**m: fp8 4 + 3 bits, bias 7, up to 448; fp6 3 + 2 bits, bias 3, up to 28. Zero is the
-           code 0.
-    data   uint8: a tensor of a floating dtype would be cast by whoever casts the model
+    code   from the highest bit down: sign, exponent E, mantissa M
+           value = ±2**(E - bias) * (1 + M / 2**m); for E = 0, ±2**(1 - bias) * M / 2**m; zero is the code 0
+           fp8: 4 + 3 bits, bias 7, up to 448; fp6: 3 + 2 bits, bias 3, up to 28
+    data   uint8, since casting a model also casts its tensors of floating dtypes
            fp8: the codes, [out, in]
-           fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes the bits 6k to 6k + 5 of the 24-bit
-           little-endian word j
-    scale  bfloat16 [out, groups]               there is no zero
+           fp6: four codes in three bytes, [out, in * 3 / 4]; input 4j + k takes bits 6k to 6k + 5 of the
+           24-bit little-endian word j
+    scale  bfloat16 [out, groups]; there is no zero point
 
-Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number for each group.
+Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, Quan
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of the codes: `mantissa` bits, the smallest normal value, where the highest binade begins, the largest
-    value.
+    """Values of the codes: `mantissa` bits, smallest normal value, start of the highest binade, largest value.
 
-    PyTorch's `carrier` holds a value times `carried` under the same code: e3m2 lies within e5m2, whose bias is larger
-    by 12.
+    The PyTorch dtype `carrier` encodes a value times `carried` with the same exponent and mantissa bits. For e3m2 it is
+    e5m2, whose bias is larger by 12.
     """
 
     mantissa: int
@@ -52,22 +49,23 @@ GRIDS: Mapping[str, Grid] = MappingProxyType(
     }
 )
 
-# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): fp8 rows of 4096 2.73,
-# groups of 256 2.68, of 128 2.68, of 64 2.72; fp6 rows 1.72, groups of 256 1.67, of 128 1.67, of 64 1.71, of 32 1.82. A
-# floating grid has its range in itself, so groups gain little: fp8 has the plainest layout, a scale for each row. fp6
-# reaches only 112 times its smallest normal value: groups keep small weights beside large ones out of its subnormals,
-# and 64 divides the widths that 128 does not.
+# Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
+#   fp8: rows of 4096 2.73, groups of 256 2.68, of 128 2.68, of 64 2.72
+#   fp6: rows of 4096 1.72, groups of 256 1.67, of 128 1.67, of 64 1.71, of 32 1.82
+# A floating grid has a wide range of its own, so groups gain little: fp8 gets the simplest layout, one scale per row.
+# fp6 reaches only 112 times its smallest normal value: groups keep small weights beside large ones out of its
+# subnormals, and 64 divides widths that 128 does not.
 DEFAULT_GROUP: Mapping[str, int | None] = MappingProxyType({"fp8": None, "fp6": 64})
 
-# A scale is chosen by where it puts the largest value: at top_binade * (1 + k / 32), up to half a step beyond the
-# largest code, where clamping costs no more than rounding. That is an octave; beyond it the grid repeats. In short
-# groups each finer spacing gains, rows of some hundred values average over the binade. All codes of the top binade are
-# among the positions, which makes a second quantization exact: whatever code the largest value gets, one candidate is
-# the same scale again. A test holds the result within 5 % of brute force.
+# Candidate scales put the group's largest value at top_binade * (1 + k / 32), up to half a step beyond the largest
+# code, where clamping costs no more than rounding. This covers an octave; beyond it the grid repeats. Short groups gain
+# from finer spacing; rows of some hundred values average over the binade. The positions include all codes of the top
+# binade, so quantizing again is exact: whichever code the largest value gets, one candidate is the same scale.
+# A test holds the error within 5 % of brute force.
 FINE, COARSE, SHORTEST_COARSE = range(-2, 29), range(0, 29, 4), 512
 
-# Relative RMS error of a round trip by group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1); a test
-# measures it again.
+# Relative RMS error of a round trip by group length (ERROR_LENGTHS), measured on 2**20 values of N(0,1).
+# A test measures it again.
 ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
         "fp8": (0.0158, 0.0187, 0.0208, 0.0225, 0.0236, 0.0254, 0.0259, 0.0262),
@@ -78,11 +76,11 @@ ERRORS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class FloatFormat(QuantFormat):
-    """fp8 or fp6: a floating grid for each group, its scale chosen by search for the least squared error.
+    """fp8 or fp6: a floating grid per group, with the scale of least squared error found by search.
 
-    Rounded to nearest, ties to even, subnormals included; beyond the largest code it saturates. Every value comes back
-    within 1/16 (fp8) or 1/8 (fp6) of itself, or within half the smallest step. Quantizing a dequantized float32 weight
-    gives the same weight.
+    Values are rounded to nearest, ties to even, including subnormals, and saturate beyond the largest code. Every value
+    comes back within 1/16 (fp8) or 1/8 (fp6) of itself, or within half the smallest step. Quantizing a dequantized
+    float32 weight gives the same weight.
     """
 
     def __post_init__(self) -> None:
@@ -100,7 +98,8 @@ class FloatFormat(QuantFormat):
                 raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
         if self.group_size is not None and self.group_size % self.pack:
             raise ConfigError(
-                f"{self.name}: four values share three bytes, so the group size is a multiple of 4, not {self.group_size}"
+                f"{self.name}: four values share three bytes, so the group size is a multiple of 4, "
+                f"not {self.group_size}"
             )
 
     def __str__(self) -> str:
@@ -112,18 +111,21 @@ class FloatFormat(QuantFormat):
 
     @property
     def expected_error(self) -> float:
-        """As measured by group length (ERRORS), that of the next longer length; whole rows count as the longest."""
+        """From ERRORS, at this group length or the next longer one; whole rows count as the longest."""
         length = min(self.group_size or ERROR_LENGTHS[-1], ERROR_LENGTHS[-1])
         return next(error for known, error in zip(ERROR_LENGTHS, ERRORS[self.name], strict=True) if known >= length)
 
     def fits(self, in_features: int) -> str | None:
-        """As QuantFormat.fits; fp6 also needs a multiple of 4 inputs in each group."""
+        """Like QuantFormat.fits; fp6 also needs a multiple of 4 inputs in each group."""
         if in_features % self.pack:
             return f"{self}: four values share three bytes, and {in_features} inputs are not a multiple of 4"
         if reason := super().fits(in_features):
             return reason
         if self.groups is not None and (length := in_features // self.groups) % self.pack:
-            return f"{self}: four values share three bytes, and {in_features} inputs in {self.groups} groups are {length} for each"
+            return (
+                f"{self}: four values share three bytes, and {in_features} inputs in {self.groups} groups are {length} "
+                "for each"
+            )
         return None
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -138,26 +140,26 @@ class FloatFormat(QuantFormat):
 
 
 def pack_fp6(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in [0, 63], uint8 [..., 4n], as uint8 [..., 3n]: the first of four in the lowest bits of the first byte."""
+    """Pack codes in [0, 63], uint8 [..., 4n], into uint8 [..., 3n], starting at the lowest bits of the first byte."""
     a, b, c, d = (codes[..., k::4] for k in range(4))
     return torch.stack((a | (b & 3) << 6, b >> 2 | (c & 15) << 4, c >> 4 | d << 2), dim=-1).flatten(-2)
 
 
 def unpack_fp6(data: torch.Tensor) -> torch.Tensor:
-    """The inverse of pack_fp6: uint8 [..., 3n] as codes [..., 4n]."""
+    """Inverse of pack_fp6: uint8 [..., 3n] to codes [..., 4n]."""
     a, b, c = (data[..., k::3] for k in range(3))
     return torch.stack((a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2), dim=-1).flatten(-2)
 
 
 def _codes(values: torch.Tensor, name: str) -> torch.Tensor:
-    """Values on the grid as bytes."""
+    """Encode values on the grid as bytes."""
     grid = GRIDS[name]
     carried = (values * grid.carried).to(grid.carrier).view(torch.uint8)
     return carried if name == "fp8" else pack_fp6((carried >> 2) & 32 | carried & 31)
 
 
 def _values(data: torch.Tensor, name: str) -> torch.Tensor:
-    """The inverse of _codes, float32."""
+    """Inverse of _codes, in float32."""
     grid = GRIDS[name]
     if name == "fp6":
         codes = unpack_fp6(data)
@@ -166,25 +168,24 @@ def _values(data: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _rounded(steps: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The nearest value of the grid, of two equally near ones that with the even code; never -0."""
+    """Round to the nearest value of the grid, ties to the even code; never -0."""
     steps = steps.clamp(-grid.largest, grid.largest)
     binade = (steps.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(grid.smallest_normal)
-    rounder = binade.mul_(
-        1.5 * 2 ** (23 - grid.mantissa)
-    )  # float32 beside it has the spacing of the grid: the sum is rounded to it
+    # Near `rounder`, float32 values are spaced like the grid, so the sum is rounded to the grid.
+    rounder = binade.mul_(1.5 * 2 ** (23 - grid.mantissa))
     return steps.add_(rounder).sub_(rounder)
 
 
 def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
-    """For each group the scale with the least squared error, as it will be stored, [G, 1]; of equals the first."""
+    """The scale of least squared error for each group, as it will be stored, [G, 1]; the first of equals."""
     grid, largest_G1 = GRIDS[name], w_GN.abs().amax(dim=-1, keepdim=True)
     best_G1 = best_error_G1 = None
     for position in positions(grid, w_GN.shape[1]):
-        # At least SMALLEST_SCALE: it is normal, so no flush-to-zero mode can turn its reciprocal into infinity.
+        # SMALLEST_SCALE is normal, so its reciprocal stays finite in flush-to-zero modes.
         scale_G1 = (largest_G1 / position).to(SCALE_DTYPE).float().clamp_min_(SMALLEST_SCALE)
         steps_GN = w_GN * scale_G1.reciprocal()
-        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for
-        # tiny or huge weights.
+        # Norms instead of squares, and steps times scale instead of weights: neither overflows nor underflows for huge
+        # or tiny weights.
         error_G1 = torch.linalg.vector_norm(steps_GN.sub_(_rounded(steps_GN, grid)), dim=-1, keepdim=True) * scale_G1
         if best_G1 is None or best_error_G1 is None:
             best_G1, best_error_G1 = scale_G1, error_G1
@@ -196,7 +197,7 @@ def _best_scale(w_GN: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def positions(grid: Grid, length: int) -> Iterator[float]:
-    """Where the candidates put the largest value of a group of `length`."""
+    """Yield candidate grid positions for the largest value of a group of `length`."""
     farthest = grid.largest + grid.top_binade / 2 ** (grid.mantissa + 1)
     for part in FINE if length < SHORTEST_COARSE else COARSE:
         if (position := grid.top_binade * (1 + part / 32)) <= farthest:

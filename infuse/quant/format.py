@@ -1,9 +1,9 @@
-"""What a number format is: QuantFormat, the interface; QuantizedWeight, its result.
+"""QuantFormat, the interface of number formats, and QuantizedWeight, the result of quantizing.
 
-The arithmetic of each family is in its own file (integer.py, floating.py). Nothing here knows modules, kernels or
-models.
-Legend: weights are [out_features, in_features]; a group is a run of neighbouring inputs of one row that shares one
-scale.
+The arithmetic of each family is in its own file (integer.py, floating.py). Nothing here depends
+on modules, kernels or models.
+
+Legend: weights are [out_features, in_features]; a group is a run of neighbouring inputs of one row that share a scale.
 """
 
 from __future__ import annotations
@@ -18,38 +18,35 @@ import torch
 from infuse.errors import ConfigError
 
 POSSIBLE = (
-    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or :asymmetric behind, "
-    "and with :a8, which lets products of many tokens round activations to 8 bits"
+    "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or "
+    ":asymmetric behind, and with :a8, which lets products of many tokens round activations to 8 bits"
 )
 
-# The scale is bfloat16 because a step that is off by 0.2 % costs nothing once the codes are rounded against the stored
-# step; float16 would lose groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) in its subnormals, and float32
-# would cost two bytes more for each group. Its 8 bits also make scale * code exact in float32.
+# Scales are bfloat16: a step that is off by 0.2 % costs nothing if codes are rounded against the stored step. In
+# float16, groups whose largest value is below 4e-4 (int4) or 8e-3 (int8) would fall into the subnormals; float32 would
+# cost two more bytes per group. With bfloat16's 8 significant bits, scale * code is also exact in float32.
 SCALE_DTYPE = torch.bfloat16
-SMALLEST_SCALE = (
-    2.0**-126
-)  # groups of zeros get this one: it is normal, so no flush-to-zero mode can turn 1 / scale into infinity
+# Scale of all-zero groups. It is normal, so 1 / scale stays finite in flush-to-zero modes.
+SMALLEST_SCALE = 2.0**-126
 
-LARGEST_WEIGHT = 2.0**126  # 8.5e37; beyond, code times a rounded scale could overflow float32
-CPU_BLOCK_VALUES = 1 << 17  # values worked on at once: they and two temporaries stay in a core's cache
-DEVICE_BLOCK_VALUES = 1 << 24  # on other devices few large launches count, and 64 MiB for each temporary
-ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)  # of the groups whose errors each family has measured
+LARGEST_WEIGHT = 2.0**126  # 8.5e37; beyond it, code times a rounded scale could overflow float32
+CPU_BLOCK_VALUES = 1 << 17  # a block and two temporaries fit in a core's cache
+DEVICE_BLOCK_VALUES = 1 << 24  # other devices need few, large launches; 64 MiB per temporary
+ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)  # group lengths at which each family measured its errors
 
-# How much larger than on normal weights the error may be before a proof calls it a bug: weights with heavier tails fill
-# their groups worse.
-# Measured in groups of 64, against normal weights: Laplace 1.24 to 1.32 times, Student-t(3) 1.46 to 1.85 times the
-# relative error.
+# A proof accepts up to this many times the error on normal weights: heavier tails fill their groups worse.
+# Measured in groups of 64: Laplace weights have 1.24 to 1.32 times, Student-t(3) 1.46 to 1.85 times the relative error
+# of normal ones.
 TAIL_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class QuantFormat(ABC):
-    """How the numbers of a weight matrix are stored; pure data, so that a plan can hold, compare, print and pickle it.
+    """How the numbers of a weight matrix are stored: pure data that a plan can hold, compare, print and pickle.
 
-    `group_size` inputs share a scale; None means the whole row, or, where `groups` is given, one `groups`-th of it.
-    `activation_bits` is 8 where a product may round what it multiplies, each group of inputs by its own largest value;
-    how a weight is stored does not change.
-    `str(format)` is the canonical text, and `quant_format(str(format)) == format`.
+    `group_size` inputs share a scale; None means the whole row or, if `groups` is set, one `groups`-th of it. With
+    `activation_bits` = 8, products may round their input, each group of inputs by its own largest value; weights are
+    stored the same way. `str(format)` is canonical: `quant_format(str(format)) == format`.
     """
 
     name: str
@@ -61,24 +58,25 @@ class QuantFormat(ABC):
 
     @abstractmethod
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Groups [G, N] of float32 as codes [G, N * bits / 8], scales [G, 1] and, where asymmetric, zeros [G, 1] as
-        they are stored.
+        """Encode float32 groups [G, N].
+
+        Returns codes [G, N * bits / 8], scales [G, 1] and, if asymmetric, zeros [G, 1] as they are stored.
         """
 
     @abstractmethod
     def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
-        """The codes [G, N * bits / 8] of groups whose scales and stored zeros are known, both float32."""
+        """Codes [G, N * bits / 8] of groups with known scales and stored zeros, both float32."""
 
     @abstractmethod
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        """The values [R, in] of the codes of some rows, float32, in memory of their own."""
+        """Decode rows of codes to float32 values [R, in], in new memory."""
 
     @torch.no_grad()
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
-        """The weight [out, in] (floating, any device; on meta only the shapes) in this format.
+        """Quantize a floating weight [out, in] on any device; on meta, only the shapes are computed.
 
-        Row by row independent, so a shard of rows quantizes to the shard of the codes. Refused with ConfigError: NaN,
-        infinite or huge (above 8.5e37) values, another rank or dtype, a width that `fits` declines.
+        Rows are independent, so a shard of rows quantizes to the shard of the codes. ConfigError for NaN, infinite or
+        huge (above 8.5e37) values, for another number of dimensions or dtype, and for a width that `fits` declines.
         """
         if weight.dim() != 2 or not weight.is_floating_point():
             raise ConfigError(
@@ -102,7 +100,7 @@ class QuantFormat(ABC):
 
     @torch.no_grad()
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values [out, in] that the codes stand for: exact in float32, rounded once for a narrower dtype."""
+        """Decode to values [out, in]: exact in float32, rounded once for a narrower dtype."""
         assert weight.format == self, f"{weight.format} is not {self}"
         out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
         if not out.is_meta and out.numel():
@@ -114,8 +112,9 @@ class QuantFormat(ABC):
 
     @torch.no_grad()
     def codes(self, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        """The codes nearest to `values` [out, in] under these scales and zeros: the inverse of `dequantize`, also into
-        16 bits.
+        """Codes nearest to `values` [out, in] under these scales and zeros.
+
+        The inverse of `dequantize`, even if that rounded to 16 bits.
         """
         rows, columns = values.shape
         data = torch.empty(
@@ -131,27 +130,27 @@ class QuantFormat(ABC):
         return data
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        """The bytes of such a weight in this format, scales and zeros included; ConfigError where `fits` declines."""
+        """Bytes of a weight in this format, including scales and zeros. ConfigError if `fits` declines."""
         for_each_group = SCALE_DTYPE.itemsize + (0 if self.symmetric else 1)
         return out_features * (in_features * self.bits // 8 + self.group_count(in_features) * for_each_group)
 
     @property
     @abstractmethod
     def expected_error(self) -> float:
-        """The relative RMS error of a round trip, rms(w - w') / rms(w), on normal weights."""
+        """Relative RMS error of a round trip on normal weights, rms(w - w') / rms(w)."""
 
     @property
     def proof_tolerance(self) -> float:
-        """The relative RMS error up to which a quantized layer is accepted as correct: expected_error * TAIL_FACTOR."""
+        """Relative RMS error up to which a quantized layer passes the proof: expected_error * TAIL_FACTOR."""
         return self.expected_error * TAIL_FACTOR
 
     @property
     def pack(self) -> int:
-        """The number of neighbouring inputs that share whole bytes: 1 (8 bits), 2 (4 bits) or 4 (6 bits)."""
+        """Number of neighbouring inputs that share whole bytes: 1 (8 bits), 2 (4 bits) or 4 (6 bits)."""
         return 8 // math.gcd(8, self.bits)
 
     def fits(self, in_features: int) -> str | None:
-        """None where rows of `in_features` can be stored in this format, else the reason with its numbers."""
+        """None if rows of `in_features` can be stored in this format, else the reason with its numbers."""
         if self.group_size is not None and in_features % self.group_size:
             divisors = [str(size) for size in (128, 64, 32) if in_features % size == 0 and size != self.group_size]
             would = " or ".join(divisors) if divisors else "row"
@@ -161,15 +160,16 @@ class QuantFormat(ABC):
         return None
 
     def of_part(self, in_features: int) -> QuantFormat:
-        """This format for a part of rows of `in_features`: groups that are counted in a row keep the size that they
-        have there.
+        """This format for parts of rows of `in_features`.
+
+        Parts keep the group size of the whole row, so `groups=N` becomes a fixed group size.
         """
         if self.groups is None or in_features % self.groups:
             return self
         return replace(self, group_size=in_features // self.groups, groups=None)
 
     def group_count(self, in_features: int) -> int:
-        """How many groups, and so scales, a row of `in_features` has; ConfigError where `fits` declines."""
+        """Number of groups, and thus scales, in a row of `in_features`. ConfigError if `fits` declines."""
         if reason := self.fits(in_features):
             raise ConfigError(reason)
         if in_features == 0:
@@ -181,13 +181,13 @@ class QuantFormat(ABC):
     def shard(
         self, weight: QuantizedWeight, *, outputs: range | None = None, inputs: range | None = None
     ) -> QuantizedWeight:
-        """The part of `weight` with these outputs (rows) and inputs, in buffers of its own; None: all of them.
+        """Copy the part of `weight` with these outputs (rows) and inputs into new buffers; None means all of them.
 
-        Its values are that part of the values, bit by bit, and where it has its own scales, what quantizing that part
-        of the original gives. Its format is this one, but for `groups=N`, which counts the groups of a row: the part
-        has fewer. Refused with ConfigError: ranges outside of the weight or with a step; inputs that cut a group,
-        unless the row is one group, whose scale each part then has; inputs that cut a byte (4 bits: even limits, 6
-        bits: multiples of 4).
+        The values are bit-identical to that part of the whole. A part with scales of its own also equals the result of
+        quantizing that part of the original. The format stays the same, except that `groups=N` counts the groups of a
+        row, and a part has fewer. ConfigError for ranges outside the weight or with a step; for inputs that cut a
+        group, unless the row is one group, whose scale each part then keeps; and for inputs that cut a byte (4 bits:
+        even limits, 6 bits: multiples of 4).
         """
         assert weight.format == self, f"{weight.format} is not {self}"
         of_outputs, of_inputs = (range(size) for size in weight.shape)
@@ -195,7 +195,8 @@ class QuantFormat(ABC):
         for what, part, whole in (("outputs", outputs, of_outputs), ("inputs", inputs, of_inputs)):
             if part.step != 1 or not 0 <= part.start <= part.stop <= len(whole):
                 raise ConfigError(
-                    f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} in steps of 1"
+                    f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} "
+                    "in steps of 1"
                 )
         format, groups = self, slice(None)
         if inputs != of_inputs:
@@ -211,7 +212,7 @@ class QuantFormat(ABC):
         return QuantizedWeight(data, scale, zero, (len(outputs), len(inputs)), format)
 
     def _groups_of(self, inputs: range, weight: QuantizedWeight) -> slice:
-        """The groups that lie in a part of the inputs."""
+        """The groups that a part of the inputs consists of."""
         limits, width = (inputs.start, inputs.stop), weight.shape[1]
         asked = f"{self}: inputs {inputs.start} to {inputs.stop} of {width}"
         if cut := [limit for limit in limits if limit % self.pack]:
@@ -226,7 +227,7 @@ class QuantFormat(ABC):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """The buffers of one quantized matrix; `format` says what they mean. A plain holder: it never computes."""
+    """The buffers of one quantized matrix; `format` gives their meaning. A plain container: it never computes."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -236,7 +237,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the buffers hold."""
+        """Bytes of the buffers."""
         return sum(
             tensor.numel() * tensor.element_size()
             for tensor in (self.data, self.scale, self.zero)
@@ -250,7 +251,7 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 def _refuse_unstorable(block: torch.Tensor, first_row: int, weight: torch.Tensor) -> None:
-    lowest, highest = torch.aminmax(block)  # NaN comes through, and fails both comparisons
+    lowest, highest = torch.aminmax(block)  # NaN propagates, and fails both comparisons
     if lowest.item() >= -LARGEST_WEIGHT and highest.item() <= LARGEST_WEIGHT:
         return
     row, column = torch.nonzero(~(block.abs() <= LARGEST_WEIGHT))[0].tolist()

@@ -1,15 +1,14 @@
-"""int8 and int4: one scale for each group of inputs, symmetric or with a zero point. No kernels, but the numbers they
-must agree with.
+"""int8 and int4, one scale per group of inputs, symmetric or with a zero point: the numbers that kernels must match.
 
-    weight[o, i] = scale[o, g] * (code[o, i] - zero[o, g] * unit)        g = the group of input i; unit = 2**bits / 256;
-    symmetric: no zero
+    weight[o, i] = scale[o, g] * (code[o, i] - zero[o, g] * unit)
+    g = the group of input i; unit = 2**bits / 256; symmetric formats have no zero
 
     data   int8: the codes, int8 [out, in]
-           int4: code + 8, two in each byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
-    scale  bfloat16 [out, groups]               zero   int8 [out, groups], in steps (int8) or sixteenths of a step
-    (int4), or None
+           int4: code + 8, two per byte, uint8 [out, in / 2]; input 2j is the low nibble, input 2j + 1 the high one
+    scale  bfloat16 [out, groups]
+    zero   int8 [out, groups], in steps (int8) or sixteenths of a step (int4), or None
 
-Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number for each group.
+Legend: w_GN is a block of weights, G groups of N values; tensors of [G, 1] hold one number per group.
 """
 
 from __future__ import annotations
@@ -23,36 +22,31 @@ import torch
 from infuse.errors import ConfigError
 from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
 
-# Measured on N(0,1), log2(relative error) + bits per weight, scales included (lower is better): int8 rows of 4096 1.15,
-# groups of 128 0.80, of 64 0.76, of 32 0.81; int4 rows 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89. So groups beat
-# rows even without outliers, and by more with them. 64 and 128 are level, and 64 divides widths that 128 does not (320,
-# 576, 960, 1600, 2880, 4544): the default of both.
+# Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
+#   int8: rows of 4096 1.15, groups of 128 0.80, of 64 0.76, of 32 0.81
+#   int4: rows of 4096 0.79, groups of 128 0.76, of 64 0.78, of 32 0.89
+# Groups beat rows even without outliers, and by more with them. 64 and 128 are about equal, and 64 divides widths that
+# 128 does not (320, 576, 960, 1600, 2880, 4544).
 DEFAULT_GROUP = {"int8": 64, "int4": 64}
 
-# Candidates for each group's step; the best of them by squared error is stored. The tests hold the result within 5 % of
-# brute force.
-INT4_CLIPS = tuple(
-    1.05**i for i in range(16)
-)  # the largest value is stored as 7 or -8 although it is this many times larger
-INT4_DIVISORS = tuple(
-    code * clip for clip in INT4_CLIPS for code in (7, -8)
-)  # symmetric: the step is the largest value by one of these
-# Asymmetric: the part of half the span that is cut off at the (high, low) end. With ends that differ by more than two
-# places the error of groups of 32 to 4096 normal or Laplace values is at most 0.15 % less, with 44 candidates instead
-# of 34.
+# Candidates for each group's step. The one of least squared error is stored; tests hold it within 5 % of brute force.
+
+# Factors by which the largest value may exceed the grid and be clipped to 7 or -8.
+INT4_CLIPS = tuple(1.05**i for i in range(16))
+# Symmetric: the step is the largest value divided by one of these.
+INT4_DIVISORS = tuple(code * clip for clip in INT4_CLIPS for code in (7, -8))
+# Asymmetric: fractions of half the span that are cut off at the (high, low) ends. The ends differ by at most two places
+# of the list (34 candidates). Three places (44 candidates) reduce the error of groups of 32 to 4096 normal or Laplace
+# values by at most 0.15 %.
 INT4_CUTS = (0.0, 0.04, 0.08, 0.12, 0.17, 0.24, 0.32, 0.42)
 INT4_ENDS = tuple((high, low) for i, high in enumerate(INT4_CUTS) for low in INT4_CUTS[max(0, i - 2) : i + 3])
-INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is cut
-INT8_SPANS = (
-    253,
-    255,
-    254,
-    *range(252, 239, -1),
-)  # asymmetric: the codes between smallest and largest; 253 is always possible
+INT8_LARGEST = tuple(range(127, 111, -1))  # symmetric: the code of the largest value; nothing is clipped
+# Asymmetric: steps between the smallest and the largest value; 253 is always possible.
+INT8_SPANS = (253, 255, 254, *range(252, 239, -1))
 
 
 # Relative RMS error of a round trip by (bits, symmetric) and group length (ERROR_LENGTHS), measured on 2**20 values of
-# N(0,1); a test measures it again.
+# N(0,1). A test measures it again.
 ERRORS = {
     (8, True): (0.00396, 0.00484, 0.00558, 0.00625, 0.00682, 0.00784, 0.00862, 0.00944),
     (8, False): (0.00341, 0.00425, 0.00501, 0.00568, 0.00629, 0.00732, 0.00817, 0.00906),
@@ -63,12 +57,11 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class IntegerFormat(QuantFormat):
-    """int8 or int4: a uniform grid for each group, its step chosen by search for the least squared error.
+    """int8 or int4: a uniform grid per group, with the step of least squared error found by search.
 
-    int8 cuts nothing: every value comes back within half a step; symmetric codes stay within [-127, 127].
-    int4 uses all 16 levels and may cut the largest values; a symmetric step may be negative, so that -8 meets the
-    largest value.
-    Asymmetric grids always reach zero. Quantizing a dequantized float32 weight again gives the same weight.
+    int8 clips nothing: every value comes back within half a step; symmetric codes stay within [-127, 127]. int4 uses
+    all 16 levels and may clip the largest values; a symmetric step may be negative, so that -8 encodes the largest
+    value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same weight.
     """
 
     def __post_init__(self) -> None:
@@ -88,7 +81,7 @@ class IntegerFormat(QuantFormat):
             size = f":groups={self.groups}"
         elif self.group_size is None:
             size = ":row"
-        # "int8" is what users write and means one thing; int4 always names its group, on which its quality depends
+        # Plain "int8" is unambiguous; int4 always names its group, as its quality depends on it.
         else:
             size = "" if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"] else f":{self.group_size}"
         return (
@@ -97,12 +90,12 @@ class IntegerFormat(QuantFormat):
 
     @property
     def zero_unit(self) -> float:
-        """What 1 in `zero` is worth, in steps of the scale."""
+        """Value of 1 in `zero`, in steps of the scale."""
         return 2**self.bits / 256
 
     @property
     def expected_error(self) -> float:
-        """As measured by group length (ERRORS), interpolated over its logarithm; whole rows count as the longest."""
+        """Interpolated from ERRORS over the logarithm of the group length; whole rows count as the longest."""
         errors = ERRORS[self.bits, self.symmetric]
         length = min(max(self.group_size or ERROR_LENGTHS[-1], ERROR_LENGTHS[0]), ERROR_LENGTHS[-1])
         right = next(i for i, known in enumerate(ERROR_LENGTHS) if known >= length)
@@ -114,9 +107,10 @@ class IntegerFormat(QuantFormat):
 
     @property
     def proof_tolerance(self) -> float:
-        """As QuantFormat.proof_tolerance; at 8 bits twice that: a step follows the largest value of its group, and in a
-        trained table of embeddings the error is 3.4 times that of normal weights, 2 % of the weights' size. Activations
-        of 8 bits have such an error too.
+        """QuantFormat.proof_tolerance, doubled at 8 bits and combined with the error of 8-bit activations.
+
+        A step follows the largest value of its group: at 8 bits, the error in a trained embedding table is 3.4 times
+        that on normal weights, which is 2 % of the weights' size.
         """
         of_weights = super().proof_tolerance * (2 if self.bits == 8 else 1)
         if self.activation_bits == 16:
@@ -126,13 +120,16 @@ class IntegerFormat(QuantFormat):
         )
 
     def fits(self, in_features: int) -> str | None:
-        """As QuantFormat.fits; int4 also needs an even number of inputs in each group."""
+        """Like QuantFormat.fits; int4 also needs an even number of inputs in each group."""
         if self.bits == 4 and in_features % 2:
             return f"{self}: two values share a byte, and {in_features} inputs are an odd number"
         if reason := super().fits(in_features):
             return reason
         if self.bits == 4 and self.groups is not None and (length := in_features // self.groups) % 2:
-            return f"{self}: two values share a byte, and {in_features} inputs in {self.groups} groups are {length} for each, an odd number"
+            return (
+                f"{self}: two values share a byte, and {in_features} inputs in {self.groups} groups are {length} "
+                "for each, an odd number"
+            )
         return None
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -165,7 +162,7 @@ class IntegerFormat(QuantFormat):
 
 @dataclass(frozen=True)
 class Grid:
-    """A step, already rounded as it will be stored, and a zero point in steps, for each group; [G, 1], float32."""
+    """Step and zero point of each group, [G, 1], float32: the step rounded as stored, the zero in steps."""
 
     bits: int
     scale_G1: torch.Tensor
@@ -173,13 +170,13 @@ class Grid:
 
 
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in [-8, 7], int8 [..., 2n], as uint8 [..., n]: code + 8, the even input in the low nibble."""
+    """Pack codes in [-8, 7], int8 [..., 2n], into uint8 [..., n] as code + 8, even inputs in the low nibble."""
     offset = (codes + 8).to(torch.uint8)
     return offset[..., 0::2] | (offset[..., 1::2] << 4)
 
 
 def unpack_int4(data: torch.Tensor) -> torch.Tensor:
-    """The inverse of pack_int4: uint8 [..., n] as int8 codes [..., 2n]."""
+    """Inverse of pack_int4: uint8 [..., n] to int8 codes [..., 2n]."""
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
@@ -188,7 +185,7 @@ def _range(bits: int) -> tuple[int, int]:
 
 
 def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For each group the grid with the least squared error; of equals the first."""
+    """The grid of least squared error for each group; the first of equals."""
     steps_GN, codes_GN = torch.empty_like(w_GN), torch.empty_like(w_GN)
     best: Grid | None = None
     for grid in grids:
@@ -196,8 +193,8 @@ def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torc
         if grid.zero_G1 is not None:
             steps_GN += grid.zero_G1
         torch.round(steps_GN, out=codes_GN).clamp_(*_range(grid.bits))
-        # The norm and not its square, and steps times scale and not weights: nothing here overflows or vanishes for
-        # tiny or huge weights.
+        # Norms instead of squares, and steps times scale instead of weights: neither overflows nor underflows for huge
+        # or tiny weights.
         error_G1 = torch.linalg.vector_norm(steps_GN.sub_(codes_GN), dim=-1, keepdim=True) * grid.scale_G1.abs()
         if best is None:
             best, best_error_G1 = grid, error_G1
@@ -213,7 +210,7 @@ def _best(w_GN: torch.Tensor, grids: Iterator[Grid]) -> tuple[torch.Tensor, torc
 
 
 def _stored(scale_G1: torch.Tensor) -> torch.Tensor:
-    """The scale as bfloat16 keeps it, to nearest: off by at most 1/256 of itself; of magnitude SMALLEST_SCALE or more."""
+    """Round the scale to bfloat16: off by at most 1/256 of itself, its magnitude at least SMALLEST_SCALE."""
     magnitude = scale_G1.abs().to(SCALE_DTYPE).float().clamp_min(SMALLEST_SCALE)
     return torch.where(scale_G1 < 0, -magnitude, magnitude)
 
@@ -223,10 +220,10 @@ def _stored_below(scale_G1: torch.Tensor) -> torch.Tensor:
     return (scale_G1.view(torch.int32) & -65536).view(torch.float32).clamp_min(SMALLEST_SCALE)
 
 
-# What makes a second quantization exact, in all four: the codes of the extremes that a candidate leads to are always
-# codes from which the same candidate list finds the same step again. Symmetric int8: k times 1/256 is less than half a
-# step for k <= 127, so the largest value gets the code k itself. int4: the extremes always get the outermost codes.
-# Asymmetric int8: spans outside the list are dropped.
+# In all four functions, quantizing again is exact: a candidate gives the extremes codes from which the same candidate
+# list finds the same step again. Symmetric int8: k times 1/256 is less than half a step for k <= 127, so the largest
+# value gets the code k itself. int4: the extremes always get the outermost codes. Asymmetric int8: spans outside the
+# list are dropped.
 
 
 def _symmetric_int8(w_GN: torch.Tensor) -> Iterator[Grid]:
@@ -242,7 +239,7 @@ def _symmetric_int4(w_GN: torch.Tensor) -> Iterator[Grid]:
 
 
 def _span(w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and the largest value, zero included: the grids reach zero, so the zero point fits its byte."""
+    """Smallest and largest value, extended to zero: the grids include zero, so the zero point fits its byte."""
     low_G1, high_G1 = torch.aminmax(w_GN, dim=-1, keepdim=True)
     return low_G1.clamp_max(0), high_G1.clamp_min(0)
 

@@ -1,4 +1,4 @@
-"""The one parser of formats: from the text that a configuration has to QuantFormat."""
+"""The only parser of formats: from the text in a configuration to a QuantFormat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infuse.quant.format import POSSIBLE, QuantFormat
 def quant_format(text: str) -> QuantFormat:
     """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2", "int8:a8".
 
-    Refused with ConfigError: an unknown text, with what is possible; numbers that the format cannot have.
+    ConfigError for an unknown text, listing the possible ones, or for numbers that the format cannot have.
     """
     if not isinstance(text, str):
         raise ConfigError(f"a quantization format is a text, not {text!r}; possible: {POSSIBLE}")
