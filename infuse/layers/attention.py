@@ -104,7 +104,7 @@ class Attention(Pickled):
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Attend by the function that the config names, called as the original does: (heads [B, T, H D], weights)."""
         shape, cache = self.shape, inputs.cache
-        if shape.head_counts:  # such functions read the head counts before splitting from the module
+        if shape.head_counts:  # such functions read the unsplit head counts from the module
             raise UnsupportedCall(
                 f'the config names the attention "{attribute(self, "config")._attn_implementation}" for this call, '
                 "which is not served over several ranks: "

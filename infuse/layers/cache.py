@@ -278,8 +278,8 @@ class KVCache(Cache):
         """Keep the first lengths[b] tokens of row b ([B] integers) in every layer: a right-padded batch becomes dense.
 
         Later tokens are appended at each row's own end, with the caller's position ids and without an attention mask.
-        A sliding window in the model's mask counts from the longest row, so row lengths must not differ by more than
-        the window leaves.
+        A sliding window in the model's mask counts from the longest row: for a row that is d tokens shorter, the window
+        is d tokens smaller.
         """
         for slot in self.layers:
             slot.crop_rows(lengths)

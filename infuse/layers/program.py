@@ -113,7 +113,7 @@ def folded(program: Program) -> Program:
 
 
 def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Run the program on x. Return the block's output and its attention weights, or None for the latter."""
+    """Run the program on x. Return the block's output and its attention weights (None unless wanted)."""
     parts: dict[str, Any] = block._modules  # attribute access on an nn.Module takes 0.7 us
     y: Tensor = x
     branch: Any = None  # a tensor once a part has run
