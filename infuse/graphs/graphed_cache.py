@@ -88,10 +88,10 @@ class GraphedCache(KVCache):
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """Return a step's arguments except the cache, sorted and with the mask padded to the capacity: all look alike."""
+        """Return a step's arguments without the cache, sorted, the mask padded to the capacity: all are alike."""
         inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
-        if mask is None and self._model_takes_mask(forward):  # some models would create one on the host
+        if mask is None and self._model_takes_mask(forward):  # without one, some models make it on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:
             inputs["attention_mask"] = F.pad(mask, (0, capacity_tokens - tokens - 1))
