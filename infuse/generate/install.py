@@ -172,7 +172,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_replay(module: nn.Module) -> bool:
-    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks expect each forward."""
+    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks must see each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return not compiled and not _is_watched(module) and names_ours(module)
 
@@ -185,7 +185,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 class _Asked:
-    """The settings of one call of `generate`: from its arguments, the passed generation config, or the model's own."""
+    """Settings of one call of `generate`: from its arguments, else the passed generation config, else the model's."""
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):
         self._model, self._kwargs = model, kwargs

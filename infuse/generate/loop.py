@@ -76,7 +76,7 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 class _Steps:
-    """The model's inputs for one step after the other."""
+    """The model's inputs, updated step by step."""
 
     def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None):
         self.model, self.kwargs, self._limit_tokens = model, kwargs, limit_tokens
@@ -110,9 +110,8 @@ class _Steps:
         prepare = type(self.model).prepare_inputs_for_generation
         if not prepare.__module__.startswith("transformers.") or "prepare_inputs_for_generation" in vars(self.model):
             return False  # a user's own preparation is called at every step
-        if (
-            prepare is not GenerationMixin.prepare_inputs_for_generation
-        ):  # Phi3 recomputes the cache when it switches frequencies
+        if prepare is not GenerationMixin.prepare_inputs_for_generation:
+            # Phi3 recomputes the cache when it switches to the frequencies for long prompts.
             short = getattr(self.model.config, "original_max_position_embeddings", None)
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False

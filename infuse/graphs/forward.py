@@ -84,7 +84,7 @@ class Forward:
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
     """Return the OutOfMemory to raise, after calling each `clear` and dropping the tensors in the traceback's frames.
 
-    Aborts the group: the pending collective raises RankError on ranks that have memory left.
+    Abort the group, so that the collective in which other ranks wait raises RankError (see Group.abort).
     """
     for forget in clear:
         forget()

@@ -1,5 +1,6 @@
-"""RankBackend: capture by ranks that share a model. If capture fails on any rank, all ranks run eagerly. `Group` knows
-which collectives can be captured.
+"""RankBackend: capture by ranks that share a model.
+
+If capture fails on any rank, all ranks run eagerly. `Group` knows which collectives can be captured.
 
 NCCL requires that a collective is part of a graph either on all ranks or on none. Ranks therefore compare results after
 the warm run and after the capture. The exchange at the beginning of every call also compares which graphs they keep. A

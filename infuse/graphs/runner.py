@@ -25,7 +25,7 @@ from infuse.graphs.capture import Backend, Captured, backend_for, without_autoca
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _EAGER_CALLS = 2
-_KNOWN_CALLS = 256  # most signatures remembered: a program may call with a new length each time
+_KNOWN_CALLS = 256  # limit of remembered signatures, which calls with ever new lengths would exceed
 
 
 @dataclass
@@ -132,7 +132,7 @@ class GraphRunner:
         ]
 
     def fitting(self) -> int:
-        """Number of the most recent signatures that may be kept: all."""
+        """Number of the most recent signatures that may be kept, which is all."""
         return len(self._entries)
 
     def keep(self, latest: int) -> None:
