@@ -172,7 +172,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_replay(module: nn.Module) -> bool:
-    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks must see each forward."""
+    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return not compiled and not _is_watched(module) and names_ours(module)
 

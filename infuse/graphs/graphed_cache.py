@@ -88,7 +88,10 @@ class GraphedCache(KVCache):
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """Return a step's arguments, sorted, without the cache, the mask padded to the capacity: one signature for all."""
+        """Return a step's arguments without the cache, sorted and with the mask padded to the capacity.
+
+        All steps then have one signature.
+        """
         inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
         if mask is None and self._model_takes_mask(forward):  # without one, some models make it on the host
