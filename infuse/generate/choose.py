@@ -1,4 +1,4 @@
-"""Logits processors and stopping criteria, applied step by step: as transformers calls them, for less host time.
+"""Logits processors and stopping criteria, applied at each step as in transformers but with less host time.
 
 Suffixes: B batch, I columns of ids, V vocabulary.
 """
@@ -22,17 +22,17 @@ from transformers.generation import (
 
 
 class Processed:
-    """A LogitsProcessorList that reads each processor's signature once, not at every step."""
+    """A LogitsProcessorList that inspects each processor's signature once instead of at every step."""
 
     def __init__(self, processors: Any):
         self._processors = processors
-        self._calls: dict[int, tuple[Any, Any]] = {}  # by the id of a processor: itself, and what is called
+        self._calls: dict[int, tuple[Any, Any]] = {}  # id of a processor → (processor, callable)
 
     def __bool__(self) -> bool:
         return bool(self._processors)
 
     def __call__(self, ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
-        """May change `scores_BV`."""
+        """Return the processed scores. May change `scores_BV` in place."""
         if type(self._processors) is not LogitsProcessorList:
             return self._processors(ids_BI, scores_BV)
         for processor in self._processors:
@@ -44,7 +44,7 @@ class Processed:
 
 
 def _call_of(processor: Any) -> Any:
-    """The processor itself where it takes ids and scores alone; else a list of it, whose call says what is wrong."""
+    """Return the processor if it takes only ids and scores, else a list with it, which raises transformers' error."""
     if type(processor) is MinNewTokensLengthLogitsProcessor:
         return partial(_without_ends, processor, processor.eos_token_id.reshape(-1).tolist())
     try:
@@ -55,7 +55,7 @@ def _call_of(processor: Any) -> Any:
 
 
 def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Tensor) -> Tensor:
-    """MinNewTokensLengthLogitsProcessor, which compares the whole vocabulary with the end tokens at every step."""
+    """Do the same as MinNewTokensLengthLogitsProcessor, without comparing the whole vocabulary with the end tokens."""
     if ids_BI.shape[-1] - processor.prompt_length_to_skip >= processor.min_new_tokens:
         return scores_BV
     inside = torch.tensor(
@@ -65,7 +65,7 @@ def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Te
 
 
 def ends_of(criteria: Iterable[Any]) -> tuple[int | None, set[int], list[Any]]:
-    """Split stopping criteria into max_length, end-of-sequence ids and the rest, which are called at each step."""
+    """Split stopping criteria into max_length, end-of-sequence ids and the rest, which must be called at each step."""
     ends: set[int] = set()
     limits, asked = [], []
     for criterion in criteria:

@@ -1,8 +1,8 @@
 """Continuous batching by transformers (`generate_batch`, `init_continuous_batching`) over replaced layers.
 
-transformers schedules, pages the cache and samples; replaced layers hand their queries, keys and values to the
-attention function that it names (layers/named_attention.py). Here is what must hold before it starts: the cap on
-tokens, one rank, layers that can be served.
+transformers schedules, pages the cache and samples. Replaced layers pass queries, keys and values to the attention
+function that the config names (layers/named_attention.py). This file checks the preconditions: the cap on tokens, a
+single rank, and layers that can read a paged cache.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from infuse.layers.attention import Attention
 from infuse.layers.named_attention import calls_by_name
 
 NAMES = ("generate_batch", "init_continuous_batching")
-_HOOK = "infuse_"  # what the names of our attention functions begin with (layers/hook.py)
+_HOOK = "infuse_"  # prefix of our attention functions' names (layers/hook.py)
 
 
 def install_continuous(module: nn.Module) -> None:
-    """Put our `generate_batch` and `init_continuous_batching` on `module`, if transformers' are there."""
+    """Install `generate_batch` and `init_continuous_batching` on `module`, if its class has transformers' own."""
     if hasattr(type(module), "init_continuous_batching"):
         module.init_continuous_batching = partial(init_continuous_batching, module)  # type: ignore[assignment]
         module.generate_batch = partial(generate_batch, module)  # type: ignore[assignment]
 
 
 def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
-    """transformers' `generate_batch`, which would only log that a request is refused; ContextLimitError before any of
-    them starts.
+    """Call transformers' `generate_batch`. Raise ContextLimitError before any request starts if one is too long.
+
+    transformers would only log an error from `add_request`.
     """
     config = kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config
     new = kwargs.get("max_new_tokens")
@@ -40,10 +41,9 @@ def generate_batch(self: Any, inputs: Sequence[Sequence[int]], *args: Any, **kwa
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' manager of requests; its `add_request` raises ContextLimitError where `max_out_tokens` cannot hold
-    one.
+    """Make transformers' manager of requests. Its `add_request` raises ContextLimitError beyond `max_out_tokens`.
 
-    Raises NotAvailable on several ranks, UnsupportedCall where a family's attention cannot read a paged cache.
+    Raise NotAvailable on several ranks, and UnsupportedCall if a layer's attention cannot read a paged cache.
     """
     ranks, limit_tokens = self._infuse.group.size, self._infuse.limit_tokens
     if ranks > 1:
@@ -55,19 +55,19 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
     if own:
         raise UnsupportedCall(
-            f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of its own, which does "
-            "not: use generate(), whose batches may be padded"
+            f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of "
+            "its own, which does not: use generate(), whose batches may be padded"
         )
     before = self.config._attn_implementation
     if ours := before.startswith(_HOOK):
-        self.set_attn_implementation("sdpa")  # which is the same function for a dense cache, and knows the paged one
+        self.set_attn_implementation("sdpa")  # same as ours for a dense cache, and supports the paged one
     try:
         manager = type(self).init_continuous_batching(self, *args, **kwargs)
     except BaseException:
         self.set_attn_implementation(before)
         raise
     if ours:
-        manager._original_attn_impl = before  # restored when the manager stops, as what it switched itself
+        manager._original_attn_impl = before  # the manager restores it when it stops
     if limit_tokens is not None:
         manager.add_request = partial(_add_request, limit_tokens, type(manager).add_request, manager)
     return manager
@@ -85,6 +85,6 @@ def _check(limit_tokens: int | None, ids: Sequence[int], new: int | None) -> Non
     if limit_tokens is not None and (new is None or len(ids) + new > limit_tokens):
         asked = "no limit on new tokens" if new is None else f"{new} new ones"
         raise ContextLimitError(
-            f"a request has {len(ids)} tokens and {asked}, but max_out_tokens={limit_tokens} caps both together; give max_new_tokens of "
-            f"at most {max(limit_tokens - len(ids), 0)}, or raise max_out_tokens"
+            f"a request has {len(ids)} tokens and {asked}, but max_out_tokens={limit_tokens} caps both together; "
+            f"give max_new_tokens of at most {max(limit_tokens - len(ids), 0)}, or raise max_out_tokens"
         )

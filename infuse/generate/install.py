@@ -1,8 +1,7 @@
-"""What is installed on the model: `generate` with our cache, the cap on tokens, and inputs brought to the model's
-device.
+"""Install on a model: `generate` with our cache, the cap on tokens, and moving inputs to the model's device.
 
 transformers' own `generate` prepares, loops and returns; all of its modes run over our blocks. Everything here is an
-attribute or a hook of the module itself, so that it works however the module is called, and copies with it.
+attribute or a hook of the module itself, so it works however the module is called, and is copied with it.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.named_attention import names_ours
 from infuse.parallel.group import LOCAL, Group
 
-# What `generate` prepares room for at first; a longer answer grows the cache by doubling.
+# Initial room in the cache for new tokens; it doubles for longer answers.
 _PREPARED_TOKENS = 512
-_DEFAULT_NEW_TOKENS = 20  # what transformers' generate makes where nobody says how many
+_DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-# What asks for another mode than greedy search or sampling, or for more than token ids. transformers' `generate` drops
-# the tokenizer where a callable decodes, so what needs one is not for our loop.
+# Arguments that select other modes than greedy search and sampling, or other results than token ids. Those that need
+# the tokenizer are included, because transformers' `generate` drops it if a callable decodes.
 _NOT_PLAIN = (
-    "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids", "return_dict_in_generate",
-    "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus", "stop_strings", "token_healing",
+    "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids",
+    "return_dict_in_generate", "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus",
+    "stop_strings", "token_healing",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What `install` put on a module. `limit_tokens` caps prompt + answer; `min_new_tokens` must fit below it."""
+    """Settings that `install` stores on a module. `limit_tokens` caps prompt + answer; `min_new_tokens` must fit in."""
 
     limit_tokens: int | None
     min_new_tokens: int
@@ -61,7 +61,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What `backend` captures: decode steps of `generate`, whose caches are kept up to `keep_bytes`; the module's forward."""
+    """What `backend` captures: decode steps of `generate`, with caches kept up to `keep_bytes`, and the forward."""
 
     backend: Backend
     steps: bool
@@ -78,21 +78,24 @@ def install(
     graphs: GraphUse | None = None,
     group: Group = LOCAL,
 ) -> list[RemovableHandle]:
-    """Install generate, cap, device moves, graphs and, with several ranks, the check of their inputs. Returns the handles
-    of the hooks.
+    """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
-    `caches`: the layers take our cache. With `graphs`, the collectives of `group` can be captured.
+    Return the hooks' handles. `caches`: the layers support our cache. Pass `graphs` only if the collectives of `group`
+    can be captured.
     """
     buckets = None
     if graphs is not None:
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
-        module.forward = Forward(module, vars(module).get("forward"), backend if graphs.forward else None)  # type: ignore[assignment]
+        module.forward = Forward(  # type: ignore[assignment]
+            module, vars(module).get("forward"), backend if graphs.forward else None
+        )
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
-    # A generate that the user's class defines is theirs, arguments and all: the hooks alone hold the cap there.
+    # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
-        module.generate = partial(generate, module)  # type: ignore[assignment]  # a pickled method would be the class's own
+        # Not a bound method, which would unpickle as the class's own.
+        module.generate = partial(generate, module)  # type: ignore[assignment]
     install_continuous(module)
     fix_vocabulary(module)
     handles = []
@@ -107,7 +110,7 @@ def install(
 
 @interrupts.held_back()
 def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
-    """Take everything off again."""
+    """Remove everything that `install` has installed."""
     for handle in handles:
         handle.remove()
     for name in ("_infuse", "generate", *NAMES):
@@ -120,10 +123,10 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' `generate` on this model, with our cache where none was asked for.
+    """Call transformers' `generate` on this model, with our cache unless the caller chose one.
 
-    Raises ContextLimitError before any kernel runs, where prompt and answer cannot fit `max_out_tokens`; OutOfMemory
-    where the device has no room for them.
+    Raise ContextLimitError before any kernel runs if prompt and answer do not fit `max_out_tokens`, and OutOfMemory if
+    they do not fit the device's memory.
     """
     given = _SIGNATURE.bind(self, *args, **kwargs).arguments
     _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
@@ -139,8 +142,9 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         needed = max(prompt + max(installed.min_new_tokens, 1), total)
         if needed > installed.limit_tokens:
             raise ContextLimitError(
-                f"{prompt} tokens were given and {needed - prompt} more are asked for, but max_out_tokens={installed.limit_tokens} "
-                "caps both together; ask for fewer new tokens, or raise max_out_tokens (None lets the cache grow)"
+                f"{prompt} tokens were given and {needed - prompt} more are asked for, but "
+                f"max_out_tokens={installed.limit_tokens} caps both together; ask for fewer new tokens, or raise "
+                "max_out_tokens (None lets the cache grow)"
             )
     graphed = None
     if installed.caches and asked.takes_our_cache():
@@ -159,7 +163,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")
         clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (BucketPool, Forward))]
-        graphed = None  # its bucket goes, too
+        graphed = None  # drop its bucket instead of returning it
         kwargs.clear()
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
@@ -168,32 +172,32 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_replay(module: nn.Module) -> bool:
-    """Whether decode steps may be replayed: not if torch.compile makes graphs of its own, nor if hooks see each forward."""
+    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     return not compiled and not _is_watched(module) and names_ours(module)
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether the module has hooks of others, which a replay would skip."""
+    """Whether the module has hooks other than ours, which a replay would skip."""
     ours = (_bring, _refuse_too_long, check_before_forward)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
     return bool(before or module._forward_hooks)
 
 
 class _Asked:
-    """What one call of `generate` asks for: its arguments, then the generation config given, then the model's own."""
+    """Settings of one call of `generate`: from its arguments, else the passed generation config, else the model's."""
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):
         self._model, self._kwargs = model, kwargs
         self._configs = (kwargs.get("generation_config"), model.generation_config)
 
     def value(self, name: str) -> Any:
-        """The first of the values given for `name`; None where nobody gave one."""
+        """Return the first value given for `name`; None if there is none."""
         values = (self._kwargs.get(name), *(getattr(config, name, None) for config in self._configs))
         return next((value for value in values if value is not None), None)
 
     def takes_our_cache(self) -> bool:
-        """Whether nothing was said about a cache, and the mode works on one that is handed in."""
+        """Whether the caller has not configured the cache, and the mode supports a passed one."""
         if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
             return False
         if self._kwargs.get("assistant_model") is not None or self._kwargs.get("custom_generate") is not None:
@@ -201,19 +205,20 @@ class _Asked:
         return self.value("use_cache") is not False and self.value("cache_implementation") is None
 
     def is_plain_search(self) -> bool:
-        """Whether this is greedy search or sampling that returns token ids alone: what our own loop does."""
+        """Whether our own loop can run this: greedy search or sampling that returns only token ids."""
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
         return one and not any(self.value(name) for name in _NOT_PLAIN)
 
     def rows(self) -> int:
-        """The batch: prompts times the beams of each, or the answers."""
+        """Return the batch size: prompts times the larger of beams and returned sequences for each."""
         given = [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
         prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
         return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
     def prompt_tokens(self) -> int:
-        """The length of the prompt in tokens: of embeddings where they are given, else of ids; what a given cache holds
-        counts.
+        """Return the length of the prompt in tokens, from embeddings if given, else from ids.
+
+        With a passed cache, the attention mask's length counts if it is larger, because it includes the cached tokens.
         """
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
         seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
@@ -223,7 +228,7 @@ class _Asked:
         return max(1, seen)
 
     def total_tokens(self) -> int:
-        """Prompt and answer together, as transformers reckons them."""
+        """Return the largest length of prompt and answer together, as transformers computes it."""
         prompt, new, total = self.prompt_tokens(), self.value("max_new_tokens"), self.value("max_length")
         if new is None and total is not None:
             return total
@@ -231,26 +236,26 @@ class _Asked:
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: the cap, before any kernel runs."""
+    """Forward pre-hook: raise ContextLimitError beyond the cap, before any kernel runs."""
     given = kwargs.get("inputs_embeds")
     given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
-    if (
-        not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None
-    ):  # requests of a continuous batch
+    # cu_seq_lens_q: requests of a continuous batch, which are checked when they are added.
+    if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:
         return
     held = max(
         [0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))]
     )
-    if isinstance(held, Tensor):  # inside a graph, whose bucket is no larger than the cap
+    if isinstance(held, Tensor):  # in a capture: its bucket is no larger than the cap
         return
     if held + given.shape[1] > limit_tokens:
         raise ContextLimitError(
-            f"{held} tokens are in the cache and {given.shape[1]} more were given, but max_out_tokens={limit_tokens} caps them"
+            f"{held} tokens are in the cache and {given.shape[1]} more were given, "
+            f"but max_out_tokens={limit_tokens} caps them"
         )
 
 
 def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook: tensors from elsewhere come to the model's device."""
+    """Forward pre-hook: move tensors to the model's device."""
     return _moved(module, args, kwargs)
 
 

@@ -1,8 +1,8 @@
-"""The decode loop for greedy search and sampling, behind transformers' `generate` (its `custom_generate` hook).
+"""The decode loop for greedy search and sampling, called by transformers' `generate` (its `custom_generate` hook).
 
-Token-equal to transformers' own loop; less host time for each token. transformers prepares the first two steps; from
-then on a step's inputs follow from the last step's: one more token, one more position, one more column of the mask.
-Knows nothing of graphs: a GraphedCache among the model's arguments replays them, in this loop as in any other.
+It returns the same tokens as transformers' own loop, with less host time for each. transformers prepares the first two
+steps. Later steps derive their inputs from the last step: the next token, the next position, one more mask column.
+The loop knows nothing of graphs: a GraphedCache among the model's arguments replays them, as in any other loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.generation import EosTokenCriteria, GenerationMixin
 from infuse.generate.choose import Processed, ends_of
 from infuse.parallel.group import LOCAL, Group
 
-# Inputs of a decode step that the next one follows from, or that stay as they are whatever their value.
+# Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 
 
@@ -32,13 +32,13 @@ def decode(
     group: Group = LOCAL,
     **model_kwargs: Any,
 ) -> Tensor:
-    """The prompt [B, T] and its continuation, token ids. Called by `generate` once it has prepared everything."""
+    """Return the token ids of prompt [B, T] and answer. `generate` calls this after preparing everything."""
     prompt_tokens, processed = input_ids.shape[1], Processed(logits_processor)
     limit_tokens, ends, asked = ends_of(stopping_criteria)
     pads = bool(ends) or any(isinstance(one, EosTokenCriteria) or hasattr(one, "eos_token_id") for one in asked)
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    all_run = not asked  # no row has ended, as far as is known without a look at `unfinished`
+    all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
     steps = _Steps(model, input_ids, model_kwargs, limit_tokens)
     while True:
         scores = steps.scores(copy=bool(processed))
@@ -48,7 +48,7 @@ def decode(
             tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = scores.argmax(dim=-1)
-        tokens = group.broadcast(tokens, "the tokens")  # rank 0's, whatever another one's rounding says
+        tokens = group.broadcast(tokens, "the tokens")  # rank 0 decides, since ranks may round differently
         if pads and not all_run:
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
@@ -71,28 +71,28 @@ def decode(
 
 @torch.inference_mode(False)
 def _ordinary(tensor: Tensor) -> Tensor:
-    """A tensor that the caller may use in any way, unlike those made in inference mode."""
+    """Clone to a normal tensor, without the restrictions of inference tensors."""
     return tensor.clone()
 
 
 class _Steps:
-    """The model's inputs, step by step."""
+    """The model's inputs, updated step by step."""
 
     def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None):
         self.model, self.kwargs, self._limit_tokens = model, kwargs, limit_tokens
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
-        self.follows = False  # whether a step's inputs follow from the last one's without asking the model
+        self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
 
     def scores(self, copy: bool) -> Tensor:
-        """Float32 scores of the next token, [B, vocabulary]; `copy`: they may be changed."""
+        """Run the step and return the next token's float32 scores [B, vocabulary]; `copy`: they may be changed."""
         outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
         return outputs.logits[:, -1].to(dtype=torch.float32, copy=copy)
 
     def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
-        """Make the inputs of the next step."""
+        """Prepare the inputs of the next step."""
         if self.follows:
             self.inputs["input_ids"] = tokens[:, None]
             if "position_ids" in self.inputs:
@@ -105,12 +105,13 @@ class _Steps:
         self.follows = self._can_follow(tokens)
 
     def _can_follow(self, tokens: Tensor) -> bool:
-        """Whether what the model prepared for a decode step is understood well enough to continue it."""
+        """Whether the next steps' inputs can be derived from those that the model prepared for this decode step."""
         inputs = self.inputs
         prepare = type(self.model).prepare_inputs_for_generation
         if not prepare.__module__.startswith("transformers.") or "prepare_inputs_for_generation" in vars(self.model):
-            return False  # a user's own preparation is asked at every step
-        if prepare is not GenerationMixin.prepare_inputs_for_generation:  # Phi3 begins anew with other frequencies
+            return False  # a user's own preparation is called at every step
+        if prepare is not GenerationMixin.prepare_inputs_for_generation:
+            # Phi3 recomputes the cache when it switches to the frequencies for long prompts.
             short = getattr(self.model.config, "original_max_position_embeddings", None)
             if short is not None and (self._limit_tokens is None or self._limit_tokens > short):
                 return False
@@ -123,7 +124,7 @@ class _Steps:
         if isinstance(mask, Tensor):
             if mask.dim() != 2:
                 return False
-            # A mask that hides nothing says nothing: without it the model skips making one.
+            # Drop a mask that hides nothing: the model then skips building its own from it.
             self.mask = None if bool(mask.all()) and positions is not None else mask
             inputs["attention_mask"] = self.mask
         return True

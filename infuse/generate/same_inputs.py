@@ -1,8 +1,7 @@
-"""Verify by checksum, before each forward and each generate, that all ranks got identical inputs and hold the same
-graphs.
+"""Verify by checksum that all ranks got identical inputs and hold the same graphs, before each forward and generate.
 
-Compared are inputs, the state of caches and the settings of `generate`, as far as the host knows them: nothing waits
-for a device.
+The checksums cover inputs, the state of caches and the settings of `generate`, as far as the host knows them without
+waiting for a device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from infuse.graphs.runner import modes
 from infuse.layers.cache import KVSlot
 from infuse.parallel.group import Group
 
-# Arguments of `generate` that are called at each step.
+# Arguments of `generate` that are callables, called at each step.
 _CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 # Attributes of processors, criteria and configs that may differ between ranks.
 _OWN = ("initial_timestamp", "transformers_version")
@@ -30,33 +29,33 @@ class KeptGraphs(Protocol):
     """Graphs that are kept from call to call."""
 
     def standing(self) -> Any:
-        """What the next call depends on beside its arguments; has the same repr on ranks that will do the same."""
+        """What the next call depends on besides its arguments. Its repr is equal on ranks that will do the same."""
 
     def fitting(self) -> int:
-        """How many of the latest graphs fit into memory."""
+        """Number of the most recent graphs that fit into memory."""
 
     def keep(self, latest: int) -> None:
-        """Keep only the latest graphs."""
+        """Drop all graphs but the `latest` most recent."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all graphs."""
 
 
 def check_before_forward(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: raise RankError if a rank got other inputs."""
+    """Forward pre-hook: raise RankError if ranks got different inputs."""
     graphs = getattr(vars(module).get("forward"), "graphs", None)
     check_same_inputs(group, "the inputs of forward", args, kwargs, (), graphs)
 
 
 def check_before_generate(group: Group, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None) -> None:
-    """Raise RankError if a rank got other arguments or `settings`: the model's generation config, the engine's caps."""
+    """Raise RankError if arguments or `settings` (the model's generation config, the engine's caps) differ by rank."""
     check_same_inputs(group, "the arguments of generate", (), kwargs, settings, graphs)
 
 
 def check_same_inputs(
     group: Group, given: str, args: tuple, kwargs: Mapping[str, Any], settings: tuple, graphs: KeptGraphs | None
 ) -> None:
-    """One exchange. All ranks then keep as many graphs as the rank with the least room, or none if theirs differ."""
+    """Compare in one exchange. Then keep as many graphs as the rank with the least room, or none if ranks' differ."""
     values = (*args, *kwargs.values(), *settings)
     called = [kwargs[name] for name in _CALLED if name in kwargs]
     inputs = {name: value for name, value in kwargs.items() if name not in _CALLED}
@@ -78,7 +77,7 @@ def check_same_inputs(
 
 
 def _cache_state(cache: Any) -> list:
-    """The tokens and rows of each layer. Keys and values differ between ranks."""
+    """Return the number of tokens and rows in each layer. Keys and values are left out: they differ between ranks."""
     if isinstance(cache, EncoderDecoderCache):
         own, cross = _cache_state(cache.self_attention_cache), _cache_state(cache.cross_attention_cache)
         return [*own, *cross, list(cache.is_updated.values())]
@@ -95,14 +94,14 @@ def _slot_state(layer: Any) -> tuple:
 
 
 def _on_host(value: Any) -> Any:
-    """A number, or a tensor's values; None for a tensor on a device, which the host would have to wait for."""
+    """Return numbers and the values of CPU tensors; None for other tensors, for which the host would have to wait."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     return value
 
 
 def _called_state(value: Any) -> Any:
-    """Processors and criteria by their classes and attributes, functions by their names."""
+    """Describe processors and criteria by their classes and attributes, and functions by their names."""
     if isinstance(value, (list, tuple)):
         return [_called_state(one) for one in value]
     own = getattr(value, "__dict__", {})
@@ -111,8 +110,10 @@ def _called_state(value: Any) -> Any:
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Counts the values of CPU tensors and the shapes of others, the attributes of processors and criteria, and of any
-    other object its class.
+    """Compute a checksum of nested values, chained from `seed`.
+
+    It covers values of CPU tensors, shapes and dtypes of other tensors, attributes of processors and criteria, and only
+    the class of other objects.
     """
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)

@@ -1,5 +1,6 @@
-"""Bucket: a KV cache for one batch size and one capacity, with the CUDA graphs of decode steps that read and write it in
-place. No loop, no sampling.
+"""Bucket: a KV cache of one batch size and capacity, and the CUDA graphs of decode steps that update it in place.
+
+It neither loops nor samples.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from infuse.layers.cache import KVCache
 
 
 class Bucket:
-    """`weights` is what graphs depend on beside the cache's addresses; `warn` is told why a step cannot be captured."""
+    """`weights` returns what graphs depend on besides the cache's addresses; `warn` gets errors of failed captures."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Bucket:
         self._step = _Step(self.cache, weights)
         self.graphs = GraphRunner(self._step, backend, state=self._step.state, warn=warn)
         self._asked_tokens = capacity_tokens
-        self._zero_from = -1  # from this token on the storages are known to hold zeros
+        self._zero_from = -1  # the storages hold zeros from this token on; -1: unknown
 
     @property
     def batch(self) -> int:
@@ -43,35 +44,36 @@ class Bucket:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the cache has room for."""
+        """Number of tokens that the cache has room for."""
         storage = self._storage()
         return self._asked_tokens if storage is None else storage.shape[2]
 
     def nbytes(self) -> int:
-        """Device memory of the cache and of the graphs."""
+        """Device memory of the cache and the graphs in bytes."""
         return self.cache.nbytes() + self.graphs.nbytes()
 
     def reset(self) -> None:
-        """Empty the cache for another call of `generate`; graphs are kept."""
+        """Empty the cache for another call of `generate`, and keep the graphs."""
         self.cache.reset()
         self._zero_from = -1
 
     def bind(self, tokens: int) -> None:
-        """Take the cache as it lies, with `tokens` in it, for the next step: clear the room beyond them, and note the
-        addresses, without which no graph is replayed.
+        """Prepare the next step after `tokens`: zero the room beyond them and record the storages' addresses.
+
+        Graphs are dropped if the addresses have changed.
         """
         storages = self.cache.storages()
         addresses = tuple(storage.data_ptr() for storage in storages)
         if tokens != self._zero_from or addresses != self._step.addresses:
-            for storage in storages:  # attention multiplies what a mask hides by zero, which NaN and infinity survive
+            for storage in storages:  # attention multiplies masked values by zero, so they must not be NaN or infinite
                 storage[:, :, tokens:] = 0
         self._step.addresses = addresses
-        self._zero_from = tokens + 1  # the step writes one token, by a graph or without
+        self._zero_from = tokens + 1  # the step writes one token, with or without a graph
 
     def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any]) -> Any:
-        """What `forward` returns for one step after `tokens`, by a graph; None where there is none, or not yet.
+        """Replay one step of `forward` after `tokens` and return its output; None if there is no graph (yet).
 
-        A mask in `inputs` covers the whole capacity. After a replay the cache has counted the step's token.
+        A mask in `inputs` must cover the whole capacity. A replay adds the step's token to the cache's length.
         """
         self.bind(tokens)
         self._step.forward = forward
@@ -87,8 +89,9 @@ class Bucket:
 
 
 class _Step:
-    """The decode step that is captured: a model's forward over one cache. It does not know its bucket, whose memory
-    would otherwise wait for Python's garbage collector.
+    """The decode step that is captured: a model's forward over one cache.
+
+    It does not refer to its bucket: a cycle would delay freeing the bucket's memory until garbage collection.
     """
 
     def __init__(self, cache: KVCache, weights: Callable[[], Hashable] | None):
@@ -98,14 +101,14 @@ class _Step:
         self._weights = weights
 
     def state(self) -> Hashable:
-        """What graphs depend on beside their arguments."""
+        """What graphs depend on besides their arguments."""
         return None if self._weights is None else self._weights(), self.addresses
 
     def __call__(self, places: Tensor, **inputs: Any) -> Any:
-        """The model's output without the cache. No number of the host that changes from step to step may be used here.
+        """Return the model's output without the cache. Must not use host numbers that change from step to step.
 
-        `places` are where the token goes, and how many there are with it. Raises Unsupported where the model returns more
-        than logits: hidden states, attention over empty room.
+        `places` holds the index at which the token is written and the number of tokens including it. Raise Unsupported
+        if the model returns more than logits, such as hidden states or attention weights, which would cover empty room.
         """
         assert self.forward is not None
         self.cache.hold_place(places[0], places[1])

@@ -1,4 +1,4 @@
-"""Backend: capture and replay of CUDA graphs behind a small protocol, so that the logic around them runs without a GPU."""
+"""Backend: a small protocol for capturing and replaying CUDA graphs, so that the logic around it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _T = TypeVar("_T")
 
 
 class Captured(Protocol):
-    """What was captured. `nbytes` is the device memory that it holds beyond its inputs and results."""
+    """A captured graph. `nbytes` is its device memory in bytes, without its inputs and results."""
 
     nbytes: int
 
     def replay(self) -> None:
-        """Run it again, on the tensors that it was captured with."""
+        """Run it on the tensors that it was captured with."""
 
 
 class Backend(Protocol):
-    """Where graphs are captured and replayed. Tests put a recorder on the CPU in its place."""
+    """Captures and replays graphs. Tests use a recorder on the CPU instead."""
 
     def warm(self, run: Callable[[], _T]) -> _T:
-        """Run once, for real, as a capture would run it: on a stream beside the current one."""
+        """Run once under the conditions of a capture: on a side stream."""
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Record what `run` does on the device without doing it; its result holds nothing before the first replay."""
+        """Record what `run` launches without running it. The result holds no values before the first replay."""
 
     def capturing(self) -> bool:
-        """Whether a capture is going on in this thread."""
+        """Whether this thread is capturing."""
 
     def turn(self) -> Any:
-        """A context around inputs, replay and results that serializes threads and streams."""
+        """Return a context that serializes threads and streams, for filling inputs, replaying and copying results."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _CudaCaptured:
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Around a capture: autocast frees its copies of weights when its block ends, and a graph would go on reading them."""
+    """Disable autocast's weight cache during a capture: the graph would read copies after autocast has freed them."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -60,7 +60,7 @@ def without_autocast_cache() -> Iterator[None]:
 
 
 class CudaBackend:
-    """torch.cuda.CUDAGraph on one device; all graphs share one memory pool, so replays must not overlap: see `turn`."""
+    """torch.cuda.CUDAGraph on one device. All graphs share a memory pool, so replays must not overlap (see `turn`)."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
@@ -91,10 +91,10 @@ class CudaBackend:
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
-        gc.disable()  # what a collection frees on the device would be part of the capture, or break it
+        gc.disable()  # device memory freed by a collection would become part of the capture or break it
         try:
             with torch.cuda.stream(side):
-                # thread_local: what other threads ask of the device meanwhile does not break the capture
+                # thread_local: CUDA calls of other threads do not break the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
@@ -124,11 +124,11 @@ class CudaBackend:
 
 
 def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    with suppress(RuntimeError):  # the capture is broken already, and the error that broke it is on its way up
+    with suppress(RuntimeError):  # the capture has failed already, and its error is being raised
         graph.capture_end()
 
 
 def backend_for(device: torch.device | str) -> Backend | None:
-    """The backend of a device; None where it has no graphs."""
+    """Return the backend of a device; None if it has no graphs."""
     device = torch.device(device)
     return CudaBackend(device) if device.type == "cuda" else None

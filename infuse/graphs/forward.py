@@ -1,4 +1,4 @@
-"""Forward: stands in for a module's `forward` on devices with graphs. Replays graphs, and explains out-of-memory errors."""
+"""Forward: replaces a module's `forward` on devices with graphs. Replays graphs and explains out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from infuse.parallel.group import Group
 
 
 class Forward:
-    """`module.forward` with the signature that it has; copies and pickles along with the module, graphs aside.
+    """A callable with the signature of `module.forward`. Copied and pickled with the module, but without the graphs.
 
-    `own` is a forward that was put on the module itself before, which is kept. Without `backend` there are no graphs.
-    `run` is it without either.
+    `own` is the forward that was set on the instance before; None: the class's is used. Without `backend` nothing is
+    captured. `run` is the forward without graphs.
     """
 
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
@@ -39,11 +39,11 @@ class Forward:
 
     @property
     def __code__(self) -> CodeType:
-        """Where the forward stands, which torch.export asks for."""
+        """The code object of this forward, which torch.export reads."""
         return type(self).__call__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # torch.compile makes graphs of its own
+        if is_compiling():  # torch.compile makes its own graphs
             return self.run(*args, **kwargs)
         try:
             cache = kwargs.get("past_key_values")
@@ -57,22 +57,23 @@ class Forward:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
     def _refusing(self, output: Any) -> Any:
-        """The output of a graph, which records nothing: its backward pass raises where the module's own would compute
-        gradients.
+        """Make the backward pass of a graph's output raise if the module's own would compute gradients.
+
+        Autograd does not record a replay.
         """
         if all(not parameter.requires_grad for parameter in self._module.parameters()):
             return output
         found: list[Tensor] = []
         try:
             signature(output, found)
-        except Unsupported:  # it holds a cache, so that no graph made it
+        except Unsupported:  # it contains a cache, so it is not from a graph
             return output
         name = type(self._module).__name__
         made = (refusing(one, one, name) if one.is_floating_point() and not one.requires_grad else one for one in found)
         return rebuilt(output, made)
 
     def clear(self) -> None:
-        """Give the memory of the graphs back."""
+        """Free the graphs' memory."""
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -81,13 +82,13 @@ class Forward:
 
 
 def explained(error: torch.OutOfMemoryError, module: nn.Module, *clear: Callable[[], None]) -> OutOfMemory:
-    """The error to raise instead, after freeing what can be freed: `clear` is called, and frames drop their tensors.
+    """Return the OutOfMemory to raise, after calling each `clear` and dropping the tensors in the traceback's frames.
 
-    Ranks that share the module and have memory left are told.
+    Abort the group, so that the collective in which other ranks wait raises RankError (see Group.abort).
     """
     for forget in clear:
         forget()
-    if isinstance(error, OutOfMemory):  # from a module inside
+    if isinstance(error, OutOfMemory):  # raised by an inner module
         return error
     traceback.clear_frames(error.__traceback__)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))

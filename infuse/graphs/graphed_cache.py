@@ -1,5 +1,6 @@
-"""GraphedCache: the KV cache by which any loop that calls the model (ours, transformers' for beams, a caller's own)
-replays graphs of decode steps. No loop here.
+"""GraphedCache: a KV cache that lets any loop that calls the model replay graphs of decode steps.
+
+The loop may be our own, transformers' (beam search) or the caller's.
 """
 
 from __future__ import annotations
@@ -19,47 +20,45 @@ from infuse.layers.cache import KVCache, KVSlot
 
 
 class GraphedCache(KVCache):
-    """The cache of a bucket of `pool` until `end`; plain copies of its tokens from then on."""
+    """Holds tokens in a bucket from `pool` until `end`, and in plain copies afterwards."""
 
     @interrupts.held_back()
     def __init__(self, pool: BucketPool, batch: int, tokens: int):
         self._pool = pool
         self._takes_mask: bool | None = None
         self.bucket: Bucket | None = pool.take(batch, tokens)
-        with pool.backend.turn():  # what was asked of the bucket before, on another stream, comes before the prompt
+        with pool.backend.turn():  # wait for earlier uses of the bucket on other streams
             super().__init__(self.bucket.capacity_tokens, self.bucket.limit_tokens)
         self.layers = self.bucket.cache.layers
 
     @interrupts.held_back()
     def end(self, keep: bool) -> None:
-        """Give the bucket back, and `keep` a copy of what the cache holds, or nothing."""
+        """Return the bucket to the pool. `keep`: the cache keeps a copy of its tokens, else nothing."""
         if self.bucket is None:
             return
-        with self._pool.backend.turn():  # else another stream may write to what is still copied from
+        with self._pool.backend.turn():  # else another stream may overwrite the tokens while they are copied
             bucket, self.bucket = self.bucket, None
             self.layers = [slot.copied() for slot in bucket.cache.layers] if keep else []
             self._pool.give_back(bucket)
 
-    @interrupts.held_back()  # else the old bucket could be given back a second time
+    @interrupts.held_back()  # else the old bucket could be returned twice
     def _grow(self, bucket: Bucket) -> Bucket:
         self.bucket = self._pool.grown(bucket)
         self.layers = self.bucket.cache.layers
         return self.bucket
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row beam_idx[b] was; in place while there are graphs, which know addresses."""
+        """Replace row b by row beam_idx[b]. With a bucket this is done in place, because graphs hold addresses."""
         for slot in self.layers:
             (slot.reorder_cache if self.bucket is None else slot.reorder_in_place)(beam_idx)
 
-    def __reduce__(self) -> Any:  # a copy has the tokens, not the bucket
+    def __reduce__(self) -> Any:  # a copy holds the tokens without the bucket
         return _plain, (self._make_slot, [slot.copied() for slot in self.layers])
 
     # -- decode steps
 
     def replay(self, forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What `forward` returns for these arguments, by replaying the graph of a decode step; None where the caller has
-        to call `forward` itself.
-        """
+        """Replay the graph of a decode step with these arguments; None if the caller has to call `forward` itself."""
         bucket = self.bucket
         if bucket is None or args or torch.is_grad_enabled() or not self.can_use_cuda_graph(kwargs):
             return None
@@ -73,14 +72,14 @@ class GraphedCache(KVCache):
         return output
 
     def can_use_cuda_graph(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is a decode step: one token for each row of the cache, at one place for all rows."""
+        """Whether a call is a decode step: one token for each row of the cache, at the same index in all rows."""
         ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or ids.dtype != torch.long:
             return False
         if not self.even(ids.shape[0]) or self.storages()[0].device != ids.device:
             return False
         held, limit_tokens = self.layers[0].length, self.layers[0].limit_tokens
-        if limit_tokens is not None and held >= limit_tokens:  # an error, which the call itself raises
+        if limit_tokens is not None and held >= limit_tokens:  # the eager call raises the error
             return False
         if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != 1):
             return False
@@ -89,10 +88,13 @@ class GraphedCache(KVCache):
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """The arguments of a step but the cache, the mask padded to the capacity, in one order: all steps are alike."""
+        """Return a step's arguments without the cache, sorted and with the mask padded to the capacity.
+
+        All steps then have one signature.
+        """
         inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
-        if mask is None and self._model_takes_mask(forward):  # without a mask some models make one on the host
+        if mask is None and self._model_takes_mask(forward):  # without one, some models make it on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:
             inputs["attention_mask"] = F.pad(mask, (0, capacity_tokens - tokens - 1))

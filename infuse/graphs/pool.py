@@ -1,6 +1,4 @@
-"""BucketPool: which bucket a call of `generate` gets, and which are kept for the next call, so that a graph is captured
-once.
-"""
+"""BucketPool: buckets that are kept between calls of `generate`, so that a graph is captured only once."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ _SMALLEST_TOKENS = 64
 
 
 class BucketPool:
-    """The buckets of one model that no call uses, up to `limit_bytes`, the latest used last.
+    """The idle buckets of one model, up to `limit_bytes`, the most recently used last.
 
-    `weights` is what graphs depend on beside their arguments. The ranks of a `group` agree on what they keep when the
-    next call begins.
+    `weights` returns what graphs depend on besides their arguments. The ranks of a `group` agree on which buckets they
+    keep when the next call begins.
     """
 
     def __init__(
@@ -38,13 +36,13 @@ class BucketPool:
         self._lock = threading.Lock()
 
     def capacity(self, tokens: int) -> int:
-        """The capacity of the bucket for so many tokens: a power of two, so that there are few."""
+        """Return the capacity of the bucket for `tokens`: the limit, or a power of two, so that there are few sizes."""
         if self.limit_tokens is not None:
             return self.limit_tokens
         return max(_SMALLEST_TOKENS, 1 << (tokens - 1).bit_length())
 
     def take(self, batch: int, tokens: int) -> Bucket:
-        """A bucket with room for `tokens`, its cache empty: one that is kept, else a new one."""
+        """Return an empty bucket with room for `tokens`, an idle one if possible."""
         wanted = batch, self.capacity(tokens)
         with self._lock:
             found = next((b for b in reversed(self.idle) if (b.batch, b.capacity_tokens) == wanted), None)
@@ -56,8 +54,8 @@ class BucketPool:
         return found
 
     def give_back(self, bucket: Bucket) -> None:
-        """Keep it for the next call; the least recently used go beyond the bound."""
-        if not bucket.batch:  # it was never used
+        """Keep the bucket for the next call. On one rank, drop the least recently used ones beyond `limit_bytes`."""
+        if not bucket.batch:  # never used
             return
         with self._lock:
             self.idle.append(bucket)
@@ -65,7 +63,7 @@ class BucketPool:
             self.keep(self.fitting())
 
     def grown(self, bucket: Bucket) -> Bucket:
-        """A bucket of twice the capacity with the same tokens; `bucket` is given back."""
+        """Return a bucket of twice the capacity with the same tokens, and take `bucket` back."""
         larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
         for index, source in enumerate(bucket.cache.layers):
             keys, values = source.held()
@@ -74,26 +72,26 @@ class BucketPool:
         return larger
 
     def standing(self) -> list[tuple]:
-        """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
+        """What the next call depends on besides its arguments, as far as ranks can compare it."""
         with self._lock:
             idle = list(self.idle)
         return [(bucket.batch, bucket.capacity_tokens, bucket.graphs.standing()) for bucket in idle]
 
     def fitting(self) -> int:
-        """How many of the latest buckets there is room for."""
+        """Number of the most recent buckets that fit into `limit_bytes`."""
         with self._lock:
             held = list(accumulate(bucket.nbytes() for bucket in reversed(self.idle)))
         return sum(total <= self.limit_bytes for total in held)
 
     def keep(self, latest: int) -> None:
-        """Give the memory of all but the `latest` back."""
+        """Free all buckets but the `latest` most recent."""
         with self._lock:
             del self.idle[: max(len(self.idle) - latest, 0)]
 
     def clear(self) -> None:
-        """Give the memory of all idle buckets back."""
+        """Free all idle buckets."""
         with self._lock:
             self.idle.clear()
 
-    def __reduce__(self) -> tuple:  # a copy has none of its own yet
+    def __reduce__(self) -> tuple:  # a copy starts without buckets
         return type(self), (self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group)

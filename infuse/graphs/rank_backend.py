@@ -1,9 +1,10 @@
-"""RankBackend: capture by ranks that share a model. If capture fails on any rank, all ranks run eagerly. `Group` knows
-which collectives can be captured.
+"""RankBackend: capture by ranks that share a model.
 
-Whether a collective is part of a graph must be the same on all ranks (NCCL's rule). So the ranks compare results where
-it is rare: after the run before a capture, after the capture, and, in the exchange that every call begins with, which
-graphs they keep. A replay costs nothing.
+If capture fails on any rank, all ranks run eagerly. `Group` knows which collectives can be captured.
+
+NCCL requires that a collective is part of a graph either on all ranks or on none. Ranks therefore compare results after
+the warm run and after the capture. The exchange at the beginning of every call also compares which graphs they keep. A
+replay needs no exchange of its own.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ _UNLIKE = "the ranks have left different numbers of operations to the device"
 
 
 class RankBackend:
-    """The capture backend of one rank, in step with the others'."""
+    """The capture backend of one rank, which captures in step with the other ranks."""
 
     def __init__(self, backend: Backend, group: Group):
         self._backend, self._group = backend, group
 
     def warm(self, run: Callable[[], _T]) -> _T:
-        """Run once. An error of all ranks after equally many collectives is raised as it is; of some ranks, as RankError
-        on the others, which wait for the missing collectives in vain.
+        """Run once on all ranks. If all fail after equally many collectives, raise each rank's own error.
+
+        Otherwise the group has failed, because ranks wait for collectives that never come: raise RankError on all
+        ranks, except torch.OutOfMemoryError, which is raised as it is.
         """
         result, error = None, None
         try:
@@ -53,7 +56,10 @@ class RankBackend:
         return result  # type: ignore[return-value]
 
     def capture(self, run: Callable[[], _T]) -> tuple[Captured, _T]:
-        """Capture on all ranks, or raise RuntimeError on all: nothing ran, so they can go on without a graph."""
+        """Capture on all ranks or raise RuntimeError on all. A capture runs nothing, so all can go on without a graph.
+
+        Raise RankError if ranks have queued different numbers of collectives.
+        """
         found, error = None, None
         try:
             with self._group.recorded():
@@ -72,8 +78,9 @@ class RankBackend:
         return found
 
     def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
-        """On which ranks it failed, and whether all have queued equally many collectives: else the next call's would
-        pair with those of this one.
+        """Return which ranks failed, and whether all have queued equally many collectives.
+
+        Otherwise collectives of the next call would pair with those of this one.
         """
         failed, queued = zip(*self._group.numbers([error is not None, self._group.queued()], what), strict=True)
         return [bool(each) for each in failed], len(set(queued)) == 1

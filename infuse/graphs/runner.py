@@ -1,11 +1,11 @@
-"""GraphRunner: CUDA graphs of any callable, one for each signature of its arguments, captured at a signature's third
-call. Knows nothing of models.
+"""GraphRunner: CUDA graphs of any callable, one for each signature of its arguments, captured at its third call.
 
-    call 1, 2      run as they are: what libraries set up on first use is set up
-    call 3         arguments → inputs of ours → warm run, capture → replay → copies of the results
-    call 4, ...    arguments → inputs of ours →                     replay → copies of the results
+    call 1, 2      run eagerly, so that libraries finish their set-up on first use
+    call 3         arguments → static inputs → warm run, capture → replay → copies of the results
+    call 4, ...    arguments → static inputs →                     replay → copies of the results
 
-Results are copied out: later calls write to the graph's own, never to what a caller holds. Gradients do not pass.
+Results are copied, so later replays do not overwrite a caller's tensors. Gradients are not supported. The runner knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from infuse.graphs.capture import Backend, Captured, backend_for, without_autoca
 from infuse.graphs.signature import Unsupported, blank, rebuilt, signature
 
 _EAGER_CALLS = 2
-_KNOWN_CALLS = 256  # signatures counted at most: a program whose every call has another length captures nothing
+_KNOWN_CALLS = 256  # limit of remembered signatures, which calls with ever new lengths would exceed
 
 
 @dataclass
 class _Entry:
-    """What is known of one signature: calls so far; once captured the graph with its inputs and results."""
+    """The state of one signature: the number of calls and, once captured, the graph with its inputs and results."""
 
     calls: int = 0
     captured: Captured | None = None
@@ -46,7 +46,7 @@ class _Entry:
 
 
 class FirstError:
-    """Warns of the first error that it is told, and of no other."""
+    """Callable that warns of the first error that it gets, and ignores all others."""
 
     def __init__(self, what: str):
         self._what, self._warned = what, False
@@ -58,14 +58,14 @@ class FirstError:
 
 
 class GraphRunner:
-    """`function` with one graph for each signature of its arguments; calls from several threads come one after the
-    other.
+    """Call `function` with one graph for each signature of its arguments. Calls from several threads are serialized.
 
-    The key is everything about a call but its tensors' values: shapes, dtypes, devices, strides where they are not
-    plain, other arguments, structure. `state` adds what the function depends on beside them (its weights' places in
-    memory): another state empties all. The least recently used graphs go first beyond `limit_bytes` or `limit_graphs`.
-    Calls with arguments or results that a key cannot describe (caches), that change their arguments, or whose capture
-    fails run as they are; `warn` is told of the latter two.
+    The key is everything about a call except its tensors' values: shapes, dtypes, devices, strides if not contiguous,
+    other arguments, structure. `state` returns what the function depends on besides (addresses of its weights): if it
+    changes, all graphs are dropped. Beyond `limit_bytes` or `limit_graphs` the least recently used graphs are dropped.
+
+    Calls run eagerly if a key cannot describe their arguments or results (caches), if they change their arguments in
+    place, or if capture fails; `warn` gets the error in the last two cases.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class GraphRunner:
         self._warn = warn or FirstError("no CUDA graph could be captured, so calls run without")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result, by a graph or without."""
+        """Return the function's result, with a graph or without."""
         tensors: list[Tensor] = []
         key = None if self.backend.capturing() else _key_of(args, kwargs, tensors)
-        if key is None:  # inside a larger graph, or no signature
+        if key is None:  # inside a larger capture, or arguments without a signature
             return self.function(*args, **kwargs)
         with self.backend.turn():
             entry = self._entry(key)
@@ -100,7 +100,7 @@ class GraphRunner:
             return result
 
     def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """The result of these arguments' graph, which the third call captures; None where there is none."""
+        """Replay the graph for these arguments, which the third call captures; None if there is none."""
         tensors: list[Tensor] = []
         key = _key_of(args, kwargs, tensors)
         if key is None:
@@ -110,20 +110,20 @@ class GraphRunner:
             return self._replayed(entry, tensors) if self._can_replay(entry, tensors, args, kwargs) else None
 
     def captured(self) -> int:
-        """How many graphs there are."""
+        """Number of captured graphs."""
         return sum(entry.captured is not None for entry in self._entries.values())
 
     def nbytes(self) -> int:
-        """The device memory that the graphs hold, with their inputs and results."""
+        """Device memory of the graphs, their inputs and results in bytes."""
         return sum(entry.nbytes for entry in self._entries.values())
 
     def clear(self) -> None:
-        """Forget all graphs and give their memory back."""
+        """Drop all graphs and free their memory."""
         with self.backend.turn():
             self._entries.clear()
 
     def standing(self) -> list[tuple]:
-        """What the next call depends on beside its arguments, as far as it can be the same on several ranks."""
+        """What the next call depends on besides its arguments, as far as ranks can compare it."""
         with self.backend.turn():
             self._look()
         return [
@@ -132,11 +132,11 @@ class GraphRunner:
         ]
 
     def fitting(self) -> int:
-        """How many of the latest calls may be known: all there are."""
+        """Number of the most recent signatures that may be kept, which is all."""
         return len(self._entries)
 
     def keep(self, latest: int) -> None:
-        """Forget the calls before the `latest`."""
+        """Drop all signatures but the `latest` most recent."""
         with self.backend.turn():
             while len(self._entries) > latest:
                 self._entries.popitem(last=False)
@@ -156,7 +156,7 @@ class GraphRunner:
         return entry
 
     def _can_replay(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether there is a graph, captured now where the signature has come often enough."""
+        """Whether there is a graph. Captures it if the signature has been called often enough."""
         if entry.captured is not None:
             return True
         if entry.eager:
@@ -164,9 +164,9 @@ class GraphRunner:
         entry.calls += 1
         return entry.calls > _EAGER_CALLS and self._capture(entry, tensors, args, kwargs)
 
-    @interrupts.held_back()  # an entry has its graph, inputs and results, or none of them
+    @interrupts.held_back()  # an entry has a graph, inputs and results, or none of these
     def _capture(self, entry: _Entry, tensors: list[Tensor], args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Whether it worked. What a graph cannot hold is no error: calls run without."""
+        """Capture and return whether it worked. A failed capture is no error: calls then run eagerly."""
         with torch.inference_mode(False), torch.no_grad():
             entry.inputs = [blank(tensor) for tensor in tensors]
             own_args, own_kwargs = rebuilt((args, kwargs), iter(entry.inputs))
@@ -180,7 +180,7 @@ class GraphRunner:
                 signature(entry.result, entry.outputs)
             except (RankError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # whatever a model does that a graph cannot hold
+            except Exception as error:  # models can fail to be captured in any way
                 entry.captured, entry.inputs, entry.outputs, entry.result, entry.eager = None, [], [], None, True
                 if not isinstance(error, Unsupported):
                     self._warn(error)
@@ -189,7 +189,7 @@ class GraphRunner:
         return True
 
     def _captured_run(self, run: Callable[[], Any]) -> tuple[Captured, Any]:
-        """A capture that finds no memory is one that failed: what ran before it had enough."""
+        """Capture `run`. Out of memory counts as a failed capture, because the eager run had enough."""
         try:
             with without_autocast_cache():
                 return self.backend.capture(run)
@@ -218,9 +218,9 @@ class GraphRunner:
 
 
 class LocalGraph(nn.Module):
-    """`module` with graphs of its own: for one hot module of a model that cannot be captured as a whole.
+    """Wrap one hot module of a model that cannot be captured as a whole, and replay its graphs.
 
-    Arguments and results are `module`'s; see GraphRunner for what is captured and when.
+    Arguments and results are those of `module`. GraphRunner describes which calls are captured and when.
     """
 
     def __init__(self, module: nn.Module, backend: Backend | None = None, *, limit_bytes: int = 1 << 30):
@@ -230,7 +230,7 @@ class LocalGraph(nn.Module):
         self._graphs: GraphRunner | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`module`'s own forward, replayed where it can be; as it is on devices without graphs."""
+        """Call `module`, by a graph if possible. On devices without graphs it runs eagerly."""
         if self._graphs is None:
             backend = self._backend or backend_for(
                 next((p.device for p in self.module.parameters()), torch.device("cpu"))
@@ -240,20 +240,20 @@ class LocalGraph(nn.Module):
             self._graphs = GraphRunner(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
         return self._graphs(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:  # copies and pickles capture their own
+    def __getstate__(self) -> dict[str, Any]:  # a copy captures its own graphs
         return {**vars(self), "_graphs": None}
 
 
 class Places:
-    """Where the first and the last weight of a module lie, and whether it trains: `.to()`, `.half()` and the like
-    change it.
+    """Address, dtype and device of a module's first and last weight, and its training flag.
+
+    `.to()`, `.half()` and the like change them.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._ends: tuple | None = (
-            None  # found once: a walk over all weights at each call would cost more than the call
-        )
+        # Found once: visiting all weights at each call would take longer than the call.
+        self._ends: tuple | None = None
 
     def __call__(self) -> Hashable:
         if self._ends is None:
@@ -269,7 +269,7 @@ class Places:
 
 
 def where(error: BaseException) -> str:
-    """The error in a line, with the innermost line of code outside PyTorch that it comes from."""
+    """Describe the error in one line, with the innermost line of code outside PyTorch that raised it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -283,7 +283,7 @@ def where(error: BaseException) -> str:
 
 
 def _key_of(args: tuple, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Hashable | None:
-    """What tells calls apart, their tensors appended to `tensors`; None where there is no telling."""
+    """Return the key of a call and append its tensors to `tensors`; None if it has no signature."""
     try:
         return signature((args, kwargs), tensors), modes()
     except Unsupported:
@@ -291,6 +291,6 @@ def _key_of(args: tuple, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Ha
 
 
 def modes() -> Hashable:
-    """What changes the kernels that a call runs beside its arguments."""
+    """The modes that change which kernels a call runs: autocast's dtype."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return autocast

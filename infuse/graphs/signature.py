@@ -1,8 +1,7 @@
-"""What a call looks like: its tensors in order, a key of everything else, and the same structure with other tensors in
-it.
+"""Signatures of calls: split nested arguments into tensors and a hashable key, and rebuild them with other tensors.
 
-Two calls with equal keys run the same kernels on tensors of the same shapes; only the tensors' values differ. Knows
-nothing of models: a ModelOutput is a mapping that takes its items as keywords.
+Two calls with equal keys run the same kernels on tensors of the same shapes; only the tensors' values differ. This file
+knows nothing of models: a ModelOutput is a mapping that takes its items as keywords.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Values that say all there is to say by being equal. bool and int are told apart by their type in the key: True == 1.
+# Types whose values are part of the key. The key also holds the type, because True == 1.
 _PLAIN = (
     type(None),
     bool,
@@ -34,11 +33,14 @@ _PLAIN = (
 
 
 class Unsupported(TypeError):
-    """A value whose state cannot be read off it, such as a cache: calls with it are not told apart by a key."""
+    """A value whose state a key cannot describe, such as a cache."""
 
 
 def signature(value: Any, tensors: list[Tensor]) -> Hashable:
-    """The key of `value`; its tensors are appended to `tensors` in a fixed order. Raises Unsupported, naming the type."""
+    """Return the key of `value` and append its tensors to `tensors` in a fixed order.
+
+    Raise Unsupported, naming the type, for values that a key cannot describe.
+    """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             raise Unsupported(f"{type(value).__name__} of layout {value.layout}")
@@ -58,7 +60,7 @@ def signature(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """`value` again, its tensors taken from `tensors` in the order of `signature`."""
+    """Copy the structure of `value`, with its tensors replaced by `tensors` in the order of `signature`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, (tuple, list)):
@@ -73,9 +75,7 @@ def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """An empty tensor like `tensor`: its strides too where they are those of a plain storage, else contiguous (expanded
-    tensors).
-    """
+    """Return an empty tensor like `tensor`, with its strides unless elements overlap (expanded tensors)."""
     strides = _strides(tensor)
     if strides is None or _overlaps(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -91,14 +91,14 @@ def _mapping(kind: Callable, made: dict) -> Any:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """None where the tensor is contiguous; of axes of size 1, whose strides mean nothing, 0."""
+    """Return the strides, or None if contiguous. Axes of size 1 get 0, because their strides mean nothing."""
     if tensor.is_contiguous():
         return None
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may lie at one place: such a tensor cannot be copied into."""
+    """Whether two elements may share memory. Such a tensor cannot be copied into."""
     covered = 1
     for stride, size in sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1

@@ -1,4 +1,4 @@
-"""Self-attention over any cache: one merged product for q, k, v, rotary fused with the append, then the op.
+"""Self-attention over any cache: one product for q, k and v, rotary fused with the append, then the attention op.
 
 Suffixes: B batch, T new tokens, L keys, N all heads (H query + 2 K key/value), D head width, C hidden width.
 """
@@ -26,8 +26,9 @@ from infuse.layers.surroundings import Surroundings
 
 
 class Attention(Pickled):
-    """`forward(x, inputs)` returns (output [B, T, C], weights [B, H, T, L] or None); with a norm and a residual, of
-    which each may be None, the output is residual + what it is of norm(x), in the products where they fuse.
+    """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
+
+    `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
 
     def __init__(self, shape: AttentionShape, surroundings: Surroundings):
@@ -41,7 +42,7 @@ class Attention(Pickled):
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
         self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
-        # Inside a graph: who takes the place of an append, and the number of keys, without reading it on the host.
+        # Inside a CUDA graph: whether the bodies read the append's place and the number of keys on the device.
         self._appends_at_place = bodies.get("rotary_append", ops.REFERENCE) != "cpu"
         self._counts_keys = bodies.get("attention") == "triton"
 
@@ -83,11 +84,10 @@ class Attention(Pickled):
             mask = ops.both_masks(mask, slot.seen(tokens), q.dtype)
             if slot.place is not None and self._counts_keys:
                 count = (slot.count,)
-            elif slot.place is not None and (
-                mask is None or window
-            ):  # the last key is not the last query's: a mask says it all
+            elif slot.place is not None and (mask is None or window):
+                # The last key is not the last query's, so a mask has to express causal order and window.
                 mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
-        # A mask that was passed carries the causal order already; a window beyond it comes on top.
+        # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, *count)
         weights = None
@@ -102,14 +102,13 @@ class Attention(Pickled):
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
 
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Heads [B, T, H D] and weights by the attention function that the model's config names, called as the original
-        module calls it.
-        """
+        """Attend by the function that the config names, called as the original does: (heads [B, T, H D], weights)."""
         shape, cache = self.shape, inputs.cache
-        if shape.head_counts:  # such functions read the original's numbers of heads from the module
+        if shape.head_counts:  # such functions read the unsplit head counts from the module
             raise UnsupportedCall(
-                f'the config names the attention "{attribute(self, "config")._attn_implementation}" for this call, which is not served '
-                'over several ranks: call model.set_attn_implementation("sdpa") and generate(), or use one rank'
+                f'the config names the attention "{attribute(self, "config")._attn_implementation}" for this call, '
+                "which is not served over several ranks: "
+                'call model.set_attn_implementation("sdpa") and generate(), or use one rank'
             )
         attend = named_attention(self)
         if isinstance(cache, KVCache) and self._index is not None:
@@ -126,7 +125,7 @@ class Attention(Pickled):
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, D] and all keys and values [B, K, L, D], rotated and appended to the cache."""
+        """Rotate q and k and append k and v to the cache. Return q [B, H, T, D] and all k and v [B, K, L, D]."""
         shape, turns = self.shape, positions.turns(inputs)
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
@@ -151,7 +150,7 @@ class Attention(Pickled):
         return q, k, v
 
     def _normalised(self, qkv: Tensor) -> Tensor:
-        """q and k normalised, over each head or over all heads at once, as the norm's weight tells."""
+        """Normalise q and k, over each head or over all heads, depending on the shape of the norm's weight."""
         shape = self.shape
         q_rows, k_rows = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
         q, k, v = qkv.split((q_rows, k_rows, k_rows), dim=-1)
@@ -164,9 +163,7 @@ class Attention(Pickled):
         )
 
     def _over_ranks(self, *given: tuple[Tensor, Norm | None, int]) -> list[Tensor]:
-        """RMS norms over the heads of all ranks: the squares of each are added up over ranks, all norms in one
-        exchange.
-        """
+        """Apply RMS norms over the heads of all ranks. One all-reduce adds up the squares for all norms."""
         wide = [(x, norm) for x, norm, _ in given if norm is not None and norm.shape.whole]
         squares = torch.stack([x.float().square().sum(-1) / norm.shape.copies for x, norm in wide])
         totals = iter(self._group.all_reduce(squares, f"q and k norms of {self.shape.name}"))
@@ -176,8 +173,9 @@ class Attention(Pickled):
         ]
 
     def _check_window(self, cache: Any, tokens: int) -> None:
-        """A window counts back from the last key, which has to be the last query's: UnsupportedCall where a cache has
-        room behind it.
+        """Raise UnsupportedCall for a cache with room after its last token, such as a static one.
+
+        A window counts back from the last key, which must be the last query's.
         """
         if (
             isinstance(cache, KVCache)
@@ -185,28 +183,27 @@ class Attention(Pickled):
         ):
             return
         raise UnsupportedCall(
-            f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens (a static cache); "
-            "give a DynamicCache, or leave cache_implementation out"
+            f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens "
+            "(a static cache); give a DynamicCache, or leave cache_implementation out"
         )
 
     def _of_own_heads(self, of_all: Tensor | None) -> Tensor | None:
-        """This rank's heads of a mask or bias [B, H or 1, T, L]."""
+        """Select this rank's heads from a mask or bias [B, H or 1, T, L]."""
         if of_all is None or of_all.dim() < 4 or of_all.shape[1] == 1:
             return of_all
         return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 
     def allowed(self, mask: Tensor, length: int) -> Tensor:
-        """The mask cut to the keys there are (a static mask may be longer), True meaning: may look."""
+        """Cut the mask to `length` keys (a static mask may be longer). In a boolean result, True means: may attend."""
         if mask.shape[-1] > length:
             mask = mask[..., :length]
         return ~mask if self.shape.inverted_mask and mask.dtype == torch.bool else mask
 
 
 def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys that `tokens` queries see in causal order where the model passes no mask, as transformers' sdpa function
-    has it.
+    """Keep the keys that `tokens` causal queries attend to if the model passes no mask, as transformers' sdpa does.
 
-    More keys than queries are then the empty room of a static cache that a first prompt goes to.
+    Extra keys are then the empty room of a static cache that receives its first prompt.
     """
     return (k_BKLD[:, :, :tokens], v_BKLD[:, :, :tokens]) if 1 < tokens < k_BKLD.shape[2] else (k_BKLD, v_BKLD)
 
@@ -220,7 +217,7 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
 
 
 def _scaled(x_BTM: Tensor, norm: Norm, squares_BT: Tensor) -> Tensor:
-    """The RMS norm of x, of whose squares over all ranks the sum is known."""
+    """Apply the RMS norm to x, given the sum of its squares over all ranks."""
     assert norm.weight is not None
     shape = norm.shape
     normed = x_BTM.float() * torch.rsqrt(squares_BT[..., None] / shape.whole + shape.eps)

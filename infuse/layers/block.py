@@ -1,5 +1,6 @@
-"""A transformer layer as one module. It consumes what the model passes to it: positions, mask and cache are the
-model's. What it computes is a program: layers/program.py.
+"""A transformer layer as one module, which runs a program (layers/program.py).
+
+Positions, mask and cache are the model's own: the block uses what the model passes and derives none of them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from infuse.layers.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, me
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 
-# Taking the tokens out and putting them back costs 1 to 2 % of a small encoder's layer.
+# Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
 
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
-    """The names of the ops that a block of this shape calls, its linears aside."""
+    """Return the names of the ops that a block of this shape calls, except those of its linears."""
     fused = any(step.does in (ADD_NORM, ADD_NORM_STREAM) for step in merged(program_of(shape)))
     alone = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) if norm for name in norm.ops]
     norms = [each for name in alone for each in ((name, f"add_{name}") if fused else (name,))]
@@ -42,7 +43,7 @@ def block_ops(shape: LayerShape) -> tuple[str, ...]:
 
 
 class Block(InferenceModule):
-    """Built on meta from a LayerShape; weights are filled in by `weights.fill`."""
+    """A layer built on meta from a LayerShape. `weights.fill` fills in its weights."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Block(InferenceModule):
         self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
         self.reduce = Sum(group, f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
-        if group.size > 1 and shape.residual != PARALLEL:  # there both are added up at once
+        if group.size > 1 and shape.residual != PARALLEL:  # PARALLEL reduces both branches at once
             of_attention, of_mlp = Sum(group, f"{path}.{shape.attn.name}"), Sum(group, f"{path}.mlp")
         for name in ("norm1", "norm2", "post1", "post2"):
             norm = getattr(shape, name)
@@ -84,7 +85,10 @@ class Block(InferenceModule):
         )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own signature and result; `hidden_states` [B, T, C]. UnsupportedCall for what it does not serve."""
+        """Take and return what the original layer does; `hidden_states` [B, T, C].
+
+        Raise UnsupportedCall for arguments, caches and masks that the block does not support.
+        """
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:
@@ -103,7 +107,7 @@ class Block(InferenceModule):
         mask = given("attention_mask")
         if mask is not None and more is None:
             check_mask(mask, self._layer)
-        inputs = Inputs(  # by position, which is the quicker way
+        inputs = Inputs(  # positional arguments are faster here
             mask,
             cache,
             given("position_embeddings"),
@@ -116,7 +120,7 @@ class Block(InferenceModule):
             more,
         )
         packed = None
-        # Graphs have the parts as ops, and nothing that depends on a mask's values.
+        # A traced graph needs the parts as separate ops and must not depend on a mask's values.
         if more is None and not is_compiling():
             if self._skips_padding:
                 packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
@@ -133,29 +137,31 @@ class Block(InferenceModule):
         return (out, weights) if self.shape.returns == TUPLE else out
 
     def _chosen(self, attention: nn.Module, x: Tensor) -> Program:
-        """The folded program for few tokens, while nothing listens to what it does not call."""
+        """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""
         few, parts = self._of_few, self._modules
         if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard():
             return self._program
         if type(attention).forward is not Attention.forward or type(parts["mlp"]) is not MLP:
             return self._program
-        silent = untouched(attention) and all(untouched(parts[name]) for name in self._passed_by)  # type: ignore[arg-type]
+        silent = untouched(attention) and all(
+            untouched(parts[name])  # type: ignore[arg-type]
+            for name in self._passed_by
+        )
         return few if silent else self._program
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:
-    """The tokens that all tokens look at, where enough of the others are padding; the first of each row too, which
-    poolers take.
+    """Find the tokens that all tokens attend to, and the first of each row, which poolers read.
 
-    On CPUs alone: elsewhere counting them makes the host wait.
+    Return None if too few of the others are padding (LEAST_PADDING), if the mask hides more than padding, and on
+    devices other than CPUs, because counting would make the host wait there.
     """
     batch, tokens, _ = hidden_BTC.shape
     if mask is None or mask.device.type != "cpu" or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[-1] != tokens:
         return None
     of_all = mask[:, :, :1]
-    if mask.stride(-2) != 0 and not torch.equal(
-        mask, of_all.expand_as(mask)
-    ):  # tokens see different ones: no mask of padding alone
+    # Rows of the mask that differ hide more than padding.
+    if mask.stride(-2) != 0 and not torch.equal(mask, of_all.expand_as(mask)):
         return None
     seen_BL = (of_all ^ inverted if mask.dtype == torch.bool else of_all > torch.finfo(mask.dtype).min / 2)[:, 0, 0]
     real_BT = seen_BL.expand(batch, tokens).clone()
@@ -166,8 +172,9 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
 
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
-    """Whether a hook may take the weights that transformers' eager attention always returns: some models ask their
-    layers for none.
+    """Whether a hook may read attention weights, which eager attention always returns.
+
+    Some models collect them by hooks and do not pass output_attentions.
     """
     return (
         bool(attention._forward_hooks)

@@ -1,10 +1,10 @@
-"""KVCache: keys and values in preallocated storage that grows, behind transformers' Cache protocol.
+"""KVCache: keys and values in preallocated, growing storage, behind transformers' Cache protocol.
 
-Storage is [B, K, S, D] for each layer; `keys` and `values` are views of the first `length` of S. All tokens are kept:
-sliding windows are in the model's mask, so that cropping back is always possible.
+Each layer's storage is [B, K, S, D]; `keys` and `values` are views of its first `length` tokens. All tokens are kept,
+so cropping back is always possible; the model's mask applies sliding windows.
 
-A CUDA graph must not depend on a number of the host that changes from step to step. For a capture, `hold_place` gives
-the slots one tensor that says where the next token goes; attention then sees all S keys, and a mask hides those beyond.
+A CUDA graph must not depend on a host number that changes at every step. For a capture, `hold_place` gives the slots a
+device tensor with the next token's index. Attention then reads all S keys, and a mask hides the unused ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 
 
 class KVSlot(CacheLayerMixin):
-    """One layer's keys and values. `reserve` makes room, the caller writes to the storage, `advance` counts."""
+    """One layer's keys and values. `reserve` makes room, the caller writes, `advance` counts the tokens."""
 
     is_sliding = False
     is_croppable = True
@@ -40,7 +40,7 @@ class KVSlot(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """True makes models pass a mask over all of the storage."""
+        """True makes models pass a mask over the whole storage."""
         return self.place is not None
 
     @property
@@ -53,7 +53,11 @@ class KVSlot(CacheLayerMixin):
         return None if self.value_storage is None else self.value_storage[:, :, : self.length]
 
     def reserve(self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor) -> int:
-        """Make room for `tokens` more in the dtype and on the device of `like`; returns where they start."""
+        """Make room for `tokens` more, in the dtype and on the device of `like`. Return the index of the first.
+
+        Raise ContextLimitError beyond `limit_tokens`, InfuseError for another batch than is held, and UnsupportedCall
+        for other heads, width, dtype or device.
+        """
         needed = self.length + tokens
         if self.limit_tokens is not None and needed > self.limit_tokens:
             held = f"the cache holds {self.length} tokens, {tokens} more were given"
@@ -62,7 +66,7 @@ class KVSlot(CacheLayerMixin):
         if self.length:
             assert storage is not None
             rows, heads, room, held_width = storage.shape
-            if rows != batch:  # a batch of one would be spread over all rows without a word
+            if rows != batch:  # a batch of one would be broadcast silently
                 raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
             if heads != kv_heads or held_width != width or storage.dtype != like.dtype or storage.device != like.device:
                 held = f"{heads} heads of {held_width} in {storage.dtype} on {storage.device}"
@@ -76,7 +80,7 @@ class KVSlot(CacheLayerMixin):
         return self.length
 
     def _fits(self, storage: Tensor, shape: tuple[int, int, int], tokens: int, like: Tensor) -> bool:
-        """Whether an emptied storage can be used again."""
+        """Whether the storage of an emptied slot can be reused."""
         batch, kv_heads, capacity, width = storage.shape
         alike = storage.dtype == like.dtype and storage.device == like.device
         return alike and (batch, kv_heads, width) == shape and capacity >= tokens
@@ -87,7 +91,7 @@ class KVSlot(CacheLayerMixin):
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         if self.limit_tokens is not None:
             capacity = min(capacity, self.limit_tokens)
-        with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
             keys, values = (like.new_empty(batch, kv_heads, capacity, width) for _ in range(2))
         if self.length:
             assert self.keys is not None and self.values is not None
@@ -97,7 +101,7 @@ class KVSlot(CacheLayerMixin):
         self.is_initialized = True
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values so far, [B, K, length, D] each, once there are any."""
+        """Keys and values so far, [B, K, length, D] each. The storage must exist."""
         assert self.key_storage is not None and self.value_storage is not None
         return self.key_storage.narrow(2, 0, self.length), self.value_storage.narrow(2, 0, self.length)
 
@@ -105,7 +109,7 @@ class KVSlot(CacheLayerMixin):
         self.length += tokens
 
     def copied(self) -> KVSlot:
-        """The same tokens in a storage of their own, without room for more."""
+        """Copy the tokens to new storage, without room for more."""
         slot = copy.copy(self)
         if self.key_storage is not None and self.value_storage is not None:
             slot.key_storage, slot.value_storage = (held.clone() for held in self.held())
@@ -114,7 +118,7 @@ class KVSlot(CacheLayerMixin):
     # -- rows of different lengths
 
     def crop_rows(self, lengths: Tensor) -> None:
-        """Keep the first lengths[b] tokens of row b, [B] integers; later tokens follow at each row's own end."""
+        """Keep the first lengths[b] tokens of row b ([B] integers). Later tokens are appended at each row's own end."""
         if (
             self.key_storage is None
             or lengths.shape != self.key_storage.shape[:1]
@@ -125,7 +129,7 @@ class KVSlot(CacheLayerMixin):
         self.length = int(lengths.max())
 
     def seen(self, tokens: int) -> Tensor | None:
-        """Which keys each of the last `tokens` may attend to, bool [B, 1, T, length]; None unless row lengths differ."""
+        """Mask of keys that the last `tokens` may attend to, bool [B, 1, T, length]; None unless row lengths differ."""
         if self.row_lengths is None:
             return None
         device = self.row_lengths.device
@@ -137,10 +141,8 @@ class KVSlot(CacheLayerMixin):
         batch, _, tokens, _ = key_states.shape
         rows = torch.arange(batch, device=key_states.device)[:, None]
         places = self.row_lengths[:, None] + torch.arange(tokens, device=key_states.device)
-        for storage in (
-            self.key_storage,
-            self.value_storage,
-        ):  # what shorter rows do not write to is hidden, which NaN survives
+        # Clear the places that shorter rows skip: a mask hides them, but NaN would survive it.
+        for storage in (self.key_storage, self.value_storage):
             storage[:, :, self.length : self.length + tokens] = 0
         self.key_storage[rows, :, places] = key_states.transpose(1, 2)
         self.value_storage[rows, :, places] = value_states.transpose(1, 2)
@@ -149,14 +151,14 @@ class KVSlot(CacheLayerMixin):
     # -- inside a graph
 
     def allowed(self, window: int) -> Tensor:
-        """Which keys the token at `place` may attend to, bool [1, 1, 1, S]; `window` as in ops.attention."""
+        """Mask of the keys that the token at `place` may attend to, bool [1, 1, 1, S]; `window` as in ops.attention."""
         assert self.place is not None and self.key_storage is not None
         keys = torch.arange(self.key_storage.shape[2], device=self.place.device)
         seen = keys <= self.place
         return (seen & (keys > self.place - window) if window else seen)[None, None, None]
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Keys and values with all their room, [B, K, S, D] each, once there are any."""
+        """Keys and values over the whole capacity, [B, K, S, D] each. The storage must exist."""
         assert self.key_storage is not None and self.value_storage is not None
         return self.key_storage, self.value_storage
 
@@ -195,14 +197,14 @@ class KVSlot(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens held: a number, or `place` while it is held, as transformers' static cache returns a tensor."""
+        """Number of tokens, or the tensor `place` while it is set; transformers' static cache returns a tensor, too."""
         return self.length if self.place is None else self.place  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return -1 if self.limit_tokens is None else self.limit_tokens
 
     def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.2x."""
+        """Same as `get_max_length`, under its name before transformers 5.2x."""
         return self.get_max_length()
 
     def reset(self) -> None:
@@ -229,7 +231,7 @@ class KVSlot(CacheLayerMixin):
         self._select(beam_idx)
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
-        """Reorder without a new storage if the number of rows stays, in two passes over the tokens."""
+        """Reorder without new storage if the number of rows stays the same. This copies the tokens twice."""
         if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
             return self._select(beam_idx)
         rows = beam_idx.to(self.key_storage.device)
@@ -246,17 +248,17 @@ class KVSlot(CacheLayerMixin):
             self._select(torch.arange(self.key_storage.shape[0]).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        """Nothing: storage stays on the device that computes on it."""
+        """Do nothing: storage stays on the device that computes on it."""
 
     def prefetch(self) -> None:
-        """Nothing: storage stays on the device that computes on it."""
+        """Do nothing: storage stays on the device that computes on it."""
 
 
 class KVCache(Cache):
-    """A cache of KVSlots, made as layers ask for them.
+    """A cache of KVSlots, created when layers first ask for them.
 
-    `capacity_tokens` preallocates for that many tokens, `limit_tokens` caps (ContextLimitError beyond it); without them
-    the storage starts at the first call's need and doubles.
+    `capacity_tokens` preallocates room for that many tokens; `limit_tokens` caps them (ContextLimitError beyond).
+    Without them the storage starts with room for the first call and doubles.
     """
 
     layers: list[KVSlot]  # type: ignore[assignment]
@@ -266,28 +268,27 @@ class KVCache(Cache):
         super().__init__(layer_class_to_replicate=self._make_slot)  # type: ignore[arg-type]
 
     def slot(self, index: int) -> KVSlot:
-        """The storage of layer `index`."""
+        """Return the slot of layer `index`, creating it if necessary."""
         layers = self.layers
         while len(layers) <= index:
             layers.append(self._make_slot())
         return layers[index]
 
     def crop_rows(self, lengths: Tensor) -> None:
-        """Keep the first lengths[b] tokens of row b in every layer, [B] integers: a batch padded on the right becomes
-        dense.
+        """Keep the first lengths[b] tokens of row b ([B] integers) in every layer: a right-padded batch becomes dense.
 
-        Later tokens follow at each row's own end, with the caller's position ids; no attention mask is needed for them.
-        A sliding window in the model's mask counts from the longest row: rows must not differ by more than what it
-        leaves.
+        Later tokens are appended at each row's own end, with the caller's position ids and without an attention mask.
+        A sliding window in the model's mask counts from the longest row: for a row that is d tokens shorter, the window
+        is d tokens smaller.
         """
         for slot in self.layers:
             slot.crop_rows(lengths)
 
     def hold_place(self, place: Tensor | None, count: Tensor | None = None) -> None:
-        """Write the next token at `place`; `count` = place + 1 tokens are there with it. Both are integers on the device,
-        which the caller counts up. None: count on the host again.
+        """Write the next token at index `place`; the cache then holds `count` = place + 1 tokens.
 
-        Every layer must hold the same tokens, at its rows' common length.
+        Both are integer tensors on the device that the caller increments. None: count on the host again.
+        All layers must hold the same tokens. Raise InfuseError if rows have different lengths.
         """
         if any(slot.row_lengths is not None for slot in self.layers):
             raise InfuseError("rows of different lengths have no common place")
@@ -295,9 +296,7 @@ class KVCache(Cache):
             slot.place, slot.count = place, count
 
     def even(self, batch: int) -> bool:
-        """Whether all layers hold the same number of tokens, at least one, of `batch` rows, in storages of one
-        capacity.
-        """
+        """Whether all layers hold `batch` rows of the same number of tokens, at least one, with the same capacity."""
         storages = self.storages()
         capacities = {tuple(storage.shape[::2]) for storage in storages}
         lengths = {slot.length if slot.row_lengths is None else 0 for slot in self.layers}
@@ -305,16 +304,19 @@ class KVCache(Cache):
         return alike and storages[0].shape[0] == batch
 
     def storages(self) -> list[Tensor]:
-        """Keys and values of all layers, [B, K, S, D] each, once there are any."""
+        """Keys and values of all layers that have storage, [B, K, S, D] each."""
         return [t for slot in self.layers for t in (slot.key_storage, slot.value_storage) if t is not None]
 
     def nbytes(self) -> int:
-        """Bytes of all storage held."""
+        """Size of all storage in bytes."""
         return sum(t.nbytes for t in self.storages())
 
 
 def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:
-    """The cache for self-attention: the first half of an encoder-decoder pair."""
+    """Return the cache for self-attention, which is the first half of an encoder-decoder pair.
+
+    Raise UnsupportedCall if the layer has no index or `cache` is not a transformers Cache.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if index is None:
@@ -323,6 +325,7 @@ def self_attention_cache(cache: Any, layer: str, index: int | None) -> Any:
         )
     if not isinstance(cache, Cache) and not callable(getattr(cache, "get_mask_sizes", None)):
         raise UnsupportedCall(
-            f"{layer} was given {type(cache).__name__} as its cache; give a transformers Cache (DynamicCache, StaticCache, ...)"
+            f"{layer} was given {type(cache).__name__} as its cache; "
+            "give a transformers Cache (DynamicCache, StaticCache, ...)"
         )
     return cache

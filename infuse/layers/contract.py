@@ -15,7 +15,8 @@ from infuse.errors import UnsupportedCall
 
 # The arguments that a block computes with, under the names that families use.
 SERVED = frozenset({
-    "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal", "output_attentions",
+    "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal",
+    "output_attentions",
 })  # fmt: skip
 # Arguments that do not change what a layer computes. Names that start with "output_" do not either.
 NEUTRAL = frozenset({
@@ -47,7 +48,8 @@ def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str
     """Raise UnsupportedCall naming the arguments in `given`."""
     names = ", ".join(sorted(given))
     raise UnsupportedCall(
-        f"{layer} was called with {names}, which its replacement does not support; it supports {', '.join(sorted(served - NEUTRAL))}. "
+        f"{layer} was called with {names}, which its replacement does not support; it supports "
+        f"{', '.join(sorted(served - NEUTRAL))}. "
         "Leave the argument out, or keep the original layers with replace_with_kernel_inject=False"
     )
 
@@ -58,6 +60,6 @@ def check_mask(mask: Any, layer: str) -> None:
         return
     found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedCall(
-        f"{layer} was given {found} as attention_mask; its replacement supports [batch, heads or 1, queries or 1, keys], "
-        "either boolean (True: may attend) or added to the scores"
+        f"{layer} was given {found} as attention_mask; its replacement supports "
+        "[batch, heads or 1, queries or 1, keys], either boolean (True: may attend) or added to the scores"
     )

@@ -1,4 +1,4 @@
-"""Our embeddings: over the quantized table of a head, and over a rank's rows of a table."""
+"""Embeddings over the quantized table of a head, and over one rank's rows of a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infuse.quant.parse import quant_format
 
 
 class QuantizedEmbedding(InferenceModule, Pickled):
-    """index [...] → rows [..., width] of a quantized table, in the dtype that the model computes in."""
+    """Look up rows of a quantized table: index [...] → [..., width] in the model's compute dtype."""
 
     data: Tensor
     scale: Tensor
@@ -38,7 +38,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
     ):
         super().__init__()
         self.shape, self.format, self.dtype, self._combine = shape, quant_format(format), dtype, combine
-        self._sizes = shape.rows, shape.width, format  # as the op's schema has them
+        self._sizes = shape.rows, shape.width, format  # in the order of the op's schema
         self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
@@ -48,15 +48,15 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
     @property
     def part_rows(self) -> int | None:
-        """As QuantizedLinear.part_rows."""
+        """See QuantizedLinear.part_rows."""
         return part_rows(self._chosen, self.format, self.shape.width)
 
     def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Take a table of its own (for a proof), in the layout of the body; `parts` as of QuantizedLinear.hold."""
+        """Store a separate table (for a proof) in the body's layout; `parts` as in QuantizedLinear.hold."""
         self._take(*laid(self._chosen, parts, (self.shape.rows, self.shape.width)))
 
     def share(self, head: QuantizedLinear) -> None:
-        """Look up in the weight of `head`, which has the same layout."""
+        """Share the weight of `head`, which has the same layout."""
         assert (head.out_features, head.in_features, head.format) == (self.shape.rows, self.shape.width, self.format)
         self._take(head, head.prepared)
 
@@ -66,7 +66,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
         self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
 
     def held(self) -> QuantizedWeight:
-        """As QuantizedLinear.held."""
+        """See QuantizedLinear.held."""
         weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), self.format)
         return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
 
@@ -85,7 +85,7 @@ class QuantizedEmbedding(InferenceModule, Pickled):
 
 
 def fix_vocabulary(module: nn.Module) -> None:
-    """Make each model in `module` with a quantized head or table refuse to resize it, before it changes anything."""
+    """Make models in `module` with a quantized head or table refuse to resize it, before they change anything."""
     model: Any
     for model in module.modules():
         if not hasattr(model, "resize_token_embeddings"):
@@ -102,17 +102,20 @@ def fix_vocabulary(module: nn.Module) -> None:
 def _refuse_resizing(
     table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """resize_token_embeddings of a model whose vocabulary is quantized. Resizing to the present size changes nothing."""
+    """Replace resize_token_embeddings of a model with a quantized vocabulary. The present size is accepted.
+
+    Raise UnsupportedCall for any other size.
+    """
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
-        f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, is quantized ({format}) "
-        "and keeps its size; resize the original model, then call init_inference"
+        f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, "
+        f"is quantized ({format}) and keeps its size; resize the original model, then call init_inference"
     )
 
 
 class RankEmbedding(InferenceModule):
-    """index [...] → rows [..., width] of a table whose rows are split over ranks."""
+    """Look up rows of a table that is split by rows over ranks: index [...] → [..., width]."""
 
     weight: nn.Parameter
 
@@ -123,7 +126,7 @@ class RankEmbedding(InferenceModule):
         self.weight = nn.Parameter(torch.empty(shape.rows, shape.width, device="meta"), requires_grad=False)
 
     def share(self, head: Linear) -> None:
-        """Look up in the weight of `head`, which has the same rows."""
+        """Share the weight of `head`, which has the same rows."""
         self._parameters["weight"] = head._parameters["weight"]
 
     def forward(self, index: Tensor) -> Tensor:
@@ -138,10 +141,13 @@ class RankEmbedding(InferenceModule):
 def looked_up(
     index: Tensor, shape: EmbeddingShape, rows: Callable[[Tensor], Tensor], combine: Combine | None
 ) -> Tensor:
-    """Rows of a table. If ranks share it, each gives its own rows and zeros for the others, and `combine` adds them up."""
+    """Look up rows of a table. If ranks share it, each returns zeros for others' rows, and `combine` adds them up.
+
+    Raise IndexError on CPUs if such a table does not have the ids.
+    """
     if combine is None:
         return rows(index)
-    if index.device.type == "cpu" and index.numel():  # elsewhere the host would wait for the device
+    if index.device.type == "cpu" and index.numel():  # on other devices the host would have to wait
         check(index, shape.all_rows)
     own = index - shape.first_row
     elsewhere = (own < 0) | (own >= shape.rows)
@@ -149,7 +155,7 @@ def looked_up(
 
 
 def check(index: Tensor, rows: int) -> None:
-    """IndexError as a table on one rank raises it."""
+    """Raise IndexError for ids outside the table, as an embedding on one rank does."""
     least, most = int(index.min()), int(index.max())
     if least < 0 or most >= rows:
         raise IndexError(f"token ids from {least} to {most} for a table of {rows} rows")

@@ -1,4 +1,4 @@
-"""Our linear layers, over a plain weight and over a quantized one, and their products with what stands around them."""
+"""Linear layers over plain and quantized weights, and their products fused with norm, activation and residual."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ from infuse.quant.parse import quant_format
 
 
 def direct(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), without nn.Module's dispatch if the module has no hooks: it takes 1.5 us in each of some hundred calls."""
+    """Call module(x). Without hooks, skip nn.Module's dispatch, which takes 1.5 us in each of some hundred calls."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module(x)
     return module.forward(x)
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether the module has no hooks and no patched forward, so that we may do its work without calling it."""
+    """Whether the module has no hooks and no patched forward, so that its work can be done without calling it."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def product(
-    module: nn.Module, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None, activation: str | None = None,
+    module: nn.Module,
+    x: Tensor,
+    norm: nn.Module | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
     gated: bool = False,
-) -> Tensor:  # fmt: skip
-    """residual + act(module(norm(x))), in one op where neither norm nor module has hooks. Pass an `activation` only with
-    a module that `takes_around`.
+) -> Tensor:
+    """Compute residual + act(module(norm(x))), in one op if neither norm nor module has hooks.
+
+    Pass an `activation` only if `takes_around(module)`.
     """
     if norm is None and residual is None and activation is None:
         return direct(module, x)
@@ -55,34 +60,32 @@ def product(
 
 
 def takes_around(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
-    """Whether `product` may give norm, activation and residual to the module's op: it is ours, and has no hooks."""
+    """Whether `product` may pass norm, activation and residual to the module's op: it is ours and has no hooks."""
     return isinstance(module, (Linear, QuantizedLinear)) and untouched(module)
 
 
 def fuses(bodies: Mapping[str, str]) -> bool:
-    """Whether products by these bodies run norms and sums in their own kernels, so that layers should leave them to
-    `product`.
-    """
+    """Whether products by these bodies fuse norms and sums, so that layers should leave both to `product`."""
     return any(op.bodies[bodies.get(op.name, ops.REFERENCE)].fuses for op in (ops.linear, ops.quantized_linear))
 
 
 def all_are_heard() -> bool:
-    """Whether PyTorch's global module hooks are set."""
+    """Whether global module hooks are registered with PyTorch."""
     modules = torch.nn.modules.module
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
 
 def linear_op(format: str | None) -> str:
-    """The name of the op behind a weight of `format` (None: plain)."""
+    """Return the name of the op that multiplies by weights of `format` (None: plain)."""
     return "quantized_linear" if format else "linear"
 
 
 def make_linear(
     inputs: int, outputs: int, bias: bool, format: str | None, bodies: Mapping[str, str], combine: Combine | None = None
 ) -> Linear | QuantizedLinear:
-    """An empty linear layer in the quantization format `format`; None keeps the compute dtype.
+    """Make an empty linear layer in the quantization format `format`; None keeps the compute dtype.
 
-    `inputs` and `outputs` are this rank's; `combine` turns its result into the whole layer's.
+    `inputs` and `outputs` are this rank's sizes. `combine` turns the rank's result into that of the whole layer.
     """
     if format is None:
         return Linear(inputs, outputs, bias, bodies, combine)
@@ -90,13 +93,13 @@ def make_linear(
 
 
 def part_rows(body: Body, format: QuantFormat, inputs: int) -> int | None:
-    """The number of rows of which each part of a weight must have a multiple; None: `body` takes whole weights only."""
+    """Row granularity of the parts of a weight; None: `body` takes only whole weights."""
     layout = body.layout
     return None if layout is None or layout.declines(format, inputs) else layout.part_rows
 
 
 def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> tuple[QuantizedWeight, bool]:
-    """The weight of these parts in the layout of `body`, or as it is; and whether the layout takes it."""
+    """Convert the weight in `parts` to the layout of `body`. Return it as is, and False, if the layout declines it."""
     layout, parts = body.layout, iter(parts)
     first = next(parts)
     if first.shape != shape:
@@ -109,24 +112,22 @@ def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -
 
 
 class Product(InferenceModule, Pickled):
-    """A linear layer that calls the chosen body of its op, then `combine`, which turns a rank's result into the whole
-    layer's.
-    """
+    """A linear layer that calls the chosen body of its op, then `combine` on the rank's result."""
 
     _body: Callable[..., Tensor]
     _combine: Combine | None
 
     def arguments(self) -> tuple:
-        """The op's arguments from x to what stands around: the weight and the bias."""
+        """The op's arguments after x: weight and bias, before those of ops.linear.Around."""
         raise NotImplementedError
 
     def with_around(self, x: Tensor, *around: Any) -> Tensor:
-        """The product with what stands around it (ops.linear), not yet combined over ranks."""
+        """Compute the product with norm, activation and residual (ops.linear.Around), not yet combined over ranks."""
         return self._body(x, *self.arguments(), *around)
 
 
 class Linear(Product, nn.Linear):
-    """x @ weight.T + bias. An nn.Linear, so that code which looks for one finds it."""
+    """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, bodies: Mapping[str, str], combine: Combine | None = None
@@ -137,7 +138,7 @@ class Linear(Product, nn.Linear):
         self._combine = combine
 
     def arguments(self) -> tuple:
-        held = self._parameters  # nn.Module's __getattr__ costs more than the view that a matrix product needs
+        held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         return held["weight"], held["bias"]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ class QuantizedLinear(Product):
         super().__init__()
         self._combine = combine
         self.in_features, self.out_features, self.format = inputs, outputs, quant_format(format)
-        self._sizes = outputs, inputs, format  # as the op's schema has them
+        self._sizes = outputs, inputs, format  # in the order of the op's schema
         for name in ("data", "scale", "zero"):
             self.register_buffer(name, None)
         self.register_parameter(
@@ -180,14 +181,13 @@ class QuantizedLinear(Product):
 
     @property
     def part_rows(self) -> int | None:
-        """The number of rows of which each part for `hold` must have a multiple; None: it takes whole weights only."""
+        """Row granularity of the parts passed to `hold`; None: it takes only whole weights."""
         return part_rows(self._chosen, self.format, self.in_features)
 
     def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Take a quantized weight [out_features, in_features] and convert it to the body's layout. If the layout declines
-        it, the reference runs.
+        """Convert a quantized weight [out_features, in_features] to the body's layout and store it.
 
-        `parts` are its rows, in order; more than one part needs `part_rows`.
+        If the layout declines it, the reference runs. `parts` are its rows in order; several parts need `part_rows`.
         """
         held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
         self.prepared = prepared
@@ -212,13 +212,11 @@ class QuantizedLinear(Product):
 
     @property
     def weight(self) -> Tensor:
-        return self.data.view(
-            torch.int8
-        )  # a model that asks for the dtype (T5) must be told that there is nothing to cast to
+        return self.data.view(torch.int8)  # T5 casts its input to this dtype unless it is int8
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
-        if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the weight that is there
+        if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the present weight
             raise UnsupportedCall(
                 f"the weight of a quantized linear ({self.format}) cannot be replaced: do so before init_inference"
             )
@@ -234,4 +232,7 @@ class QuantizedLinear(Product):
         return y if self._combine is None else self._combine(y)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={self.format}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.format}"
+        )

@@ -1,4 +1,4 @@
-"""The feed-forward part: down(act(up(x))), or down(act(gate) * up) with [gate | up] in one matrix."""
+"""The feed-forward part: down(act(up(x))), or down(act(gate) * up) with [gate | up] merged into one matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infuse.layers.surroundings import Surroundings
 
 
 class MLP(Pickled):
-    """Its `up` holds the gate above it where the MLP is gated."""
+    """An MLP. If it is gated, the rows of `up` are [gate | up]."""
 
     def __init__(self, shape: MLPShape, surroundings: Surroundings):
         super().__init__()
@@ -28,7 +28,7 @@ class MLP(Pickled):
         return self.fused(x, None, None)
 
     def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
-        """residual + self(norm(x)), in two ops while nothing inside is listened to."""
+        """Compute residual + self(norm(x)), in two ops if the modules inside have no hooks."""
         held: dict[str, Any] = self._modules
         up = held["up"]
         if takes_around(up):

@@ -1,4 +1,4 @@
-"""The norm that is put in: RMSNorm or LayerNorm, alone or fused with the residual addition before it."""
+"""RMSNorm and LayerNorm, alone or fused with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infuse.layers.pickling import Pickled
 
 
 class Norm(Pickled):
-    """`forward(x)` normalises; `add(x, residual)` returns (x + residual, its norm)."""
+    """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum)."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -43,7 +43,7 @@ class Norm(Pickled):
 
     @property
     def arguments(self) -> tuple:
-        """What it is to an op that normalises before its product (ops/linear.py)."""
+        """The arguments of this norm to an op that normalises before its product (ops/linear.py)."""
         return self.shape.kind, self.weight, self.bias, self._eps, self._offset
 
     def extra_repr(self) -> str:

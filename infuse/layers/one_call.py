@@ -1,5 +1,7 @@
-"""A block in one call of C++, which runs the block's program where all of its ops are the C++ bodies and nobody listens
-inside: decoding steps of a few new tokens, and encoders. The block goes part by part otherwise, with the same result.
+"""Run a whole block in one C++ call, for decode steps of a few new tokens and for encoders.
+
+All of its ops must be C++ bodies, and no module inside may have hooks. Otherwise the block runs part by part, with the
+same result.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from infuse.ops.cpu.quantized_linear import code_of
 
 
 class OneCall:
-    """The program as C++ takes it, and where the tensors of a call are found.
+    """The program encoded for C++, and where to find the tensors of a call.
 
-    Integers and reals stand in the order in which `program_of` (ops/cpu/src/binding_layer.h) takes them: each step, and
-    behind it what its part is made of, with weights as their places among the call's tensors (-1: none). A part is known
-    by its owner, 0 the block and then its attention and MLP as the program has them, and its name there.
+    Integers and reals are in the order in which `program_of` (ops/cpu/src/binding_layer.h) reads them: each step,
+    followed by the numbers of its part. Weights are indices into the call's tensors (-1: none). A part is identified by
+    its owner (0: the block; 1, 2: its attention and MLP in the order of the program) and its name there.
     """
 
     def __init__(self, block: Any, program: Program):
         self._shape: LayerShape = block.shape
-        self._branches: list[tuple[str, Any]] = []  # names, and the forward of each
+        self._branches: list[tuple[str, Any]] = []  # (name, its class's forward)
         self._parts: list[tuple[int, str, Any]] = []
-        self._places: list[tuple[int, str, str]] = []  # of each tensor: its part, among what, and its name
-        self._absent: list[tuple[int, str]] = []  # parameters that are not there
+        self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its part, dict that holds it, name
+        self._absent: list[tuple[int, str]] = []  # (index of the part, name) of parameters that are None
         integers: list[int] = []
         reals: list[float] = []
         for step in program:
@@ -51,14 +53,14 @@ class OneCall:
             elif part is not None:
                 self._branches.append((name, type(part).forward))
                 integers += self._attention(part, reals) if isinstance(part, Attention) else self._mlp(part)
-        # As tensors: a list of so many costs 5 us in each call.
+        # Tensors, because passing these lists would take 5 us in each call.
         self._numbers = (
             torch.tensor(integers, device="cpu"),
             torch.tensor(reals, dtype=torch.float64, device="cpu"),
         )
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        """The block's result; None where it has to go part by part."""
+        """Return the block's result; None if it has to run part by part."""
         raise NotImplementedError
 
     def _attention(self, part: Attention, reals: list[float]) -> list[int]:
@@ -96,7 +98,7 @@ class OneCall:
         return [code, linear.out_features, *places, self._parameter(linear, "bias")]
 
     def _parameter(self, part: nn.Module, name: str) -> int:
-        """The place of a parameter of the last part."""
+        """Return the index of a parameter of the last part; -1 if it is None."""
         if part._parameters[name] is not None:
             return self._place("_parameters", name)
         self._absent.append((len(self._parts) - 1, name))
@@ -107,7 +109,7 @@ class OneCall:
         return len(self._places) - 1
 
     def _tensors(self, block: nn.Module) -> list[Tensor] | None:
-        """The tensors of the call; None where a part is not the one that was put in, or someone listens to it."""
+        """Collect the tensors of the call; None if a part has been exchanged or has hooks."""
         owners: list[dict[str, Any]] = [block._modules]
         for name, forward in self._branches:
             branch = owners[0][name]
@@ -124,7 +126,7 @@ class OneCall:
             parts.append(part)
             if part is None:
                 continue
-            own = part.__dict__  # `untouched`, whose call alone costs more, eight times in each step of each layer
+            own = part.__dict__  # `untouched` inlined: the call would cost more, eight times in each layer's step
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return None
             if wanted is QuantizedLinear and not part.prepared:
@@ -142,7 +144,7 @@ class OneCall:
 
 
 class StepCall(OneCall):
-    """A few new tokens of a decoder."""
+    """One call for a few new tokens of a decoder."""
 
     def __init__(self, block: nn.Module, program: Program, index: int):
         super().__init__(block, program)
@@ -175,7 +177,7 @@ class StepCall(OneCall):
 
 
 class EncoderCall(OneCall):
-    """Many tokens of an encoder, which have no order and see each other."""
+    """One call for many tokens of an encoder, without causal order."""
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         if x_BTC.dtype is not torch.bfloat16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
@@ -188,8 +190,10 @@ class EncoderCall(OneCall):
 
 
 def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index: int | None) -> OneCall | None:
-    """None for blocks that go part by part: where one of `bodies` is not the C++ one, a part has no kernel, ranks share
-    the block, or PyTorch's products are the better choice.
+    """Make the one call of a block; None for blocks that run part by part.
+
+    That is if one of `bodies` is not the C++ one, a part has no kernel, ranks share the block, or PyTorch's products
+    are faster.
     """
     shape: LayerShape = block.shape
     attn = shape.attn

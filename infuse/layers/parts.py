@@ -1,4 +1,4 @@
-"""The layer of each part of a block, by the type of the part's numbers."""
+"""Map the type of a part's shape to the layer that computes it."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
 
 
 def make_part(shape: PartShape, surroundings: Surroundings) -> nn.Module:
-    """The layer of a part, on meta; its weights are filled in later."""
+    """Make the layer of a part on meta; its weights are filled in later."""
     return LAYERS[type(shape)](shape, surroundings)

@@ -1,4 +1,4 @@
-"""The residual shapes as programs, and the interpreter that runs a block's program part by part.
+"""Programs for the residual shapes, and the interpreter that runs a block's program part by part.
 
 PRE                POST               PARALLEL             SANDWICH
 x ----+            x ----+            x --+------+----+    x ----+
@@ -10,9 +10,10 @@ norm2 |            mlp   |                                 x ----+
 mlp   |              + --+                                 norm2, mlp, post2 likewise
   + --+            norm2
 
-A program works on three values: `x`, the residual stream; `y`, what the next attention or MLP reads; and `branch`, the
-sum of what these made since the last ADD. Two peepholes fuse neighbouring steps: `merged` an ADD with the norm after
-it, `folded` norms and sums with the products beside them. C++ runs merged programs too: ops/cpu/src/binding_layer.h.
+A program works on three values: `x`, the residual stream; `y`, the input of the next attention or MLP; and `branch`,
+the sum of their outputs since the last ADD. Two peephole passes fuse neighbouring steps: `merged` fuses an ADD with the
+norm after it, `folded` fuses norms and sums with adjacent products. C++ also runs merged programs:
+ops/cpu/src/binding_layer.h.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, untouched
 from infuse.layers.norm import Norm
 
-NORM, NORM_STREAM, NORM_BRANCH = "norm", "norm_stream", "norm_branch"  # y = norm(x); x = y = norm(x); of the branch
+# y = norm(x); x = y = norm(x); branch = norm(branch)
+NORM, NORM_STREAM, NORM_BRANCH = "norm", "norm_stream", "norm_branch"
 ATTENTION, MLP = "attention", "mlp"  # branch += part(y)
-ADD = "add"  # x = y = x + branch, and the next branch begins
-REDUCE = "reduce"  # the sum of all ranks' branches
-ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # by `merged`
-# By `folded`: branch = branch + part(norm(x)); branch = x; x = y = branch, and the next branch begins.
+ADD = "add"  # x = y = x + scale * branch; start a new branch
+REDUCE = "reduce"  # branch = sum of all ranks' branches
+ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # made by `merged`
+# Made by `folded`: branch = branch + part(norm(x)) (both FOLDED_ steps); branch = x; x = y = branch and a new branch.
 FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "carry", "take"
 
 
 class Step(NamedTuple):
-    """`part` is the block's child that runs, `scale` is by how much ADD multiplies the branch, `norm` is folded in."""
+    """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in."""
 
     does: str
     part: str = ""
@@ -61,8 +63,9 @@ _PROGRAMS: Mapping[str, Program] = MappingProxyType({
 
 
 def program_of(shape: LayerShape, ranks: int = 1) -> Program:
-    """The steps of a block, without the norms that it does not have. Only PARALLEL adds up ranks itself, both branches
-    at once.
+    """Return the steps of a block, leaving out norms that it does not have.
+
+    Only PARALLEL reduces over ranks as a step of its own, for both branches at once.
     """
     absent = {name for name in ("norm1", "norm2", "post1", "post2") if getattr(shape, name) is None}
     return tuple(
@@ -73,7 +76,7 @@ def program_of(shape: LayerShape, ranks: int = 1) -> Program:
 
 
 def merged(program: Program) -> Program:
-    """Each ADD and the norm after it in one step."""
+    """Merge each ADD and the norm after it into one step."""
     steps: list[Step] = []
     for step in program:
         if steps and steps[-1].does == ADD and step.does in (NORM, NORM_STREAM):
@@ -84,11 +87,12 @@ def merged(program: Program) -> Program:
 
 
 def folded(program: Program) -> Program:
-    """Norms within the products that read them; an ADD within the products before it, where these alone make the
-    branch and no norm reads the sum in their place.
+    """Fold norms into the products that read them, and each ADD into the products before it.
+
+    An ADD is folded only if products alone made its branch, the branch is not scaled and no NORM_STREAM follows.
     """
     steps: list[Step] = []
-    norm, begin = "", 0  # what products read; where the branch begins in `steps`
+    norm, begin = "", 0  # the norm that products read; index in `steps` where the branch begins
     for i, step in enumerate(program):
         if step.does == NORM:
             norm = step.part
@@ -109,10 +113,10 @@ def folded(program: Program) -> Program:
 
 
 def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """The block's output and the weights of its attention."""
-    parts: dict[str, Any] = block._modules  # attribute access on an nn.Module costs 0.7 us each time
+    """Run the program on x. Return the block's output and its attention weights (None unless wanted)."""
+    parts: dict[str, Any] = block._modules  # attribute access on an nn.Module takes 0.7 us
     y: Tensor = x
-    branch: Any = None  # a tensor as soon as a part ran
+    branch: Any = None  # a tensor once a part has run
     weights: Tensor | None = None
     for does, name, scale, norm in program:
         if does == NORM:
@@ -133,7 +137,7 @@ def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: I
             branch = direct(parts[name], branch)
         elif does == REDUCE:
             branch = block.reduce(branch)
-        else:  # the branch joins the stream
+        else:  # add the branch to the stream
             if scale != 1.0:
                 branch = branch * scale
             if does == ADD_NORM:
@@ -147,7 +151,7 @@ def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: I
 
 
 def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum and its norm, in one pass where nobody listens to the norm."""
+    """Return the sum and its norm, computed in one pass if the norm has no hooks."""
     if type(norm) is Norm and untouched(norm):
         return norm.add(branch, x)
     x = x + branch

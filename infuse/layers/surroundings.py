@@ -1,4 +1,4 @@
-"""What a part of a block is built with: the formats of its matrices, the ops' bodies, and the ranks that share it."""
+"""The context in which a part of a block is built: formats of its matrices, bodies of ops, ranks that share it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from infuse.parallel.group import LOCAL, Group
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`name` is the part's in the block; `formats`: target in the block → quantization format; `bodies`: op → body.
+    """`name` is the part's name in the block, `formats` maps targets in the block to formats, `bodies` ops to bodies.
 
-    `combine` adds up what ranks have of a sum; `index` is the layer's place in the cache.
+    `combine` adds up the ranks' partial sums; `index` is the layer's index in the cache.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Surroundings:
     index: int | None = None
 
     def linear(self, matrix: Matrix) -> Linear | QuantizedLinear:
-        """The empty linear of a part's matrix. One whose inputs ranks split ends in their sum."""
+        """Make the empty linear of a part's matrix. A row-parallel one applies `combine`."""
         combine = self.combine if matrix.split == ROW else None
         return make_linear(matrix.inputs, matrix.outputs, matrix.bias, self.format(matrix), self.bodies, combine)
 
     def format(self, matrix: Matrix) -> str | None:
-        """The quantization format of a part's matrix, None where it keeps the compute dtype."""
+        """Return the quantization format of a part's matrix; None if it keeps the compute dtype."""
         return self.formats.get(f"{self.name}.{matrix.weight}")
