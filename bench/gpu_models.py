@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: sizes, repeats, and the stand-in for CUDA graphs (`install` adds a recorder on CPUs)."""
+    """Settings of a run: sizes, repeats, and the stand-in for CUDA graphs (`install` adds a recorder on CPUs)."""
 
     device: torch.device
     tiny: bool
