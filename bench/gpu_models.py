@@ -18,12 +18,12 @@ import infuse
 from gpu_runs import Bounds, Budget, read_bytes, wait, wall_seconds
 
 LLAMA_8B = dict(
-    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256,
-    max_position_embeddings=8192, rope_theta=500000.0,
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+    vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0,
 )  # fmt: skip
 LLAMA_1B = dict(
-    hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64, intermediate_size=8192,
-    vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=8192,
+    hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=8192,
 )  # fmt: skip
 GPT2_XL = dict(n_embd=1600, n_layer=48, n_head=25, n_positions=1024)
 BERT_LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: sizes, repeats, and who stands for CUDA graphs (`install` puts a recorder on a CPU's models)."""
+    """Settings of a run: sizes, repeats, and the stand-in for CUDA graphs (`install` adds a recorder on CPUs)."""
 
     device: torch.device
     tiny: bool

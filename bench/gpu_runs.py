@@ -23,7 +23,10 @@ class Bounds:
     matmul_operations: float
 
     def __str__(self) -> str:
-        return f"copy {self.copy_bytes / 1e12:.2f} TB/s (read + written), bfloat16 matmul {self.matmul_operations / 1e12:.0f} TFLOP/s"
+        return (
+            f"copy {self.copy_bytes / 1e12:.2f} TB/s (read + written), "
+            f"bfloat16 matmul {self.matmul_operations / 1e12:.0f} TFLOP/s"
+        )
 
 
 class Budget:
@@ -98,7 +101,7 @@ def _copied_bytes(count: int, device: torch.device) -> float:
 
 
 def read_bytes(model: Any) -> int:
-    """Bytes of weights that one decode step reads: all of them, but of an embedding that is not the head's only a row."""
+    """Bytes of weights that one decode step reads: all, but only one row of an embedding that is not the head's."""
     total = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     looked_up = model.get_input_embeddings()
     head = model.get_output_embeddings()

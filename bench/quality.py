@@ -49,7 +49,7 @@ FAMILIES = ("int8 asymmetric", "int8", "int8 a8", "fp8", "fp6", "int4 asymmetric
 
 @dataclass(frozen=True)
 class Score:
-    """One format: bits for each weight of its matrices, perplexity for each token, the growth over float32 in percent."""
+    """One format: bits per weight of its matrices, perplexity per token, and its increase over float32 in percent."""
 
     name: str
     bits: float
@@ -120,8 +120,10 @@ def plot(found: Sequence[Score], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     exact = found[0]
     axes.axhline(exact.perplexity, color="0.5", linestyle="--", linewidth=1)
-    axes.annotate("float32", (1, exact.perplexity), xycoords=("axes fraction", "data"), xytext=(-4, 4), textcoords="offset points",
-                  ha="right", color="0.4")  # fmt: skip
+    axes.annotate(
+        "float32", (1, exact.perplexity), xycoords=("axes fraction", "data"), xytext=(-4, 4),
+        textcoords="offset points", ha="right", color="0.4",
+    )  # fmt: skip
     for family in FAMILIES:
         members = sorted((score for score in found[1:] if score.family == family), key=lambda score: score.bits)
         if members:
@@ -173,8 +175,14 @@ def main() -> None:
         print(f"{score.name:<20} {score.bits:6.2f} bits  {score.perplexity:.4f}  {score.change:+.2f} %", flush=True)
     part = "all tokens" if args.tokens is None else f"the first {args.tokens} tokens"
     what = f"{args.model.name}, {part} of {args.text.name if args.text else 'heldout.txt'}"
-    machine = f"{platform.machine()}, {' '.join(cpu_features())}; torch {torch.__version__}, transformers {transformers.__version__}"
-    told = f"{date.today()}: `python {' '.join(sys.argv)}`: {what}; quantized rows compute in {args.dtype}\n\n{machine}\n\n{table(found)}"
+    machine = (
+        f"{platform.machine()}, {' '.join(cpu_features())}; torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+    told = (
+        f"{date.today()}: `python {' '.join(sys.argv)}`: {what}; quantized rows compute in {args.dtype}\n\n"
+        f"{machine}\n\n{table(found)}"
+    )
     print("\n" + told)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

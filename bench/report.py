@@ -53,9 +53,15 @@ def markdown(table: Table, remarks: str) -> str:
     console = Console(width=150, no_color=True)
     with console.capture() as captured:
         console.print(table)
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}; kernels: {isa() or 'none'}"
+    machine = (
+        f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}; "
+        f"kernels: {isa() or 'none'}"
+    )
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}"
-    return f"{date.today()}: `python {' '.join(sys.argv)}`\n\n{machine}; {versions}\n\n{remarks}\n\n```\n{captured.get()}```\n"
+    return (
+        f"{date.today()}: `python {' '.join(sys.argv)}`\n\n{machine}; {versions}\n\n{remarks}\n\n"
+        f"```\n{captured.get()}```\n"
+    )
 
 
 def show(text: str, out: Path | None) -> None:

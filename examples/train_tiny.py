@@ -44,8 +44,13 @@ STEPS = 3000
 # Tables, generated files and copies of other modules teach little; tests are left out for their size.
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "pydoc_data", "__phello__"}
 LONGEST_HELDOUT = 64_000
-PROMPTS = ["    def __repr__(self):\n", "class TestError(Exception):\n", "def main():\n    parser = argparse.ArgumentParser(",
-           "with open(filename, 'rb') as f:\n", "try:\n    import "]  # fmt: skip
+PROMPTS = [
+    "    def __repr__(self):\n",
+    "class TestError(Exception):\n",
+    "def main():\n    parser = argparse.ArgumentParser(",
+    "with open(filename, 'rb') as f:\n",
+    "try:\n    import ",
+]
 
 
 @dataclass
@@ -244,8 +249,10 @@ Held out: {", ".join(f"`{name}`" for name in names)}.
 ## Training
 
 Muon for the layers' matrices (weight decay 0.1) and AdamW for the rest, learning rate with warm-up and linear decay,
-gradients clipped at 1, {TOKENS_PER_STEP} tokens per step in bfloat16 autocast, rows of {CONTEXT // 2} tokens and for the last fifth
-of {CONTEXT}. Files are encoded in pieces parted at random characters, so that prompts may end in a space or within a word.
+gradients clipped at 1, {TOKENS_PER_STEP} tokens per step in bfloat16 autocast, rows of {CONTEXT // 2} tokens \
+and for the last fifth
+of {CONTEXT}. Files are encoded in pieces parted at random characters, so that prompts may end in a space \
+or within a word.
 The command was
 
     {command}
@@ -331,9 +338,10 @@ def main() -> None:
     train(model, tokenizer, files, args, work / "checkpoint")
     config, tokens, minutes = model.config, args.steps * TOKENS_PER_STEP, (time.monotonic() - start) / 60
     facts = {
-        "Architecture": f"Llama (`LlamaForCausalLM`), {config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
-        f"inner size {config.intermediate_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "
-        f"key-value heads of {config.head_dim}, tied embeddings, {CONTEXT} positions",
+        "Architecture": f"Llama (`LlamaForCausalLM`), {config.num_hidden_layers} layers, "
+        f"hidden size {config.hidden_size}, inner size {config.intermediate_size}, "
+        f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads "
+        f"of {config.head_dim}, tied embeddings, {CONTEXT} positions",
         "Parameters": f"{parameters:,}, stored in bfloat16",
         "Tokenizer": f"byte-level BPE, {len(tokenizer)} tokens, learned from the training files",
         "Training data": f"{len(files.train)} files, {sum(map(len, files.train)) / 1e6:.1f} million characters, "

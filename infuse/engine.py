@@ -177,7 +177,7 @@ class InferenceEngine(nn.Module):
             load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
 
     def destroy(self) -> None:
-        """Free the memory, even if the module is still referenced: its weights are gone, and calls raise InfuseError."""
+        """Free the memory even if the module is still referenced: it loses its weights, and calls raise InfuseError."""
         from infuse.generate.install import uninstall
 
         if self._times is not None:
@@ -269,8 +269,8 @@ def _check_weights(model: nn.Module, from_checkpoint: bool) -> None:
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta and offloaded(model):
         raise ConfigError(
-            f"accelerate has offloaded {len(on_meta)} parameters ({on_meta[0]}, ...) to the CPU or to disk: load the whole "
-            "model without a device_map that offloads, or make it on meta and give checkpoint="
+            f"accelerate has offloaded {len(on_meta)} parameters ({on_meta[0]}, ...) to the CPU or to disk: load the "
+            "whole model without a device_map that offloads, or make it on meta and give checkpoint="
         )
     if on_meta:
         raise ConfigError(

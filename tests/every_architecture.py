@@ -15,22 +15,32 @@ from infuse.architectures.model_inputs import random_inputs
 
 # The names that configs give to their numbers, by what is asked of them here.
 NUMBERS: dict[int, str] = {
-    32: """hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size word_embed_proj_dim embedding_size d_embed
-        emb_dim text_embed_dim projection_dim hidden_dim attention_hidden_size lru_width backbone_hidden_size head_hidden_size""",
-    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size moe_intermediate_size inner_dim
-        shared_expert_intermediate_size moe_shared_expert_intermediate_size dim_feedforward mlp_dim encoder_feed_forward_size
+    32: """hidden_size d_model n_embd dim embed_dim encoder_hidden_size decoder_hidden_size word_embed_proj_dim \
+embedding_size d_embed
+        emb_dim text_embed_dim projection_dim hidden_dim attention_hidden_size lru_width backbone_hidden_size \
+head_hidden_size""",
+    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size \
+moe_intermediate_size inner_dim
+        shared_expert_intermediate_size moe_shared_expert_intermediate_size dim_feedforward mlp_dim \
+encoder_feed_forward_size
         intermediate_size_mlp mamba_d_ssm mamba_chunk_size""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads
-        num_encoder_attention_heads num_decoder_attention_heads num_local_experts num_experts n_routed_experts moe_num_experts""",
+        num_encoder_attention_heads num_decoder_attention_heads num_local_experts num_experts n_routed_experts \
+moe_num_experts""",
     6: "mamba_n_heads",
-    2: """num_hidden_layers n_layer n_layers num_layers hidden_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers
+    2: """num_hidden_layers n_layer n_layers num_layers hidden_layers encoder_layers decoder_layers \
+num_encoder_layers num_decoder_layers
         num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token top_k moe_topk moe_k""",
-    8: """head_dim d_kv attention_head_size kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim q_lora_rank kv_lora_rank
+    8: """head_dim d_kv attention_head_size kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim \
+q_lora_rank kv_lora_rank
         patch_size num_mel_bins feature_size global_head_dim input_feat_per_channel""",
     16: "image_size qk_head_dim",
     1: "n_group topk_group first_k_dense_replace",
     96: "vocab_size",
-    64: "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx max_sequence_length max_seq_len",
+    64: (
+        "max_position_embeddings n_positions max_source_positions max_target_positions n_ctx max_sequence_length "
+        "max_seq_len"
+    ),
 }
 NEEDED = ("head_dim", "num_experts_per_tok")  # which are None in some configs
 BY_NAME = {name: number for number, names in NUMBERS.items() for name in names.split()}

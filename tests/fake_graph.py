@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 RUBBISH = 1 << 40  # of integers: no index, no token, no length
 _FORBIDDEN = {
-    "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique", "_unique2",
-    "unique_consecutive", "multinomial", "repeat_interleave",
+    "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique",
+    "_unique2", "unique_consecutive", "multinomial", "repeat_interleave",
 }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ class FakeBackend:
 
 @dataclass
 class RunAgain:
-    """What was captured, run again as a whole: for kernels that no recorder sees, such as Triton's under its interpreter."""
+    """Replay the whole captured call, for kernels that no recorder sees, such as Triton's under its interpreter."""
 
     run: Callable[[], Any]
     result: list[Tensor]

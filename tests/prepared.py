@@ -1,4 +1,4 @@
-"""The result of a body over arguments as the op takes them: weights are brought into the layout that the body asks for."""
+"""Run a body on the arguments of its op: weights are first converted to the layout that the body needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton's interpreter without what it does again at every call of one kernel function by another: import for effect.
 
-It maps `triton.language` onto itself at each such call, which takes half of its time. The launch has done so already, and
-of `triton.language.core`, which only the library's own functions name, the first call has.
+The interpreter maps `triton.language` onto itself at each such call, which takes half of its time. The launch has
+already done so; the first call has done so for `triton.language.core`, which only the library's own functions use.
 """
 
 from __future__ import annotations

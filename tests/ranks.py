@@ -96,7 +96,7 @@ class Ranks:
         self._generation = 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """What `function(*args)` returns on each rank; RankFailed with the tracebacks where one raises, dies or hangs."""
+        """What `function(*args)` returns on each rank; RankFailed with tracebacks if one raises, dies or hangs."""
         results, traces = self._call(size, function, args, timeout)
         if traces:
             text = "\n".join(f"rank {rank} of {size}:\n{trace}" for rank, trace in sorted(traces.items()))
@@ -106,7 +106,7 @@ class Ranks:
     def run_expecting_errors(
         self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
     ) -> list[Any]:
-        """The same, with the exception in the place of the value where a rank raised; RankDied and RankHung among them."""
+        """Like run, but with the exception (also RankDied and RankHung) instead of the value of a rank that raised."""
         return self._call(size, function, args, timeout)[0]
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ def _meet(task: Task) -> None:
 
 @contextmanager
 def deadlines_end_when_all_wait(waiting: Sequence[int], rank_that_gives_up: int | None = None) -> Iterator[None]:
-    """Deadlines of collectives are over once the ranks `waiting` wait (on one of them alone), however busy the machine is."""
+    """Make collectives time out as soon as the ranks `waiting` wait (on one of them), however busy the machine is."""
     import pytest
     import torch.distributed as dist
 

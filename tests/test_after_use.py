@@ -1,4 +1,4 @@
-"""What is used after its time or where it does not fit: an engine after destroy(), a cache that another model filled."""
+"""Objects used too late or with another model: an engine after destroy(), a cache that another model filled."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def t5_on_rank(policy: Any, changes: dict[str, Any], settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("policy", "ranks_used"), [
-    *[(T5_POLICY, ranks_used) for ranks_used in SIZES], ({"T5Block": T5_POLICY[T5Block]}, 2), *[(None, ranks_used) for ranks_used in SIZES],
+    *[(T5_POLICY, ranks_used) for ranks_used in SIZES], ({"T5Block": T5_POLICY[T5Block]}, 2),
+    *[(None, ranks_used) for ranks_used in SIZES],
 ])  # fmt: skip
 def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     results = ranks.run(ranks_used, t5_on_rank, policy, {}, {})
@@ -265,11 +266,13 @@ def test_an_error_leaves_the_model_unharmed(ranks: Ranks) -> None:
 SMALL = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80, vocab_size=96)
 KNOWN: dict[str, tuple[Any, Any]] = {
     "bart": (t.BartModel, t.BartConfig(
-        d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=40,
-        decoder_ffn_dim=40, vocab_size=96,
+        d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=40, decoder_ffn_dim=40, vocab_size=96,
     )),
     "mpnet": (t.MPNetModel, t.MPNetConfig(**SMALL)),  # biases of all heads come from outside of the layers
-    "swin": (t.SwinModel, t.SwinConfig(embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4)),
+    "swin": (t.SwinModel, t.SwinConfig(
+        embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4,
+    )),
     # experts stay whole
     "mixtral": (t.MixtralModel, t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
     # reads head counts from its config

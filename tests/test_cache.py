@@ -1,4 +1,4 @@
-"""KVCache beside transformers' DynamicCache under random sequences of operations: what the one holds, the other holds."""
+"""KVCache and transformers' DynamicCache hold the same after random sequences of operations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def with_copy(folder: Path, off: float) -> tuple[str, Path, Path]:
-    """A copy of a tensor, off by `off`, in the first file that does not hold it: its name, its own file, and that one."""
+    """Add a copy of a tensor, off by `off`, to the first file without it; return its name, its file and that one."""
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     stale = files_of(folder)[0]
     files = list(where.values())

@@ -86,7 +86,8 @@ def test_what_two_ranks_trained_is_read_by_two_and_by_four(
 # Groups of 4 inputs are whole in every part of these models, whatever the number of ranks.
 INT8, INT4 = {"quant": "int8:4"}, {"quant": "int4:4:asymmetric"}
 DEGREES = [
-    (1, 2, {}), (2, 1, {}), (2, 4, {}), (1, 2, INT8), (2, 1, INT8), (2, 4, INT8), (4, 3, INT8), (2, 2, INT4), (1, 4, INT4), (3, 2, INT4),
+    (1, 2, {}), (2, 1, {}), (2, 4, {}), (1, 2, INT8), (2, 1, INT8), (2, 4, INT8), (4, 3, INT8), (2, 2, INT4),
+    (1, 4, INT4), (3, 2, INT4),
 ]  # fmt: skip
 
 
@@ -305,7 +306,7 @@ def bytes_by_rank(name: str, folder: str, keys: dict) -> int:
 @pytest.mark.parametrize("keys", [{}, {"quant": "int4:4"}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rank_touches_the_bytes_of_its_part(tied: bool, keys: dict, tmp_path: Path, ranks: Ranks) -> None:
-    """Half of each head's matrices, its share of the inner features and of the vocabulary, all norms; each byte once."""
+    """Half of the heads, of the inner features and of the vocabulary, and all norms; each byte is read once."""
     name = "llama-bias" if tied else "llama"
     BY_NAME[name].make().save_pretrained(tmp_path)
     hidden, inner, layers, vocabulary, keys_width = 48, (48, 32), 3, (64, 32), 24

@@ -52,7 +52,8 @@ before = status("VmRSS")
 engine = infuse.init_inference(model, checkpoint=path, progress=False, **keys)
 peak = status("VmHWM")
 assert sum(step.depth == "block" for step in engine.plan.steps) == shape["num_hidden_layers"], str(engine.plan)
-print(json.dumps({"before": before, "peak": peak - before, "after": status("VmRSS") - before, "result": parameter_bytes(engine.module)}))
+print(json.dumps({"before": before, "peak": peak - before, "after": status("VmRSS") - before, \
+"result": parameter_bytes(engine.module)}))
 """
 
 
@@ -81,8 +82,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("form", "keys"),
     [
-        ("safetensors", {"dtype": "bf16"}), ("bin", {"dtype": "bf16"}), ("safetensors", {"dtype": "bf16", "quant": "int8"}),
-        ("safetensors", {"dtype": "bf16", "quant": "int4"}),
+        ("safetensors", {"dtype": "bf16"}), ("bin", {"dtype": "bf16"}),
+        ("safetensors", {"dtype": "bf16", "quant": "int8"}), ("safetensors", {"dtype": "bf16", "quant": "int4"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -25,14 +25,16 @@ ROWS, COLUMNS = 0, 1
 # Parts of names → the axis along which ranks cut the matrix; a bias is cut where its matrix is cut by rows; the rest is
 # on each rank.
 CUT = {
-    "llama": {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "o_proj": COLUMNS, "gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS,
-              "embed_tokens": ROWS, "lm_head": ROWS},
-    "gpt2": {"attn.c_attn": COLUMNS, "attn.c_proj": ROWS, "c_fc": COLUMNS, "mlp.c_proj": ROWS, "wte": ROWS, "lm_head": ROWS},
-    "bloom": {"query_key_value": ROWS, "self_attention.dense": COLUMNS, "h_to_4h": ROWS, "4h_to_h": COLUMNS, "word_embeddings.w": ROWS,
-              "lm_head": ROWS},
+    "llama": {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "o_proj": COLUMNS, "gate_proj": ROWS, "up_proj": ROWS,
+              "down_proj": COLUMNS, "embed_tokens": ROWS, "lm_head": ROWS},
+    "gpt2": {"attn.c_attn": COLUMNS, "attn.c_proj": ROWS, "c_fc": COLUMNS, "mlp.c_proj": ROWS, "wte": ROWS,
+             "lm_head": ROWS},
+    "bloom": {"query_key_value": ROWS, "self_attention.dense": COLUMNS, "h_to_4h": ROWS, "4h_to_h": COLUMNS,
+              "word_embeddings.w": ROWS, "lm_head": ROWS},
     "bert": {"query": ROWS, "key": ROWS, "value": ROWS, "attention.output.dense": COLUMNS, "intermediate.dense": ROWS,
              "output.dense": COLUMNS, "word_embeddings": ROWS},
-    "phi3": {"qkv_proj": ROWS, "o_proj": COLUMNS, "gate_up_proj": ROWS, "down_proj": COLUMNS, "embed_tokens": ROWS, "lm_head": ROWS},
+    "phi3": {"qkv_proj": ROWS, "o_proj": COLUMNS, "gate_up_proj": ROWS, "down_proj": COLUMNS, "embed_tokens": ROWS,
+             "lm_head": ROWS},
 }  # fmt: skip
 CUT["falcon-40b"] = CUT["falcon-7b"] = CUT["bloom"]
 TRANSPOSED = {"gpt2"}
@@ -141,7 +143,8 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         ([(4,), (4,)], (8,), Packed((4, 2, 2)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (1, 2, 3), (0, 3, 4), (1, 3, 4)]),
         # the one key head on both
         ([(4,), (4,)], (6,), Packed((4, 1, 1)), [(0, 0, 2), (1, 0, 2), (0, 2, 3), (0, 3, 4)]),
-        ([(3,)] * 4, (8,), Packed((2, 1, 1), 2), [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)]),
+        ([(3,)] * 4, (8,), Packed((2, 1, 1), 2),
+         [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3), (2, 0, 1), (3, 0, 1), (2, 1, 2), (2, 2, 3)]),
     ],
 )  # fmt: skip
 def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | None, wanted: list) -> None:
@@ -152,8 +155,8 @@ def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | No
 @pytest.mark.parametrize(
     ("shapes", "whole", "packed"),
     [
-        ([(2, 3)], (4, 6), None), ([(2,)], (2, 1), None), ([(3,), (3,)], (7,), None), ([(5,), (5,)], (12,), Packed((4, 4, 4))),
-        ([()], (1,), None),
+        ([(2, 3)], (4, 6), None), ([(2,)], (2, 1), None), ([(3,), (3,)], (7,), None),
+        ([(5,), (5,)], (12,), Packed((4, 4, 4))), ([()], (1,), None),
     ],
 )  # fmt: skip
 def test_what_makes_up_no_tensor(shapes: list, whole: tuple, packed: Packed | None) -> None:

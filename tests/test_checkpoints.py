@@ -142,8 +142,8 @@ def training_nested(model: Any, folder: Path) -> Any:
 
 
 FORMS = [
-    safetensors, safetensors_shards, bin_single, bin_shards, file_list, file_glob, one_file, description, description_dict, training,
-    training_nested,
+    safetensors, safetensors_shards, bin_single, bin_shards, file_list, file_glob, one_file, description,
+    description_dict, training, training_nested,
 ]  # fmt: skip
 
 

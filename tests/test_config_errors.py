@@ -75,7 +75,8 @@ def test_all_problems_of_all_kinds_are_told_at_once():
         (
             {"quant": "int3"},
             [
-                "quant.format (given as quant): found 'int3'; unknown quantization format 'int3'; possible: int8, int8:GROUP"
+                "quant.format (given as quant): found 'int3'; unknown quantization format 'int3'; "
+                "possible: int8, int8:GROUP"
             ],
         ),
         ({"quant": "int4:0"}, ["found 'int4:0'"]),

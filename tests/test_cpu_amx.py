@@ -227,7 +227,8 @@ def test_a_lower_level_leaves_products_to_pytorch_that_has_amx(detection: Path) 
 
 @built
 @pytest.mark.parametrize(("state", "text"), [
-    ("missing", "this CPU does not have it"), ("refused", "the system does not let this"), ("unbuilt", "the compiler that built"),
+    ("missing", "this CPU does not have it"), ("refused", "the system does not let this"),
+    ("unbuilt", "the compiler that built"),
 ])  # fmt: skip
 def test_env_says_why_amx_does_not_run(monkeypatch: pytest.MonkeyPatch, state: str, text: str) -> None:
     class Binary:

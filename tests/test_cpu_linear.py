@@ -68,7 +68,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: str) -> None:
-    """As assert_near; where a result is small because its products cancel, in units of what they add up to at random."""
+    """Like assert_near; a result that is small because products cancel is measured in units of their random sum."""
     wanted = exact(x, weight, bias)
     assert found.dtype == x.dtype and found.shape == wanted.shape, what
     if wanted.numel():

@@ -44,9 +44,10 @@ def values(length: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     outliers[::3, 0] = 300.0
     large = 1.0 if dtype == torch.float16 else 2e37
     yield from (
-        ("normal", normal), ("negative", -normal.abs() - 0.5), ("positive", normal.abs()), ("offset", normal + 100), ("zeros", one * 0),
-        ("one value", one), ("whole", whole), ("signs", normal.sign()), ("constant", torch.full_like(normal, -0.37)),
-        ("outliers", outliers), ("tiny", normal * 1e-5), ("subnormal", normal * 1e-39), ("huge", normal.clamp(-4, 4) * large),
+        ("normal", normal), ("negative", -normal.abs() - 0.5), ("positive", normal.abs()), ("offset", normal + 100),
+        ("zeros", one * 0), ("one value", one), ("whole", whole), ("signs", normal.sign()),
+        ("constant", torch.full_like(normal, -0.37)), ("outliers", outliers), ("tiny", normal * 1e-5),
+        ("subnormal", normal * 1e-39), ("huge", normal.clamp(-4, 4) * large),
     )  # fmt: skip
     yield "sparse", normal * (torch.rand_like(normal) < 0.1)
     if dtype != torch.float16:
@@ -161,7 +162,7 @@ def test_other_dtypes_and_meta_are_left_to_the_reference() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strides(kind: str) -> None:
-    """Transposed weights are copied part by part: more than one part, and the last one smaller; parameters as they are."""
+    """Transposed weights are copied in parts, here several with a smaller last one; parameters are used as they are."""
     rows = 2 * COPIED_VALUES // 1024 + 5
     weight = torch.randn(1024, rows).bfloat16()
     for found, wanted in zip(

@@ -1,4 +1,4 @@
-"""The examples of docs/with-other-libraries.md that are marked as run, as they stand, against the same without infuse."""
+"""Run the marked examples of docs/with-other-libraries.md unchanged, and compare them with the same without infuse."""
 
 from __future__ import annotations
 

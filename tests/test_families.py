@@ -199,7 +199,7 @@ def test_generated_tokens(name: str, way: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi", "bloom", "gemma3", "bert-decoder"])
 def test_modes_differ(name: str) -> None:
-    """Guards the test above: on these models each mode gives tokens of its own, so that a mode ignored would be seen."""
+    """Guards the test above: each mode gives different tokens on these models, so an ignored mode would be noticed."""
     original, _ = pair(name)
     results = {tuple(generated(original, name, mode).sequences.flatten().tolist()) for mode in MODES}
     assert len(results) == len(MODES)
@@ -265,7 +265,8 @@ def test_float16_error_is_at_most_twice_the_originals(name: str) -> None:
 
 SENTENCES = [
     "A short one.",
-    "The committee will meet again on Thursday to discuss what the new budget means for schools in the north of the county.",
+    "The committee will meet again on Thursday to discuss what the new budget means for schools in the north "
+    "of the county.",
     "How do I reset my password?",
     "Water boils at a lower temperature in the mountains, because the pressure of the air is lower there.",
 ]

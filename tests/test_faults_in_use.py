@@ -73,7 +73,7 @@ WIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_int8_works_and_saves_memory(name: str) -> None:
-    """int8 weights, floating-point activations: resident bytes drop, also below those of the same dtype without int8."""
+    """int8 weights with floating-point activations need fewer resident bytes than the original or than that dtype."""
     original, model = BY_NAME[name].make(**WIDE[name]), BY_NAME[name].make(**WIDE[name])
     before = resident_bytes(model)
     engine = infuse.init_inference(model, dtype=torch.int8)
@@ -244,7 +244,8 @@ def test_without_a_compiler() -> None:
     code = "\n".join(
         (
             "import torch, transformers, infuse",
-            "small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=16)",
+            "small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, "
+            "vocab_size=16)",
             "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).eval()",
             "exact = model(torch.arange(6)[None]).logits.detach()",
             "engine = infuse.init_inference(model, dtype='fp32')",

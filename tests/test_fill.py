@@ -54,7 +54,8 @@ def expected(label: str, sources: Sources) -> Tensor:
     both = torch.cat((a, b))
     return {
         "two sources": both, "one": a, "some outputs": torch.cat((both[7:90], both[130:171])),
-        "some inputs": torch.cat((a[:, :16], a[:, 32:48]), 1), "transposed": columns.t(), "some inputs, transposed": columns.t()[:, 16:48],
+        "some inputs": torch.cat((a[:, :16], a[:, 32:48]), 1), "transposed": columns.t(),
+        "some inputs, transposed": columns.t()[:, 16:48],
     }[label]  # fmt: skip
 
 

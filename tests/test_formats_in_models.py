@@ -123,7 +123,7 @@ def test_casting_a_model_leaves_the_codes_alone(text: str) -> None:
 
 
 def test_names_choose_and_leave_alone() -> None:
-    """As DeepSpeed writes it: only what matches is quantized; on top of a format for all, names override and exclude."""
+    """In DeepSpeed's form: only matching linears are quantized; with a general format, names override and exclude."""
     names = {"mlp.down_proj": {"num_bits": 4, "group_size": 32, "group_dim": 1, "symmetric": False}, "o_proj": "fp6"}
     engine = engine_of("llama", {"enabled": True, "weight": {"post_init_quant": names}}, verify="strict")
     wanted = {path: "int4:32:asymmetric" for path in LLAMA if "down" in path} | {
@@ -152,7 +152,7 @@ def test_one_layer_alone() -> None:
 
 
 def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
-    """q, k and v lie in one matrix of a block: with different formats the layer's linears are replaced each for itself."""
+    """A block merges q, k and v: if their formats differ, the layer's linears are replaced one by one."""
     names = {"0.self_attn.k_proj": "int4:32", "0.self_attn.v_proj": None}
     engine = engine_of("llama", {"format": "int8", "weight": {"post_init_quant": names}})
     depths = {step.path: step.depth for step in engine.plan.steps if step.path.startswith("model.layers")}
@@ -163,7 +163,10 @@ def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
         formats["model.layers.0.self_attn.k_proj"] == "int4:32" and formats["model.layers.0.self_attn.q_proj"] == "int8"
     )
     assert "model.layers.0.self_attn.v_proj" not in formats
-    told = "self_attn.q_proj in int8, self_attn.k_proj in int4:32, self_attn.v_proj in the compute dtype cannot be one matrix"
+    told = (
+        "self_attn.q_proj in int8, self_attn.k_proj in int4:32, self_attn.v_proj in the compute dtype "
+        "cannot be one matrix"
+    )
     assert told in str(engine.plan)
     assert distance(logits(engine, "llama"), logits(rounded("llama", engine), "llama")) < 1e-4
 

@@ -45,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def made(name: str) -> nn.Module:
-    """A model that does not repeat one token for ever, as these tiny ones do where the head is tied to the embeddings."""
+    """A model that does not repeat one token for ever, as these tiny ones do if the head is tied to the embeddings."""
     return BY_NAME[name].make(tie_word_embeddings=False)
 
 

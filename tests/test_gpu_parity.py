@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: every family in every dtype against the original in float32, and tokens equal to transformers' own."""
+"""On an NVIDIA GPU: every family in every dtype against the original in float32, and tokens equal to transformers'."""
 
 from __future__ import annotations
 

@@ -60,8 +60,10 @@ def test_a_capture_runs_nothing() -> None:
     assert torch.equal(state, torch.full((3,), 2.0)) and not result.isnan().any()
 
 
-@pytest.mark.parametrize("reads", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x[x > 0], lambda x: torch.equal(x, x),
-                                   lambda x: x + torch.tensor([1.0, 2.0, 3.0]), lambda x: x.nonzero()])  # fmt: skip
+@pytest.mark.parametrize("reads", [
+    lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x[x > 0], lambda x: torch.equal(x, x),
+    lambda x: x + torch.tensor([1.0, 2.0, 3.0]), lambda x: x.nonzero(),
+])  # fmt: skip
 def test_what_needs_the_host_cannot_be_captured(reads: Callable) -> None:
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         FakeBackend().capture(lambda: reads(torch.ones(3)))
@@ -169,9 +171,10 @@ def test_what_tells_calls_apart() -> None:
     backend = FakeBackend()
     graphs = GraphRunner(lambda x, k=None: x.float() * (2 if k is True else 1), backend)
     calls: list[tuple[Any, Any]] = [
-        (torch.ones(2, 3), True), (torch.ones(2, 3), 1), (torch.ones(2, 3), 1.0), (torch.ones(3, 2), 1), (torch.ones(3, 2).T, 1),
-        (torch.ones(2, 3, dtype=torch.long), 1), (torch.ones(2, 3), "1"), (torch.ones(2, 3), None), (torch.ones(2, 3), [1]),
-        (torch.ones(2, 3), (1,)), (torch.ones(2, 3), {"k": 1}), (torch.ones(2, 3), slice(1)), (torch.ones(2, 3), torch.float16),
+        (torch.ones(2, 3), True), (torch.ones(2, 3), 1), (torch.ones(2, 3), 1.0), (torch.ones(3, 2), 1),
+        (torch.ones(3, 2).T, 1), (torch.ones(2, 3, dtype=torch.long), 1), (torch.ones(2, 3), "1"),
+        (torch.ones(2, 3), None), (torch.ones(2, 3), [1]), (torch.ones(2, 3), (1,)), (torch.ones(2, 3), {"k": 1}),
+        (torch.ones(2, 3), slice(1)), (torch.ones(2, 3), torch.float16),
     ]  # fmt: skip
     for x, k in calls * 3:
         assert torch.equal(graphs(x, k=k), x.float() * (2 if k is True else 1))
@@ -259,8 +262,10 @@ def test_arguments_changed_in_place() -> None:
     assert torch.equal(x, torch.full((2,), 5.0))
 
 
-@pytest.mark.parametrize("function, argument", [(lambda c: c.get_seq_length(), DynamicCache()), (lambda x: object, torch.ones(1)),
-                                                (lambda x: (x, DynamicCache()), torch.ones(1))])  # fmt: skip
+@pytest.mark.parametrize("function, argument", [
+    (lambda c: c.get_seq_length(), DynamicCache()), (lambda x: object, torch.ones(1)),
+    (lambda x: (x, DynamicCache()), torch.ones(1)),
+])  # fmt: skip
 def test_what_a_key_cannot_describe_runs_as_it_is(function: Callable, argument: Any) -> None:
     backend, graphs = FakeBackend(), GraphRunner(function, FakeBackend())
     with warnings.catch_warnings():

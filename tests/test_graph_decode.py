@@ -31,8 +31,8 @@ from infuse.graphs.pool import BucketPool
 from infuse.layers.cache import KVCache
 
 NAMES = (
-    "llama", "gpt2", "bloom", "gemma2", "qwen3", "falcon-7b", "falcon-rw", "mistral", "opt", "gpt-neo", "gptj", "llama-yarn", "phi",
-    "bigcode", "bert-decoder",
+    "llama", "gpt2", "bloom", "gemma2", "qwen3", "falcon-7b", "falcon-rw", "mistral", "opt", "gpt-neo", "gptj",
+    "llama-yarn", "phi", "bigcode", "bert-decoder",
 )  # fmt: skip
 PROMPT = 9
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def test_ways_to_choose(mode: str) -> None:
 
 
 def test_a_penalty_learns_of_another_padding() -> None:
-    """transformers leaves padding out of the penalty by a tensor, which a kept graph must not have from the first call."""
+    """transformers excludes padding from the penalty by a tensor; a kept graph must not use the first call's."""
     engine, backend = graphed(made("llama"))
     answers = set()
     for hidden in (1, 4, 6, 2, 7):
@@ -209,9 +209,7 @@ def rows_of(name: str, **kwargs: Any) -> list[list[int]]:
 @pytest.mark.parametrize("new", [4, 14, 40])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma2"])
 def test_rows_that_end_at_different_times(name: str, new: int) -> None:
-    """For each length there is, three tokens with which the last row ends there: at the first step, in the middle, at the
-    end.
-    """
+    """For each length, three tokens that end the last row there: at the first step, in the middle, at the end."""
     engine, backend = graphed(made(name))
     rows = rows_of(name, **padded(name), max_new_tokens=new)
     by_length: dict[int, tuple[int, ...]] = {}

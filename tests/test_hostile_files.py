@@ -36,9 +36,9 @@ from infuse.weights.sources import find_files
 
 DEEP = 100_000  # levels of JSON, beyond every parser's recursion limit
 JUNK = [
-    None, True, 0, 1, -1, 7, 2.0, 0.5, float("nan"), 2**70, -(2**70), "", " ", ".", "..", "../x.bin", "/", "/etc/passwd", "\0", "\ud800",
-    "a" * 5000, "F32", "I32", "int4", "int8:16", "auto", "cuda", "0:1", "9:3", [], [[]], {}, {"": None}, [1, 2, 3], ["a"], [None],
-    {"a": {"a": 1}},
+    None, True, 0, 1, -1, 7, 2.0, 0.5, float("nan"), 2**70, -(2**70), "", " ", ".", "..", "../x.bin", "/",
+    "/etc/passwd", "\0", "\ud800", "a" * 5000, "F32", "I32", "int4", "int8:16", "auto", "cuda", "0:1", "9:3", [], [[]],
+    {}, {"": None}, [1, 2, 3], ["a"], [None], {"a": {"a": 1}},
 ]  # fmt: skip
 TRIES = 150
 
@@ -362,7 +362,8 @@ LEAVES = [
 ]
 WRITTEN = st.recursive(
     st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3), max_leaves=8,
+    lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=8,
 )  # fmt: skip
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -414,8 +415,9 @@ def test_configurations_in_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"tensor_parallel": {"tp_group": "all"}}, {"quant": {"weight": {"q_groups": 10**12}}}, {"checkpoint": torch.zeros(3)},
-        {"injection_policy": {"LlamaDecoderLayer": torch.zeros(3)}}, {"zero": in_itself()},
+        {"tensor_parallel": {"tp_group": "all"}}, {"quant": {"weight": {"q_groups": 10**12}}},
+        {"checkpoint": torch.zeros(3)}, {"injection_policy": {"LlamaDecoderLayer": torch.zeros(3)}},
+        {"zero": in_itself()},
     ],
     ids=lambda keys: next(iter(keys)),
 )  # fmt: skip

@@ -131,8 +131,9 @@ def test_a_model_that_cannot_be_run_is_proven_alone_and_says_so() -> None:
 SEQ2SEQ: dict[str, Any] = dict(d_model=32, vocab_size=96, decoder_start_token_id=0, pad_token_id=0)
 T5 = t.T5Config(d_kv=8, d_ff=48, num_layers=3, num_heads=4, **SEQ2SEQ)
 WHISPER = t.WhisperConfig(
-    encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
-    num_mel_bins=8, max_source_positions=20, max_target_positions=20, bos_token_id=1, eos_token_id=2, **SEQ2SEQ,
+    encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+    decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20, max_target_positions=20, bos_token_id=1,
+    eos_token_id=2, **SEQ2SEQ,
 )  # fmt: skip
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: BY_NAME[name].make for name in ("llama", "gpt2", "bert", "vit")},

@@ -65,7 +65,10 @@ def face(model: nn.Module) -> list[tuple]:
     """What each module is made of: its class, its attributes, how many hooks it has, its tensors' dtypes."""
     return [
         (path, type(module).__name__, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks),
-         [(name, None if p is None else p.dtype) for name, p in (*module._parameters.items(), *module._buffers.items())])
+         [
+             (name, None if p is None else p.dtype)
+             for name, p in (*module._parameters.items(), *module._buffers.items())
+         ])
         for path, module in model.named_modules()
     ]  # fmt: skip
 
@@ -142,7 +145,7 @@ def test_a_start_without_a_spec_that_is_interrupted() -> None:
 
 
 def answers_leave_nothing(model: Any, count: int, **asked: Any) -> None:
-    """Interrupt `generate` at `count` points: the model is as it was after each, and the next answer is the right one."""
+    """Interrupt `generate` at `count` points: each leaves the model as it was, and the next answer is correct."""
     asked = {
         **GIVEN,
         "attention_mask": torch.ones_like(GIVEN["input_ids"]),

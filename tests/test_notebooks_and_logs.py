@@ -92,7 +92,8 @@ def test_the_logger_hears_the_plan_the_stages_and_warnings(caplog: pytest.LogCap
 def test_without_logging_a_warning_shows_once() -> None:
     program = (
         "import infuse, torch\n"
-        "infuse.init_inference(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2)), replace_method='auto', dtype=torch.float64)\n"
+        "infuse.init_inference(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 2)), "
+        "replace_method='auto', dtype=torch.float64)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr.count("NOTHING IS ACCELERATED") == 1, done.stderr

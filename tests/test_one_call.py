@@ -42,7 +42,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def decoded(
     engine: infuse.InferenceEngine, family: Family, padding: str | None = None, tokens: int = 1, batch: int = 2
 ) -> list[Tensor]:
-    """Logits of three calls over a cache that holds a prompt, with `tokens` new tokens each; then its keys and values."""
+    """Logits of three calls with `tokens` new tokens each, on a cache with a prompt; then its keys and values."""
     given = inputs(family, batch=batch, padding=padding)
     mask, cache, found = given["attention_mask"], KVCache(), []
     engine(**given, past_key_values=cache, use_cache=True)
@@ -196,8 +196,9 @@ def test_what_a_user_changes_in_a_block_counts(name: str, taken: list[bool]) -> 
 def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     """A field that is added to a shape is told to C++, or a reason to go part by part, or is known to be neither."""
     told = {
-        "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind", "residual",
-        "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias", "in_bias", "bias", "weight",
+        "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
+        "residual", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias",
+        "in_bias", "bias", "weight",
     }  # fmt: skip
     refused = {"clip", "whole", "head_counts", "residual_scale", "causal"}  # by make_one_call
     sizes_and_names = {

@@ -1,4 +1,4 @@
-"""Padded batches of encoders: every row is the original's; with `skip_padding` the linears see the real tokens alone."""
+"""Padded batches of encoders: every row equals the original's; with `skip_padding`, linears see only real tokens."""
 
 from __future__ import annotations
 

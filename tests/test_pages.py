@@ -1,4 +1,4 @@
-"""Tensors on large pages: the same values, whatever the system grants; where it does, the kernel's own count says so."""
+"""Tensors on large pages: the same values with and without them; if granted, the Linux kernel counts them."""
 
 from __future__ import annotations
 

@@ -65,8 +65,10 @@ class Stack(nn.Module):
         return self.encoder(x)
 
 
-_BART = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
-             decoder_ffn_dim=128, max_position_embeddings=64)  # fmt: skip
+_BART = dict(
+    encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64,
+)  # fmt: skip
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])
 T5 = seeded(
     t.T5ForConditionalGeneration, t.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)

@@ -1,4 +1,4 @@
-"""What the engine tells of its work: its report, the times of forwards, and profiles as dict, table and Chrome trace."""
+"""The engine's report, the times of forwards, and profiles as dict, table and Chrome trace."""
 
 from __future__ import annotations
 

@@ -75,18 +75,28 @@ BROKEN: dict[str, tuple[str, Callable[[LayerSpec], LayerSpec]]] = {
     "norm: centred": ("llama", broken(norm1=Norm("input_layernorm", LAYER))),
     "norm: no offset": ("gemma", broken(norm1=Norm("input_layernorm", "rms"))),
     "packing: blocks for heads": ("gpt-neox", broken(attn=dict(qkv=Packed("attention.query_key_value", BLOCKS)))),
-    "packing: blocks for groups": ("falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", BLOCKS)))),
+    "packing: blocks for groups": (
+        "falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", BLOCKS))),
+    ),
     "packing: heads for blocks": ("gpt2", broken(attn=dict(qkv=Packed("attn.c_attn", PER_HEAD)))),
-    "packing: heads for groups": ("falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", PER_HEAD)))),
-    "keys for queries": ("opt", lambda spec: spec.but(attn=dict(qkv=Separate(spec.attn.qkv.k, spec.attn.qkv.q, spec.attn.qkv.v)))),
+    "packing: heads for groups": (
+        "falcon-40b", broken(attn=dict(qkv=Packed("self_attention.query_key_value", PER_HEAD))),
+    ),
+    "keys for queries": (
+        "opt", lambda spec: spec.but(attn=dict(qkv=Separate(spec.attn.qkv.k, spec.attn.qkv.q, spec.attn.qkv.v))),
+    ),
     "values for keys": ("llama", broken(attn=dict(qkv=Separate(_Q, _V, _K)))),
-    "gate and up swapped": ("llama", broken(mlp=GatedMLP(gate="mlp.up_proj", up="mlp.gate_proj", down="mlp.down_proj"))),
+    "gate and up swapped": (
+        "llama", broken(mlp=GatedMLP(gate="mlp.up_proj", up="mlp.gate_proj", down="mlp.down_proj")),
+    ),
     "activation": ("llama", broken(mlp=dict(activation=Act("gelu")))),
     "activation: tanh form": ("mpt", broken(mlp=dict(activation=Act("gelu_tanh")))),
     "scale": ("llama", broken(attn=dict(scale=0.5))),
     "scale: default": ("gpt-neo", broken(attn=dict(scale=None))),
     "no soft cap": ("gemma2", broken(attn=dict(softcap=None))),
-    "qk-norms swapped": ("qwen3", broken(attn=dict(q_norm=Norm("self_attn.k_norm", "rms"), k_norm=Norm("self_attn.q_norm", "rms")))),
+    "qk-norms swapped": (
+        "qwen3", broken(attn=dict(q_norm=Norm("self_attn.k_norm", "rms"), k_norm=Norm("self_attn.q_norm", "rms"))),
+    ),
     "qk-norm: centred": ("qwen3", broken(attn=dict(q_norm=Norm("self_attn.q_norm", LAYER)))),
     "no ALiBi": ("bloom", broken(attn=dict(position=NoPosition()))),
     "mask upside down": ("mpt", broken(attn=dict(inverted_mask=False))),

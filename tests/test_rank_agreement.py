@@ -97,7 +97,8 @@ def other_generation(how: str) -> Tensor:
 
 @pytest.mark.parametrize(("how", "what"), [
     ("own config", "the generation configs"), ("given config", "the generation configs"), ("cap", "the caps on tokens"),
-    ("processor", "the logits processors and stopping criteria"), ("criterion", "the logits processors and stopping criteria"),
+    ("processor", "the logits processors and stopping criteria"),
+    ("criterion", "the logits processors and stopping criteria"),
 ])  # fmt: skip
 def test_settings_of_generate_that_differ_are_named_on_every_rank(how: str, what: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_generation, how), what)

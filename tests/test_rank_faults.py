@@ -359,7 +359,8 @@ ACROSS = """
     import infuse
 
     torch.set_num_threads(1)
-    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", progress=False, tensor_parallel={{"tp_size": 2}})
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", progress=False, \
+tensor_parallel={{"tp_size": 2}})
     torch.save(outputs(engine, "llama"), {folder!r} + f"/{{torch.distributed.get_rank()}}.pt")
 """
 

@@ -59,7 +59,7 @@ def flat(value: Any) -> Iterator[Tensor]:
 
 
 def assert_same(found: Any, exact: Any, real: Tensor | None = None) -> None:
-    """The same tensors in the same nesting. `real` [B, T] names the positions that count: a padded query sees nothing."""
+    """The same tensors in the same nesting. Only the positions `real` [B, T] count: a padded query sees nothing."""
     assert shape_of(found) == shape_of(exact)
     tensors = list(zip(flat(found), flat(exact), strict=True))
     assert tensors

@@ -147,7 +147,7 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     ("written", "asked"), [("int4:16", "int4:16:a8"), ("int4:16:a8", "int4:16"), ("int4:16:a8", None)]
 )
 def test_activations_are_as_they_are_asked_for(written: str, asked: str | None, tmp_path: Path) -> None:
-    """The shards are the same with activations of 8 bits and without; who does not say has them as they were written."""
+    """Shards are the same with and without 8-bit activations; by default they are read as they were written."""
     saved("llama", tmp_path, dtype="bf16", quant=written)
     found = read_back("llama", tmp_path, **({"quant": asked} if asked else {}))
     live = infuse.init_inference(

@@ -1,4 +1,4 @@
-"""What specs claim: plain data that names real classes, complete or refused, and split as transformers' tp plans split."""
+"""Specs are plain data that names real classes, are complete or refused, and split like transformers' tp plans."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ BESIDE = (
     "quantized_linear alone",
 )
 CASES = [
-    ("llama", None), ("llama-bias", None), ("llama", "int8:16"), ("gpt2", None), ("gpt2", "fp8:16"), ("granite", None), ("gemma2", None),
-    ("gpt-neox", None), ("falcon-7b", None), ("phi", None), ("bert", "int4:16"), ("bert", None),
+    ("llama", None), ("llama-bias", None), ("llama", "int8:16"), ("gpt2", None), ("gpt2", "fp8:16"), ("granite", None),
+    ("gemma2", None), ("gpt-neox", None), ("falcon-7b", None), ("phi", None), ("bert", "int4:16"), ("bert", None),
 ]  # fmt: skip
 
 
@@ -46,9 +46,7 @@ def wider(tiles: Callable[..., Tiles]) -> Callable[..., Tiles]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """The Triton bodies wherever there are, as on a GPU; counts their calls by op, of products also by whether something
-    stands around them.
-    """
+    """Use every Triton body, as on a GPU; count their calls by op, and products also by whether they are fused."""
     made: Counter = Counter()
 
     def counted(name: str, function: Callable) -> Callable:

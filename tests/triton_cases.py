@@ -92,8 +92,8 @@ def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: int) -> None:
-    """Each case with one of the three, another one in each place: a third of the cases, about twenty with each under the
-    slow interpreter.
+    """Each case with one of the three values, another one in each place: a third of the cases, about twenty with each
+    under the slow interpreter.
     """
     value = (float("nan"), float("inf"), -float("inf"))[part]
     chosen = list(planted(name, value))
@@ -143,7 +143,7 @@ def test_attention_over_the_first_keys_of_a_storage(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_split_over_the_cache(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many keys in several parts, some of them hidden whole; rows of their own lengths through the mask; strided keys."""
+    """Many keys in several parts, some fully masked; different lengths per row by the mask; strided keys."""
     monkeypatch.setattr(configurations, "MULTIPROCESSORS", 8)  # four parts: more only take the interpreter's time
     q = torch.randn(2, 6, 2, 33, dtype=dtype, device=DEVICE)
     storage = torch.randn(2, 300, 2, 2, 33, dtype=dtype, device=DEVICE)
@@ -176,8 +176,8 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
 # ---- matrix products ----
 
 FORMATS = (
-    "int8", "int8:row", "int8:groups=3", "int8:32:asymmetric", "int4", "int4:8", "int4:32:asymmetric", "int4:row", "fp8", "fp8:32", "fp6",
-    "fp6:16", "fp6:row",
+    "int8", "int8:row", "int8:groups=3", "int8:32:asymmetric", "int4", "int4:8", "int4:32:asymmetric", "int4:row",
+    "fp8", "fp8:32", "fp6", "fp6:16", "fp6:row",
 )  # fmt: skip
 
 

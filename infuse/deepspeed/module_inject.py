@@ -78,8 +78,8 @@ class ReplaceWithTensorSlicing:
             or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]
         ):
             raise ConfigError(
-                f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one or "
-                f"two axes, or a src that is mp_size={self.mp_size} times as large along one axis"
+                f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one "
+                f"or two axes, or a src that is mp_size={self.mp_size} times as large along one axis"
             )
         (axis,) = cut
         if split_into > 1 and (dst.shape[axis] % split_into or (src.dim() == 2 and axis != self.out_dim)):
@@ -150,7 +150,7 @@ class AutoTP:
 
 
 def get_transformer_name(replaced_module: nn.Module) -> str:
-    """The dotted path of the ModuleList with the most parameters, which holds the model's layers; "" if there is none."""
+    """Dotted path of the ModuleList with the most parameters, which holds the model's layers; "" if there is none."""
     _check_model(replaced_module)
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())

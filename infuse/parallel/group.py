@@ -77,7 +77,7 @@ class Group:
         return self._run(lambda: self._transport(x).all_gather(x.contiguous(), sizes, axis, what), what)
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
-        """Rank 0's values: in x itself if it is contiguous, else in a new tensor. All ranks have its shape and dtype."""
+        """Rank 0's values, in x itself if contiguous, else in a new tensor. All ranks have the same shape and dtype."""
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).broadcast(x.contiguous(), what), what)
@@ -199,7 +199,7 @@ class Group:
         return self.distributed.queued if self.distributed else 0
 
     def share_random_state(self) -> None:
-        """Give all ranks rank 0's random generators: the CPU's and, if rank 0 has used it, the current CUDA device's."""
+        """Copy rank 0's random state to all ranks: the CPU's and, if rank 0 has used it, the current CUDA device's."""
         if self.size == 1:
             return
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -252,8 +252,8 @@ class Group:
         if self.size == 1:
             return _local, ()
         raise TypeError(
-            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the group "
-            "belongs to its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call "
+            f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the "
+            "group belongs to its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call "
             "init_inference(checkpoint=FOLDER) in the other process"
         )
 

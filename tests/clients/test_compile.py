@@ -111,8 +111,8 @@ def in_steps(model: Callable, cache: Any, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", "dynamic"), ("llama", "static"), ("llama", "ours"), ("gemma2", "dynamic"), ("gemma2", "ours"), ("bloom", "static"),
-     ("bloom", "ours")],
+    [("llama", "dynamic"), ("llama", "static"), ("llama", "ours"), ("gemma2", "dynamic"), ("gemma2", "ours"),
+     ("bloom", "static"), ("bloom", "ours")],
 )  # fmt: skip
 def test_steps_over_a_cache(name: str, kind: str) -> None:
     original, model = pair(name)

@@ -112,9 +112,9 @@ OUTPUTS = dict(return_dict_in_generate=True, output_scores=True, output_logits=T
 SMALL = t.ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
 # What a call asks for, by the argument that it is about.
 ASKED: dict[str, dict[str, Any]] = {
-    "nothing": {}, "max_length": dict(max_new_tokens=None, max_length=15), "min_new_tokens": dict(min_new_tokens=9, eos_token_id=58),
-    "min_length": dict(min_length=14, eos_token_id=58), "max_time": dict(max_time=1e6),
-    "eos_token_id": dict(eos_token_id=[58, 93], pad_token_id=0),
+    "nothing": {}, "max_length": dict(max_new_tokens=None, max_length=15),
+    "min_new_tokens": dict(min_new_tokens=9, eos_token_id=58), "min_length": dict(min_length=14, eos_token_id=58),
+    "max_time": dict(max_time=1e6), "eos_token_id": dict(eos_token_id=[58, 93], pad_token_id=0),
     "stop_strings": dict(stop_strings=["Z", "kQ"], tokenizer=tokenizer()), "tokenizer": dict(tokenizer=tokenizer()),
     "one stop string": dict(stop_strings="?", tokenizer=tokenizer()),
     "stop_strings, sampled": dict(stop_strings=LETTERS[:9], tokenizer=tokenizer(), pad_token_id=0, **SAMPLED),
@@ -123,14 +123,18 @@ ASKED: dict[str, dict[str, Any]] = {
     "token_healing": dict(inputs=prompt(1), token_healing=True, tokenizer=tokenizer()),
     "use_cache": dict(use_cache=False), "num_beams": dict(num_beams=3),
     "early_stopping": dict(num_beams=2, early_stopping=True, eos_token_id=58),
-    "length_penalty": dict(num_beams=2, length_penalty=0.3, eos_token_id=58), "beam sample": dict(num_beams=2, **SAMPLED),
-    "num_return_sequences": dict(num_return_sequences=3, **SAMPLED), "beams returned": dict(num_beams=3, num_return_sequences=2),
-    "temperature": dict(temperature=0.6, **SAMPLED), "top_k": dict(top_k=5, **SAMPLED), "top_p": dict(top_p=0.7, **SAMPLED),
-    "min_p": dict(min_p=0.1, **SAMPLED), "top_h": dict(top_h=0.4, **SAMPLED), "typical_p": dict(typical_p=0.6, **SAMPLED),
+    "length_penalty": dict(num_beams=2, length_penalty=0.3, eos_token_id=58),
+    "beam sample": dict(num_beams=2, **SAMPLED), "num_return_sequences": dict(num_return_sequences=3, **SAMPLED),
+    "beams returned": dict(num_beams=3, num_return_sequences=2), "temperature": dict(temperature=0.6, **SAMPLED),
+    "top_k": dict(top_k=5, **SAMPLED), "top_p": dict(top_p=0.7, **SAMPLED), "min_p": dict(min_p=0.1, **SAMPLED),
+    "top_h": dict(top_h=0.4, **SAMPLED), "typical_p": dict(typical_p=0.6, **SAMPLED),
     "epsilon_cutoff": dict(epsilon_cutoff=0.02, **SAMPLED), "eta_cutoff": dict(eta_cutoff=0.02, **SAMPLED),
-    "repetition_penalty": dict(repetition_penalty=1.7), "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.5),
-    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=2),
-    "bad_words_ids": dict(bad_words_ids=[[58], [60, 61]]), "renormalize_logits": dict(renormalize_logits=True, top_p=0.8, **SAMPLED),
+    "repetition_penalty": dict(repetition_penalty=1.7),
+    "encoder_repetition_penalty": dict(encoder_repetition_penalty=1.5),
+    "no_repeat_ngram_size": dict(no_repeat_ngram_size=2),
+    "encoder_no_repeat_ngram_size": dict(encoder_no_repeat_ngram_size=2),
+    "bad_words_ids": dict(bad_words_ids=[[58], [60, 61]]),
+    "renormalize_logits": dict(renormalize_logits=True, top_p=0.8, **SAMPLED),
     "forced_bos_token_id": dict(forced_bos_token_id=7), "forced_eos_token_id": dict(forced_eos_token_id=7),
     "remove_invalid_values": dict(remove_invalid_values=True),
     "exponential_decay_length_penalty": dict(exponential_decay_length_penalty=(2, 1.5), eos_token_id=58),
@@ -139,10 +143,14 @@ ASKED: dict[str, dict[str, Any]] = {
     "negative_prompt_ids": dict(
         guidance_scale=1.5, negative_prompt_ids=prompt(2, 4), negative_prompt_attention_mask=torch.ones(2, 4).long()
     ),
-    "watermarking_config": dict(watermarking_config=t.WatermarkingConfig(bias=2.5, seeding_scheme="selfhash"), **SAMPLED),
+    "watermarking_config": dict(
+        watermarking_config=t.WatermarkingConfig(bias=2.5, seeding_scheme="selfhash"), **SAMPLED
+    ),
     "synthid": dict(watermarking_config=t.SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3), **SAMPLED),
     "prefix_allowed_tokens_fn": dict(prefix_allowed_tokens_fn=lambda row, ids: [20 + row, 30, 40 + len(ids)]),
-    "prompt_lookup_num_tokens": dict(inputs=prompt(1).repeat(1, 2), prompt_lookup_num_tokens=3, max_matching_ngram_size=2),
+    "prompt_lookup_num_tokens": dict(
+        inputs=prompt(1).repeat(1, 2), prompt_lookup_num_tokens=3, max_matching_ngram_size=2
+    ),
     "prefill_chunk_size": dict(prefill_chunk_size=3),
     "outputs": OUTPUTS, "outputs of beams": dict(num_beams=2, **OUTPUTS),
     "scores without a dict": dict(output_scores=True, output_logits=True),

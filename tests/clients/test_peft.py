@@ -195,7 +195,7 @@ def test_a_base_layer_whose_weight_is_read_is_not_quantized(name: str) -> None:
 
 @pytest.mark.parametrize("quant", [None, "int8:16"])
 def test_transposed_base_layers(quant: str | None) -> None:
-    """GPT-2's Conv1D, into which PEFT merges a transposed product: a square weight would take it the wrong way round."""
+    """PEFT merges a transposed product into GPT-2's Conv1D; a square weight would accept it untransposed."""
     changes: dict[str, Any] = dict(name="gpt2", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
     original, peft = adapted(**changes), adapted(**changes)
     infuse.init_inference(peft, dtype="fp32", **({"quant": quant} if quant else {}))

@@ -1,4 +1,4 @@
-"""Pickles of engines and of their modules: by pickle, torch.save, joblib and copy, and into processes that are spawned."""
+"""Pickling engines and their modules: pickle, torch.save, joblib, copy, and spawned processes."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_hooks_and_their_handles_come_along() -> None:
 
 def mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
-        num_local_experts=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, num_local_experts=2,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.MixtralForCausalLM(config).eval()
