@@ -42,7 +42,7 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 @op("activation(Tensor x, str name) -> Tensor")
 def activation(x_RI: Tensor, name: str) -> Tensor:
-    """Apply the activation `name` (a value of ACTIVATIONS) elementwise, in x.dtype."""
+    """Apply the activation `name` (a value of architectures.activations.ACTIVATIONS) elementwise, in x.dtype."""
     return _FUNCTIONS[name](x_RI)
 
 
