@@ -68,10 +68,9 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
 def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     """Code J of each word, including its offset, as a tiny float32, in the fewest instructions.
 
-    x is multiplied by `tiny_scale` to compensate.
-    A float32 with only its lowest 24 bits set is an integer times 2**-149, also beyond the subnormal range. So one mask
-    extracts a code from a word without a shift. The exponent of fp8 goes into that of float32, whose bias is larger by
-    120.
+    x is multiplied by `tiny_scale` to compensate. A float32 with only its lowest 24 bits set is an integer times
+    2**-149, also beyond the subnormal range. So one mask extracts a code from a word without a shift. The exponent of
+    fp8 goes into that of float32, whose bias is larger by 120.
     """
     if (FORMAT == "int8") | (FORMAT == "int4"):
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
