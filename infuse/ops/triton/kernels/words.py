@@ -43,9 +43,8 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     """Code J of each word minus its offset, as float32. Times `unit` it is exactly the format's value."""
     if FORMAT == "plain":
         return word.to(tl.float32)
-    elif (FORMAT == "int8") | (
-        FORMAT == "int4"
-    ):  # put it into the mantissa of 2**(23 - AT); subtract that and the offset
+    elif (FORMAT == "int8") | (FORMAT == "int4"):
+        # Put the code into the mantissa of 2**(23 - AT), then subtract that power and the offset.
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
         DOWN: tl.constexpr = (16 if FORMAT == "int8" else 12) if BITS * (J + 1) > 20 else 0
         AT: tl.constexpr = BITS * J - DOWN
