@@ -12,8 +12,8 @@
 // So reused data must stay in the L2 cache, 2 MiB on these processors: tiles of at most 1 MiB and 32 rows of x. Several
 // tiles are filled at once, since each filling reads all of x from farther away.
 //
-// Not measured: these products, kTilesBytes, kMostTiles, and the number of rows from which tiles are used
-// (binding_panels.cpp uses the one of AVX512-BF16). Measure them on a machine with AMX by
+// Not measured: these products, kTilesBytes, kMostTiles, and the number of rows from which tiles are used (limits.h has
+// that of AVX512-BF16). To measure them on a machine with AMX, run
 // `python bench/ops.py --op linear quantized_linear attention --set llama`.
 #pragma once
 
