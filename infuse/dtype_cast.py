@@ -1,4 +1,4 @@
-"""Run a module in another dtype for a while, casting its weights only while they are used; or cast it for good."""
+"""Run a module temporarily in another dtype, casting weights only while they are used; or cast it permanently."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _STRICT = "_keep_in_fp32_modules_strict"
-_PARTS = 16  # a merged 16-bit matrix beside such a part of itself in float32 is less than the layer that it belongs to
-_PART_VALUES = (
-    1 << 20
-)  # 4 MiB in float32: memory that an allocator keeps, where larger parts are paid in page faults each time
+_PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
+# 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.
+_PART_VALUES = 1 << 20
 
 
 @contextmanager
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run `module` in `dtype` for a while. Linears cast their weight part by part as they run, so that memory hardly grows."""
-    if type(module) is nn.Embedding:  # what is looked up is exact in any dtype that is wide enough
+    """Run `module` in `dtype` inside the `with`.
+
+    Linears cast their weight part by part as they run, so memory hardly grows.
+    """
+    if type(module) is nn.Embedding:  # a lookup is exact in any dtype that is wide enough
         yield
         return
     kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
@@ -63,8 +65,9 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters for good, and keep `requires_grad`: where it is False, PyTorch's linear copies the whole
-    weight for a strided x (2 s for an lm_head).
+    """Cast all parameters permanently and keep `requires_grad`.
+
+    If it were False, PyTorch's linear would copy the whole weight for a strided x (2 s for an lm_head).
     """
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != dtype:
@@ -74,17 +77,17 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(
     model: nn.Module, dtype: torch.dtype, put: Callable[[MutableMapping[str, Any], str, Tensor], None]
 ) -> None:
-    """Cast buffers by `put(buffers, name, tensor)` as `model.to(dtype)` does, except for those that must stay exact.
+    """Cast buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, except those that must stay exact.
 
-    Exact stay rotary frequencies, what classes of transformers name for this dtype (`_keep_in_fp32_modules`), and
-    buffers of our own modules.
+    These are rotary frequencies, the modules that transformers keeps in float32 for this dtype
+    (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
     attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
     named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
-    cast: dict[int, Tensor] = {}  # buffers that modules share stay shared
+    cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
-        if type(module).__module__.partition(".")[0] == "infuse":  # scales have a dtype of their own
+        if type(module).__module__.partition(".")[0] == "infuse":  # scales have their own dtype
             continue
         for leaf, buffer in list(module._buffers.items()):
             if (
@@ -105,8 +108,8 @@ def _names(module: nn.Module, attribute: str) -> Iterable[str]:
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """linear(x) with its weight cast to `dtype` part by part."""
     rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
-    x = x.to(dtype)  # T5 casts it to the dtype that the weight is held in
+    x = x.to(dtype)  # T5 casts x to the dtype of the stored weight
     out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
     out = out if linear.bias is None else out + linear.bias
-    combine = vars(linear).get("_combine")  # of a rank's part: with the other ranks' it makes what the whole gives
+    combine = vars(linear).get("_combine")  # combines this rank's part with those of the other ranks
     return out if combine is None else combine(out)

@@ -1,7 +1,7 @@
-"""Hold Ctrl-C back while a model is being changed, until the model is the original or complete.
+"""Delay Ctrl-C while a model is being changed, until the model is restored or complete.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, even inside `finally`, so no `try` can
-undo a change reliably. Other threads are never interrupted.
+Python can raise KeyboardInterrupt between any two instructions of the main thread, even inside `finally`, so no `try`
+can undo a change reliably. Other threads are never interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Held:
-    """A handler of SIGINT that remembers the signal for `before`, the previous handler."""
+    """SIGINT handler that records the signal for `before`, the previous handler."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]):
         self.before, self.pending, self.told = before, False, False
@@ -26,7 +26,7 @@ class _Held:
         self.pending = True
 
     def deliver(self) -> None:
-        """Call the previous handler if there was a signal. Python's own raises KeyboardInterrupt."""
+        """Call the previous handler if a signal arrived. Python's default handler raises KeyboardInterrupt."""
         if self.pending:
             self.pending = False
             self.before(signal.SIGINT, sys._getframe())
@@ -34,7 +34,7 @@ class _Held:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold SIGINT back inside the `with`. It is delivered at the end, or by `check`."""
+    """Delay SIGINT inside the `with`. It is delivered at the end, or by `check`."""
     before = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not callable(before) or isinstance(before, _Held):
@@ -50,14 +50,14 @@ def held_back() -> Iterator[None]:
 
 
 def check() -> None:
-    """Deliver a SIGINT that is held back. Call this where the change can be undone."""
+    """Deliver a delayed SIGINT. Call this at points at which the change can be undone."""
     held = signal.getsignal(signal.SIGINT)
     if isinstance(held, _Held) and threading.current_thread() is threading.main_thread():
         held.deliver()
 
 
 def tell(what: str) -> None:
-    """Log once that a SIGINT waits for the end of `what`, which cannot be undone."""
+    """If a SIGINT is pending, log once that `what`, which cannot be undone, is completed first."""
     held = signal.getsignal(signal.SIGINT)
     if isinstance(held, _Held) and held.pending and not held.told:
         held.told = True

@@ -1,7 +1,7 @@
-"""The logger "infuse", warnings that are logged too, and progress bars. The log goes where the user sends it, else
-nowhere.
+"""The logger "infuse", warnings that are also logged, and progress bars.
 
-INFO has the stages of an injection, DEBUG the plan and each step of progress.
+Nothing is printed unless the user configures logging. INFO reports the stages of an injection, DEBUG the plan and each
+step of progress.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from rich.console import Console
 
 log = logging.getLogger("infuse")
-log.addHandler(logging.NullHandler())  # else Python prints logged warnings a second time if logging is not set up
+log.addHandler(logging.NullHandler())  # without it Python prints logged warnings twice if logging is not configured
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int) -> None:
-    """Warn and log. `stacklevel` is that of warnings.warn, counted from the caller."""
+    """Warn and log. `stacklevel` is as in warnings.warn, counted from the caller."""
     log.warning(text)
     warnings.warn(text, category, stacklevel=stacklevel + 1)
 
 
 @contextmanager
 def progress_bars(wanted: bool | None) -> Iterator[Callable[[int, int, str], None]]:
-    """A callback (done, total, what) that logs, and shows bars on standard error on rank 0.
+    """Yield a callback (done, total, what) that logs progress and shows bars on standard error on rank 0.
 
-    Bars are shown if `wanted`, or by default on a terminal or in a notebook.
+    Bars are shown if `wanted` is True, or if it is None and standard error is a terminal or a notebook.
     """
-    from tqdm.auto import tqdm  # chooses its look when it is imported
+    from tqdm.auto import tqdm  # picks terminal or notebook bars at import
 
     in_world = torch.distributed.is_available() and torch.distributed.is_initialized()
     console = Console(stderr=True)

@@ -1,7 +1,7 @@
-"""Tensors on pages of 2 MiB.
+"""Allocate tensors on 2 MiB pages.
 
-Every token reads all weights. On pages of 4 KiB, address translation costs a virtual machine a fifth of its read
-bandwidth (27 instead of 34 GB/s). Linux gives large pages if asked before the first use.
+Every token reads all weights. With 4 KiB pages, address translation costs a virtual machine a fifth of its read
+bandwidth (27 instead of 34 GB/s). Linux provides large pages if asked before the memory is first touched.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from torch import Tensor
 
 PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors stay on ordinary pages
-_TOUCHED_BYTES = 1 << 15  # of each page; PyTorch gives this many to one thread
+_TOUCHED_BYTES = 1 << 15  # of each page; PyTorch gives one thread this many
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @cache
 def given() -> bool:
-    """Whether this system gives large pages on request."""
+    """Whether this system provides large pages on request."""
     return hasattr(mmap, "MADV_HUGEPAGE") and _SETTING.exists() and "[never]" not in _SETTING.read_text()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """An uninitialised tensor, on large pages if possible.
 
-    Each page is first touched here, by one thread: filling it in small parts would make all threads clear the same
-    page.
+    One thread touches each page first; filling the tensor in small parts would make all threads clear the same page.
     """
     made = torch.empty(shape, dtype=dtype, device=device)
     if _pays(made, dtype):
         first = -(-made.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         last = (made.data_ptr() + made.nbytes) // PAGE_BYTES * PAGE_BYTES
-        # A hint: if it is refused, the pages are ordinary ones.
+        # Only a hint: if the kernel refuses it, the pages stay ordinary.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
         asked = made.view(-1).view(torch.uint8)[first - made.data_ptr() : last - made.data_ptr()]
         asked.view(-1, PAGE_BYTES)[:, :_TOUCHED_BYTES].zero_()

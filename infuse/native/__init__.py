@@ -1,7 +1,8 @@
-"""Bodies in C++ for CPUs: one binary for every instruction set and every torch >= 2.10, built at install or at first
-use where there is a compiler. Without it the other bodies run, and plans say so.
-INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx runs a lower instruction set than the machine has (with !
-behind it, one that was not found, for emulators), INFUSE_CPU_ISA=off none of these bodies.
+"""The C++ kernels for CPUs: one binary for every instruction set and every torch >= 2.10.
+
+It is built at install or at first use if there is a compiler. Without it the other bodies run, and plans say so.
+INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx selects a lower instruction set than the machine's. A trailing
+! forces one that was not detected, for emulators. INFUSE_CPU_ISA=off disables these bodies.
 """
 
 from __future__ import annotations
@@ -23,22 +24,20 @@ CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the o
 
 @cache
 def kernels() -> Any:
-    """The namespace of the compiled operators, or the reason (a text) why there are none. Loaded, or built, at the
-    first question.
-    """
+    """The namespace of the compiled operators, or a text that says why there are none. Loads or builds them once."""
     if os.environ.get("INFUSE_CPU_ISA") == "off":
         return "INFUSE_CPU_ISA=off"
     unfit = _load(BINARY) if BINARY.exists() else ""
     if unfit is None:
         return torch.ops.infuse_cpu
-    found = first_use.obtain()  # also where those of a wheel do not load, as on a system that is older than it
+    found = first_use.obtain()  # also if the wheel's binary does not load, for example on a system older than the wheel
     if isinstance(found, str):
         return unfit or found
     return _load(found) or torch.ops.infuse_cpu
 
 
 def _load(library: Path) -> str | None:
-    """Load the operators; why they do not load, None where they do."""
+    """Load the operators; return None, or why they do not load."""
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -47,23 +46,23 @@ def _load(library: Path) -> str | None:
 
 
 class Limits(NamedTuple):
-    """Where the C++ bodies change their way of multiplying, as src/limits.h defines it."""
+    """The sizes at which the C++ bodies change their algorithm, defined in src/limits.h."""
 
-    plain_rows: int  # up to which plain weights stream, and a decoder's layer goes in one call
-    code_rows: int  # up to which quantized weights stream: x in bfloat16,
-    code_rows_float: int  # in float32 and float16,
-    code_rows_integer: int  # and rounded to 8 bits
-    tiled_values: int  # of x, up to which it is multiplied by tiles of plain weights
+    plain_rows: int  # most rows for which plain weights stream and a decoder layer runs in one call
+    code_rows: int  # most rows for which quantized weights stream, for x in bfloat16
+    code_rows_float: int  # the same for x in float32 and float16
+    code_rows_integer: int  # the same for x rounded to 8 bits
+    tiled_values: int  # most values of x that are multiplied with tiles of plain weights
 
 
 @cache
 def limits() -> Limits:
-    """Ask only where there are kernels."""
+    """Call this only if there are kernels."""
     return Limits(*kernels().limits())
 
 
 def needs(device: Device, dtype: torch.dtype) -> str | None:
-    """Why the C++ bodies cannot run there, None where they can."""
+    """Why the C++ bodies cannot run on `device` in `dtype`, or None."""
     if device.kind != "cpu":
         return f"the device is {device.kind}"
     if dtype not in DTYPES:
@@ -73,13 +72,13 @@ def needs(device: Device, dtype: torch.dtype) -> str | None:
 
 
 def isa() -> str | None:
-    """The instruction set that the kernels run with here, None without kernels."""
+    """The instruction set that the kernels use, or None without kernels."""
     found = kernels()
     return None if isinstance(found, str) else found.isa()
 
 
 def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
-    """Why formats with :a8 round no activations there; None where products of many tokens do."""
+    """Why formats with :a8 do not round activations there; None if products of many tokens do."""
     if reason := needs(device, dtype):
         return reason
     if dtype is torch.bfloat16 and kernels().has_amx():
@@ -88,8 +87,7 @@ def keeps_activations(device: Device, dtype: torch.dtype) -> str | None:
 
 
 def described() -> dict[str, str]:
-    """What the binary says of itself: its instruction sets, which one runs and why no higher one, what built it; or why
-    there is none.
+    """Describe the binary: instruction sets, the one in use and why no higher one, compiler; or why there is none.
 
     Builds nothing.
     """
@@ -98,9 +96,8 @@ def described() -> dict[str, str]:
     found = kernels() if off or path else first_use.outlook()
     if isinstance(found, str):
         return {"C++ kernels": f"none: {found}"}
-    levels = [
-        line.partition(" ") for line in found.levels().splitlines()
-    ]  # from the highest; why it cannot be had follows
+    # One line per instruction set, highest first: its name, then why it cannot be used.
+    levels = [line.partition(" ") for line in found.levels().splitlines()]
     names, runs = [name for name, _, _ in levels], found.isa()
     reasons = {
         "missing": "this CPU does not have it",

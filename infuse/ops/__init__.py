@@ -1,4 +1,4 @@
-"""What is computed: each file declares its ops; importing this room registers all of them."""
+"""The ops: each file declares its own, and importing this package registers them all."""
 
 import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
@@ -25,7 +25,8 @@ from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
-    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op", "activation", "add_layer_norm",
-    "add_rms_norm", "attention", "attention_weights", "both_masks", "by_name", "gated_activation", "layer_norm", "linear",
-    "quantize", "quantized_embedding", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append",
+    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "Op", "activation",
+    "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks", "by_name", "gated_activation",
+    "layer_norm", "linear", "quantize", "quantized_embedding", "quantized_linear", "registered", "rms_norm", "rotary",
+    "rotary_append",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""Activations by one name each, plain and gated (GLU): act(gate) * up over one merged matrix product.
+"""Activations by name, plain or gated (GLU): act(gate) * up over the output of one merged matrix product.
 
-Suffixes: R rows, I the inner width.
+Suffixes: R rows, I inner width.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 @op("activation(Tensor x, str name) -> Tensor")
 def activation(x_RI: Tensor, name: str) -> Tensor:
-    """The activation `name` (a value of ACTIVATIONS), elementwise, in x.dtype."""
+    """Apply the activation `name` (a value of architectures.activations.ACTIVATIONS) elementwise, in x.dtype."""
     return _FUNCTIONS[name](x_RI)
 
 
 @op("gated_activation(Tensor gate_up, str name) -> Tensor")
 def gated_activation(gate_up_R2I: Tensor, name: str) -> Tensor:
-    """act(gate) * up where [..., :I] is the gate and [..., I:] is up (Shazeer 2020)."""
+    """act(gate) * up: [..., :I] is the gate, [..., I:] is up (Shazeer 2020)."""
     gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
     return _FUNCTIONS[name](gate_RI) * up_RI
 

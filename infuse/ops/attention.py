@@ -1,4 +1,4 @@
-"""Attention of new queries over keys and values, which may be longer than the queries (a cache).
+"""Attention of new queries over keys and values; with a cache there are more keys than queries.
 
 Suffixes: B batch, H query heads, K key/value heads (H a multiple of K), T queries, L keys, D head width.
 """
@@ -24,11 +24,11 @@ def attention_weights(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """softmax(scale * q k^T, capped, biased, masked) [B, H, T, L] in float32; a row with nothing allowed is all zeros.
+    """softmax of scale * q k^T, then soft-capped, biased and masked: [B, H, T, L] in float32.
 
-    `mask` is bool (True: may look) or additive, broadcastable to [B, H, T, L]; `bias` is additive (ALiBi). `causal`
-    lines the last query up with the last key. `window` > 0 hides keys `window` or more before the query.
-    `softcap` > 0 squashes scores to (-softcap, softcap) by tanh.
+    A row whose keys are all masked is all zeros. `mask` is bool (True: attend) or additive, broadcastable to
+    [B, H, T, L]; `bias` is additive (ALiBi). `causal` aligns the last query with the last key. `window` > 0 hides keys
+    that are `window` or more positions before the query. `softcap` > 0 squashes scores to (-softcap, softcap) by tanh.
     """
     groups = q_BHTD.shape[1] // k_BKLD.shape[1]
     keys = k_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else k_BKLD
@@ -45,11 +45,11 @@ def attention_weights(
     if allowed is None:
         return torch.softmax(scores, dim=-1)
     weights = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
-    return weights.masked_fill(~allowed, 0.0)  # a row of -inf alone is NaN after softmax
+    return weights.masked_fill(~allowed, 0.0)  # softmax turns a row of -inf only into NaN
 
 
 def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
-    """The [T, L] mask of the causal order and the window, or None where neither hides anything."""
+    """The [T, L] mask of the causal order and the window, or None if neither hides a key."""
     if not window and (not causal or tokens == 1):
         return None
     query = torch.arange(length - tokens, length, device=device)[:, None]
@@ -59,7 +59,8 @@ def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.
 
 
 @op(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, float softcap) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias,"
+    " float scale, bool causal, int window, float softcap) -> Tensor"
 )
 def attention(
     q_BHTD: Tensor,
@@ -73,11 +74,11 @@ def attention(
     softcap: float,
     length: Tensor | None = None,
 ) -> Tensor:
-    """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; float32 inside.
+    """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; computed in float32.
 
-    Called directly, not in the registered form, a body also takes `length`: an int64 tensor of one element, how many of
-    the L keys there are. The others are as if cut off, from mask and bias too, whatever they hold. The reference and
-    "torch" read it on the host.
+    A body called directly, not through the registered op, also takes `length`, an int64 tensor with one element: only
+    the first `length` of the L keys are valid. The rest are ignored, also in mask and bias. The reference and "torch"
+    read `length` on the host.
     """
     if length is not None:
         k_BKLD, v_BKLD, mask, bias = cut(k_BKLD, v_BKLD, mask, bias, int(length))
@@ -90,7 +91,7 @@ def attention(
 def cut(
     k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys, values, mask and bias (where it has a column for each key) of the first `length` keys."""
+    """Cut keys and values to the first `length`, and mask and bias too if they have a column per key."""
     whole = k.shape[2]
     mask, bias = (t if t is None or t.shape[-1] != whole else t[..., :length] for t in (mask, bias))
     return k[:, :, :length], v[:, :, :length], mask, bias
@@ -109,14 +110,14 @@ def _attention_torch(
     softcap: float,
     length: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention; what it cannot do (soft caps) goes to the reference."""
+    """PyTorch's scaled_dot_product_attention; the reference for soft caps, which it does not support."""
     if length is not None:
         k, v, mask, bias = cut(k, v, mask, bias, int(length))
     if softcap > 0:
         return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap)
     batch, heads, tokens, width = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    # SDPA's own causal order lines up the first query with the first key, and excludes a mask.
+    # SDPA's is_causal aligns the first query with the first key, and cannot be combined with a mask.
     if window or (causal and tokens > 1 and (keys > tokens or mask is not None or bias is not None)):
         mask = both_masks(mask, _allowed(tokens, keys, causal, window, q.device), q.dtype)
         causal = False
@@ -125,7 +126,7 @@ def _attention_torch(
     if mask is not None and mask.dtype != torch.bool and mask.dtype != q.dtype:
         mask = mask.to(q.dtype)
     if heads != kv_heads and tokens == 1 and (mask is None or mask.shape[1] == 1):
-        # One query: the heads that share a key head become the query axis; nothing is repeated.
+        # One query: put the heads that share a key head on the query axis, so that nothing is repeated.
         grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
         return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).view(batch, 1, heads, width)
     out = F.scaled_dot_product_attention(
@@ -135,8 +136,9 @@ def _attention_torch(
 
 
 def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Both masks in one: bool if both are, else additive in `dtype`, with -inf where bool says no: a row of them is
-    zeros.
+    """Merge two masks: bool if both are bool, else additive in `dtype`, with -inf for False.
+
+    Attention gives zeros for a row of -inf only.
     """
     if first is None or second is None:
         return second if first is None else first

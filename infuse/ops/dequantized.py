@@ -1,8 +1,8 @@
-"""Quantized weights on CPUs without kernels: dequantized once, when a layer takes its weight, so that products cost as
-much as PyTorch's own.
+"""Quantized weights on CPUs without kernels: dequantize once, when a layer takes its weight.
 
-The values are the reference's, which dequantizes in every call. They take the memory of a plain weight; the codes can
-be recovered. There is one body for each dtype, since a layout does not know the dtype of the activations.
+Products then run as fast as PyTorch's own. The values equal those of the reference, which dequantizes in every call.
+They need the memory of a plain weight, and the codes can be recovered from them. There is one body per dtype, since a
+layout does not know the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ HELD: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def _needs(held: torch.dtype, device: Device, dtype: torch.dtype) -> str | None:
-    return None if device.kind == "cpu" and dtype == held else ""  # elsewhere nobody expects it
+    return None if device.kind == "cpu" and dtype == held else ""  # "": not worth reporting
 
 
 def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The weight with its values in place of the codes; None if the codes could not be recovered, as with scales that
-    are not finite.
-    """
+    """Replace the codes by their values; None if the codes cannot be recovered, as with a scale that is not finite."""
     held = _gathered(dtype, [weight], weight.shape)
     return held if torch.equal(_codes(held).data, weight.data) else None
 
 
 def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
-    """The same from parts of the rows, in order. Not checked: from float32 and bfloat16 the codes can be recovered."""
+    """The same from parts of the rows, in order. Unchecked: from float32 and bfloat16 the codes can be recovered."""
     whole: QuantizedWeight | None = None
     first = 0
     for part in parts:
@@ -66,7 +64,7 @@ def _codes(held: QuantizedWeight) -> QuantizedWeight:
 
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, *given: Any) -> Tensor:
-    """`given`: outputs, inputs and format, then what stands around the product."""
+    """`given`: outputs, inputs and format, then the fields of Around."""
     return linear.reference(x, data if data.dtype is x.dtype else data.to(x.dtype), bias, *given[3:])
 
 
@@ -84,7 +82,7 @@ def _embedding(
 
 
 for _name, _dtype in HELD.items():
-    # float16 loses the codes of tiny scales: it takes a weight whole, and looks.
+    # float16 loses the codes of tiny scales, so it converts whole weights only and checks them.
     _layout = Layout(partial(_values, _dtype), _codes)
     if _dtype is not torch.float16:
         _layout = replace(_layout, part_rows=1, gather=partial(_gathered, _dtype))

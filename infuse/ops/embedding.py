@@ -1,4 +1,4 @@
-"""The look-up of rows in a quantized table."""
+"""Embedding lookup in a quantized table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from infuse.quant.parse import quant_format
 
 
 @op(
-    "quantized_embedding(Tensor index, Tensor data, Tensor scale, Tensor? zero, int rows, int width, str format, ScalarType dtype)"
-    " -> Tensor"
+    "quantized_embedding(Tensor index, Tensor data, Tensor scale, Tensor? zero, int rows, int width, str format,"
+    " ScalarType dtype) -> Tensor"
 )
 def quantized_embedding(
     index: Tensor,
@@ -26,10 +26,12 @@ def quantized_embedding(
     format: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """dequantize(data, scale, zero)[index], [..., width] in `dtype`; `index` is integer, each in [0, rows)."""
+    """dequantize(data, scale, zero)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
-    # index_select refuses what lies outside, negative numbers too, as nn.Embedding does.
-    data, scale, zero = (None if buffer is None else buffer.index_select(0, flat) for buffer in (data, scale, zero))  # type: ignore[assignment]
+    # index_select refuses indices out of range, negative ones too, as nn.Embedding does.
+    data, scale, zero = (  # type: ignore[assignment]
+        None if buffer is None else buffer.index_select(0, flat) for buffer in (data, scale, zero)
+    )
     taken = QuantizedWeight(data, scale, zero, (flat.numel(), width), chosen)
     return chosen.dequantize(taken, dtype).view(*index.shape, width)
 

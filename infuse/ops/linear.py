@@ -1,7 +1,7 @@
-"""The matrix product with what stands around it in a layer: residual + act(norm(x) @ weight.T + bias).
+"""The matrix product and its neighbours in a layer: residual + act(norm(x) @ weight.T + bias).
 
-Two ops, for plain and for quantized weights: each has bodies, layouts and a choice of its own. Every body takes every
-combination of neighbours; the ones that its kernel lacks run as calls of their own (`Around.separately`).
+There are two ops, for plain and for quantized weights, each with its own bodies, layouts and choice. Every body takes
+every combination of neighbours and runs those that its kernel does not fuse as separate calls (`Around.separately`).
 Suffixes: R rows, I inputs, O outputs.
 """
 
@@ -20,16 +20,17 @@ from infuse.ops.op import REFERENCE, Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
-# Tokens up to which blocks give norms and sums to the products of a body that fuses: a tile of the tensor cores.
-# Beyond, plain products are PyTorch's, which reads the weight as fast, and one kernel for addition and norm is better.
+# Up to this many tokens (one tensor-core tile), blocks let a body that fuses run the norm and the residual addition.
+# With more, plain products are PyTorch's, which reads the weight as fast, and one kernel for addition and norm is
+# better.
 FEW_ROWS = 16
 
 
 class Around(NamedTuple):
-    """What stands around a product: the arguments of both ops after the weight, each of them optional.
+    """The neighbours of a product: the optional arguments of both ops after the weight.
 
-    `norm` is "rms" or "layer", with weight and bias over the inputs; the residual has the outputs of the product. Gated
-    is act(gate) * up, of weights [gate | up].
+    `norm` is "rms" or "layer"; its weight and bias have the width of the inputs. `residual` has the shape of the
+    result. `gated` computes act(gate) * up from weights [gate | up].
     """
 
     norm: str | None = None
@@ -59,7 +60,7 @@ class Around(NamedTuple):
         return y if self.residual is None else self.residual + y
 
     def separately(self, product: Callable[[Tensor], Tensor], x: Tensor, body: str) -> Tensor:
-        """Everything around product(x) in calls of their own, by the bodies `body`."""
+        """Run norm, product, activation and residual one after another, by the bodies named `body`."""
         return self.after(product(self.before(x, body)), body)
 
 
@@ -72,9 +73,9 @@ _AROUND = (
 
 @op(f"linear(Tensor x, Tensor weight, Tensor? bias, {_AROUND}) -> Tensor")
 def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any) -> Tensor:
-    """residual + act(norm(x) @ weight.T + bias), each step rounded to x.dtype, which a body need not do.
+    """residual + act(norm(x) @ weight.T + bias). Rounds each step to x.dtype, which a body need not do.
 
-    `around` are the fields of Around, from the first on.
+    `around`: the first fields of Around, in order.
     """
     if not around:
         return F.linear(x_RI, weight_OI, bias_O)
@@ -82,8 +83,8 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any)
 
 
 @op(
-    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs, str format,"
-    f" {_AROUND}) -> Tensor"
+    "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int outputs, int inputs,"
+    f" str format, {_AROUND}) -> Tensor"
 )
 def quantized_linear(
     x_RI: Tensor,
@@ -96,7 +97,7 @@ def quantized_linear(
     format: str,
     *around: Any,
 ) -> Tensor:
-    """The same over dequantize(weight): data, scale and zero are the buffers of a QuantizedWeight of `format`."""
+    """`linear` with a dequantized weight: data, scale and zero are the buffers of a QuantizedWeight in `format`."""
     chosen = quant_format(format)
     weight_OI = chosen.dequantize(QuantizedWeight(data, scale, zero, (outputs, inputs), chosen), x_RI.dtype)
     return linear.reference(x_RI, weight_OI, bias_O, *around)
@@ -136,7 +137,7 @@ _CASES = (
 def _neighbours(
     dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor, int, int, Tensor | None, Around]]:
-    """A label, x, outputs, inputs, the bias, and what stands around."""
+    """Yield a label, x, outputs, inputs, the bias and the neighbours."""
     for rows, inputs, outputs, norm, weighed, shifted, offset, act, gated, biased, added in _CASES:
 
         def made(*shape: int, there: bool = True) -> Tensor | None:
@@ -147,7 +148,8 @@ def _neighbours(
         around = Around(norm, weight, shift, 1e-5, offset, act, gated, residual)
         bias = made(outputs, there=biased)
         words = (
-            norm, weighed and "weight", norm and f"offset {offset:.0f}", act, gated and "gated", biased and "bias", added and "residual",
+            norm, weighed and "weight", norm and f"offset {offset:.0f}", act, gated and "gated", biased and "bias",
+            added and "residual",
         )  # fmt: skip
         label = " ".join((f"{rows}x{inputs}->{outputs}", *(word for word in words if word)))
         x = torch.randn(*rows, inputs, dtype=dtype, device=device)

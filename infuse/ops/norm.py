@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm, alone and fused with the residual addition before them.
+"""RMSNorm and LayerNorm, alone or fused with the preceding residual addition.
 
-Suffixes: R any number of rows, H heads, C the normalised width. A weight of shape [H, C] gives each head its own.
+Suffixes: R rows (any number of axes), H heads, C normalised width. A weight of shape [H, C] holds one weight per head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infuse.ops.op import Case, op
 
 @op("rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor")
 def rms_norm(x_RC: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    """x / rms(x) * (offset + weight) over the last axis; float32 inside, x.dtype outside (Zhang and Sennrich 2019)."""
+    """x / rms(x) * (offset + weight) over the last axis, computed in float32, in x.dtype (Zhang and Sennrich 2019)."""
     wide = x_RC.float()
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -27,7 +27,7 @@ def rms_norm(x_RC: Tensor, weight: Tensor | None, eps: float, offset: float) -> 
 
 @op("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset) -> Tensor")
 def layer_norm(x_RC: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float) -> Tensor:
-    """(x - mean) / std * (offset + weight) + bias over the last axis; float32 inside (Ba et al. 2016)."""
+    """(x - mean) / std * (offset + weight) + bias over the last axis, computed in float32 (Ba et al. 2016)."""
     wide = x_RC.float()
     wide = wide - wide.mean(-1, keepdim=True)
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -42,18 +42,19 @@ def layer_norm(x_RC: Tensor, weight: Tensor | None, bias: Tensor | None, eps: fl
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, rms_norm(x + residual)): the sum is rounded to x.dtype before it is normalised."""
+    """(x + residual, rms_norm(x + residual)); the sum is rounded to x.dtype before it is normalised."""
     total = x + residual
     return total, rms_norm.reference(total, weight, eps, offset)
 
 
 @op(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset) -> (Tensor, Tensor)"
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset)"
+    " -> (Tensor, Tensor)"
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, layer_norm(x + residual)): the sum is rounded to x.dtype before it is normalised."""
+    """(x + residual, layer_norm(x + residual)); the sum is rounded to x.dtype before it is normalised."""
     total = x + residual
     return total, layer_norm.reference(total, weight, bias, eps, offset)
 
@@ -64,7 +65,7 @@ def _rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float)
         return rms_norm.reference(x, weight, eps, offset)
     if x.is_cuda and (weight is None or (weight.dim() == 1 and not offset and weight.dtype == x.dtype)):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # On CPUs F.rms_norm is a dozen small operations. This is half of them: 1 / rms = rsqrt(eps + |x|^2 / C).
+    # On CPUs F.rms_norm runs a dozen small operations. This runs half as many: 1 / rms = rsqrt(eps + |x|^2 / C).
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     y = torch.addcmul(_scalar(eps, x.device), length, length, value=1 / max(x.shape[-1], 1)).rsqrt_().mul(x)
     if weight is not None:

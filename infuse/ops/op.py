@@ -1,7 +1,7 @@
 """An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
 
-Bodies are chosen when a plan is made and called directly. While torch.compile or torch.export trace, the same call
-becomes one node of the graph, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls another
+Making a plan chooses the bodies, which are then called directly. While torch.compile or torch.export traces, the same
+call becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls another
 registered op.
 """
 
@@ -23,7 +23,7 @@ from infuse.quant.format import QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
 REFERENCE = "reference"
-# The first body that does not decline is taken: kernels of ours, then PyTorch's fused functions, then the reference.
+# Choose the first body that does not decline: our kernels, then PyTorch's fused functions, then the reference.
 DEQUANTIZED = ("dequantized_float32", "dequantized_bfloat16", "dequantized_float16")
 PREFERENCE = ("triton", "cpu", "torch", *DEQUANTIZED, REFERENCE)
 
@@ -35,12 +35,12 @@ Needs = Callable[[Device, torch.dtype], str | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout in which a body reads quantized weights. `prepare` converts a weight once (None: the body leaves this
-    weight to the reference), `restore` converts it back.
+    """The layout in which a body reads quantized weights.
 
-    `gather(parts, shape)` converts a weight that comes in parts, each of a multiple of `part_rows` rows; None: only a
-    whole weight can be converted. `declines(format, inputs)` says why weights of that format and width are left to the
-    reference.
+    `prepare` converts a weight once (None: the body leaves this weight to the reference); `restore` converts it back.
+    `gather(parts, shape)` converts a weight that comes in parts, each a multiple of `part_rows` rows; if it is None,
+    only whole weights can be converted. `declines(format, inputs)` says why the body leaves weights of that format and
+    width to the reference.
     """
 
     prepare: Callable[[QuantizedWeight], QuantizedWeight | None]
@@ -52,10 +52,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Body:
-    """One implementation. `needs(device, dtype)` returns None where it can run, else why not ("": not worth reporting).
+    """One implementation. `needs(device, dtype)` returns None if it can run, else why not ("": not worth reporting).
 
-    `fuses`: a product's body that runs the norm before it and the addition after it in its own kernel. Bodies that
-    don't take them as well, by calls of their own; layers then do better with a kernel for addition and norm.
+    `fuses`: this body of a product runs the norm before it and the addition after it in its own kernel. Other bodies
+    run them as separate calls, so layers do better with one kernel for addition and norm.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Choice:
-    """The body chosen for an op, and the bodies that declined before it, with reasons."""
+    """The body chosen for an op, and the preferred bodies that declined, with their reasons."""
 
     op: str
     body: str
@@ -86,8 +86,9 @@ CaseMaker = Callable[[torch.dtype, torch.device], Iterator[Case]]
 
 
 class Bound:
-    """An op with its chosen body, as layers call it: the body directly, or the registered op while a graph is traced.
-    Pickled by name.
+    """An op with its chosen body, as layers call it. Pickled by name.
+
+    Calls the body directly, or the registered op while a graph is traced.
     """
 
     __slots__ = ("_op", "_body", "_function")
@@ -104,7 +105,8 @@ class Bound:
             if torch._C._get_tracing_state() is None:
                 raise
             raise UnsupportedCall(
-                f"torch.jit.trace cannot record the op {self._op}, {self._body}; export the model with torch.export.export instead"
+                f"torch.jit.trace cannot record the op {self._op}, {self._body}; "
+                "export the model with torch.export.export instead"
             ) from error
 
     def __reduce__(self) -> tuple:
@@ -112,14 +114,15 @@ class Bound:
 
 
 def _bound(op: str, body: str) -> Bound:
-    """Unpickle a Bound; UnsupportedCall if its body cannot run in this process."""
+    """Unpickle a Bound. Raises UnsupportedCall if its body cannot run in this process."""
     _runnable(op, body)
     return Bound(op, body)
 
 
 class Op:
-    """What `@op(schema)` returns. Calling it runs the reference; `body(name)` gives a body's function, `bound(name)`
-    what layers hold.
+    """An op declared by `@op(schema)`. Calling it runs the reference.
+
+    `body(name)` returns the function of a body, `bound(name)` the callable that layers hold.
     """
 
     def __init__(self, schema: str, reference: Callable):
@@ -138,27 +141,25 @@ class Op:
         return self.bodies[name].function
 
     def bound(self, name: str) -> Bound:
-        """The body for layers, which graphs can be traced through."""
+        """The body for layers; graphs can be traced through it."""
         return Bound(self.name, name)
 
     def run(self, *given: Any, body: str) -> Any:
-        """The registered form: the arguments and the name of a body. Results are contiguous and never views of an
-        argument.
-        """
+        """Run a body as the registered op. Results are contiguous and never views of an argument."""
         results = self.bodies[body].function(*given)
         if isinstance(results, tuple):
             return tuple(_own(result, given) for result in results)
         return _own(results, given)
 
     def prepared(self, name: str, args: tuple) -> tuple[Callable, tuple]:
-        """The function of a body and its arguments, the quantized weight among them in its layout.
+        """The function of a body and its arguments, with the quantized weight converted to the body's layout.
 
-        Where the layout declines the weight: the reference and the arguments as they are, as layers do.
+        If the layout declines the weight: the reference and the unchanged arguments, as layers do.
         """
         chosen = self.bodies[name]
         if chosen.layout is None:
             return chosen.function, args
-        # The arguments of a quantized weight have these names in every op: data, scale, zero, its two sizes, format.
+        # In every op a quantized weight has these arguments: data, scale, zero, its two sizes, format.
         names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
         data, text = names.index("data"), names.index("format")
         (codes, scale, zero), shape = args[data : data + 3], args[text - 2 : text]
@@ -168,7 +169,7 @@ class Op:
         return chosen.function, (*args[:data], laid.data, laid.scale, laid.zero, *args[data + 3 :])
 
     def fake(self, function: Callable) -> Callable:
-        """Declare the shapes and dtypes of the result, for tracing. It must be contiguous, as `run` returns it."""
+        """Declare the shape and dtype of the result for tracing. It must be contiguous, like the result of `run`."""
         self.fake_function = function
         torch.library.register_fake(f"infuse::{self.name}", lambda *args, body: function(*args), lib=_LIBRARY)
         return function
@@ -181,9 +182,7 @@ class Op:
     def implement(
         self, name: str, needs: Needs | None = None, layout: Layout | None = None, *, fuses: bool = False
     ) -> Callable[[Callable], Callable]:
-        """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` is that of its prepared
-        weights; `fuses` as in Body.
-        """
+        """Declare a body. `needs(device, dtype)` returns why it declines, or None; `layout` and `fuses` as in Body."""
         assert name in PREFERENCE, f"{name} is not in the order of preference {PREFERENCE}"
 
         def declare(function: Callable) -> Callable:
@@ -193,8 +192,9 @@ class Op:
         return declare
 
     def choose(self, device: Device, dtype: torch.dtype, refused: Mapping[str, str] = MappingProxyType({})) -> Choice:
-        """Choose the body for activations of `dtype` on `device`; tell which bodies declined, and why. `refused`: body →
-        why not here.
+        """Choose the body for activations of `dtype` on `device`, and list the bodies that declined, with reasons.
+
+        `refused` maps the names of bodies to exclude here to the reasons.
         """
         declined: list[tuple[str, str]] = []
         for name in PREFERENCE:
@@ -226,14 +226,14 @@ def op(schema: str) -> Callable[[Callable], Op]:
 
 @dataclass(frozen=True)
 class BodyName:
-    """Stands in a pickle for a body (`whole`) or for its function."""
+    """Replaces a body (`whole`) or its function in a pickle."""
 
     op: str
     body: str
     whole: bool
 
     def found(self) -> Any:
-        """The body, or its function; UnsupportedCall if it cannot run in this process."""
+        """The body or its function. Raises UnsupportedCall if it cannot run in this process."""
         body = _runnable(self.op, self.body)
         return body if self.whole else body.function
 
@@ -245,8 +245,9 @@ def _runnable(op: str, name: str) -> Body:
     reason = "this version of infuse has no such kernel" if body is None else body.needs(device, torch.float32)
     if body is None or reason is not None:
         raise UnsupportedCall(
-            f"this model was pickled with the {name!r} kernels of {op}, which do not run here: {reason}. Load it where they run; or pickle "
-            "the original model, or save our shards (save_mp_checkpoint_path=FOLDER), and call init_inference here"
+            f"this model was pickled with the {name!r} kernels of {op}, which do not run here: {reason}. "
+            "Load it where they run; or pickle the original model, or save our shards "
+            "(save_mp_checkpoint_path=FOLDER), and call init_inference here"
         )
     return body
 
@@ -262,7 +263,7 @@ def by_name(value: Any) -> Any:
 
 
 def _own(result: Tensor | None, given: tuple) -> Tensor | None:
-    """`result`, contiguous and in a storage that it shares with no argument."""
+    """`result`, contiguous and sharing its storage with no argument."""
     if result is None:
         return None
     storage = result.untyped_storage().data_ptr()
@@ -272,5 +273,5 @@ def _own(result: Tensor | None, given: tuple) -> Tensor | None:
 
 
 def registered() -> dict[str, Op]:
-    """All ops by name. Import `infuse.ops` first: that registers them."""
+    """All ops by name. Import `infuse.ops` first, which registers them."""
     return dict(_OPS)

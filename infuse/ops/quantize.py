@@ -1,4 +1,4 @@
-"""A weight matrix in a quantization format.
+"""Quantize a weight matrix.
 
 Suffixes: I inputs, O outputs.
 """
@@ -18,8 +18,9 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 @op("quantize(Tensor weight, str format) -> (Tensor, Tensor, Tensor?)")
 def quantize(weight_OI: Tensor, format: str) -> Buffers:
-    """The buffers data, scale and zero (None where symmetric) of the weight's QuantizedWeight in `format`; ConfigError
-    as there.
+    """Quantize to `format`; return the buffers data, scale and zero (None if symmetric) of a QuantizedWeight.
+
+    Raises ConfigError as QuantFormat.quantize does.
     """
     held = quant_format(format).quantize(weight_OI)
     return held.data, held.scale, held.zero
@@ -29,7 +30,7 @@ def quantize(weight_OI: Tensor, format: str) -> Buffers:
 def quantized_like(weight: Tensor, format: str) -> Buffers:
     """Uninitialised buffers for `weight` in `format`, on its device."""
     planned = quant_format(format).quantize(weight.new_empty(weight.shape, device="meta"))
-    # torch.empty, not empty_like: that of a tensor on meta goes through Python, 40 us each for a part of a weight.
+    # torch.empty, not empty_like: empty_like of a meta tensor runs in Python, 40 us per call for each part of a weight.
     data, scale, zero = (
         None if like is None else torch.empty(like.shape, dtype=like.dtype, device=weight.device)
         for like in (planned.data, planned.scale, planned.zero)

@@ -1,7 +1,7 @@
-"""Rotary position embedding, alone and fused with the append to a cache.
+"""Rotary position embedding, alone or fused with the append to a cache.
 
-Suffixes: B batch, T new tokens, N heads of all kinds in one matrix (H query + K key + K value), D head width,
-S capacity of the cache, E the rotated width (the first E of D; cos and sin have E columns each).
+Suffixes: B batch, T new tokens, N all heads in one matrix (H query + K key + K value), D head width,
+S capacity of the cache, E rotated width (the first E of D; cos and sin have E columns each).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from infuse.ops.op import Case, op
 
 @op("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first E of D in pairs: (i, i + E/2), or (2i, 2i + 1) where interleaved (Su et al. 2021, RoFormer).
+    """Rotate the first E of D in pairs: (i, i + E/2), or (2i, 2i + 1) if interleaved (Su et al. 2021, RoFormer).
 
-    `cos` and `sin` hold E columns in the pairing's own order and broadcast over the batch where B is 1 there.
+    `cos` and `sin` hold E columns in the order of the pairing; if their batch axis is 1, they broadcast over the batch.
     """
     width = cos_BTE.shape[-1]
     cos, sin = cos_BTE.unsqueeze(-2), sin_BTE.unsqueeze(-2)
@@ -34,8 +34,8 @@ def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) 
 
 
 @op(
-    "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, int heads, bool interleaved)"
-    " -> Tensor"
+    "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, int heads,"
+    " bool interleaved) -> Tensor"
 )
 def rotary_append(
     qkv_BTND: Tensor,
@@ -47,12 +47,11 @@ def rotary_append(
     heads: int,
     interleaved: bool,
 ) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache at [start, start + T), return the queries [B, H, T,
-    D].
+    """Rotate queries and keys, write keys and values to the cache at [start, start + T).
 
-    Without cos and sin nothing is rotated. The cache must have room: start + T <= S. Called directly, not in the
-    registered form, a body also takes `start` as an int64 tensor of one element on the cache's device, which is not
-    read on the host.
+    Returns the queries [B, H, T, D]. Without cos and sin nothing is rotated. The cache must have room: start + T <= S.
+    A body called directly, not through the registered op, also takes `start` as an int64 tensor with one element on the
+    cache's device; it is not read on the host.
     """
     kv_heads = keys_BKSD.shape[1]
     qk, v_BTKD = qkv_BTND.split((heads + kv_heads, kv_heads), dim=2)
@@ -76,7 +75,7 @@ def _write(storage_BKSD: Tensor, rows_BKTD: Tensor, start: int | Tensor) -> None
 
 @rotary.implement("torch")
 def _rotary_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The reference in fewer calls, for the pairing (i, i + E/2) over all of D."""
+    """The reference in fewer calls if the pairs are (i, i + E/2) and E is D; else the reference."""
     if interleaved or cos.shape[-1] != x.shape[-1] or cos.dtype != x.dtype:
         return rotary.reference(x, cos, sin, interleaved)
     width = x.shape[-1]
@@ -102,7 +101,7 @@ def _rotary_append_torch(
     heads: int,
     interleaved: bool,
 ) -> Tensor:
-    """The reference less its last copy: a body called directly may return a view."""
+    """The reference without its last copy: a body called directly may return a view."""
     kv_heads = keys.shape[1]
     if cos is None or sin is None:
         turned = qkv

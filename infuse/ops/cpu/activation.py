@@ -1,4 +1,4 @@
-"""The activations of ops/activation.py in C++ (src/activation.h). The kernels decline (None) what they do not take."""
+"""The activations of ops/activation.py in C++ (src/activation.h). A kernel returns None for unsupported arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The attention of ops/attention.py in C++: few queries over a cache (src/attention.h), and many in bfloat16
-(src/attention_tiles.h).
-The kernel declines (None) what it does not take: many queries in other dtypes, which PyTorch's fused attention does in
-blocks.
+"""The attention of ops/attention.py in C++.
+
+Few queries over a cache use src/attention.h, many queries in bfloat16 src/attention_tiles.h. For many queries in other
+dtypes the kernel returns None; PyTorch's fused attention computes them in blocks.
 """
 
 from __future__ import annotations

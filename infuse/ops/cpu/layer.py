@@ -1,5 +1,6 @@
-"""A layer in one call of C++, by the same kernels that its parts call one by one: over a few new tokens of a decoder
-(src/binding_layer.cpp), and over the many of an encoder (src/binding_encoder.cpp).
+"""Run a whole layer in one C++ call, with the same kernels that its parts call one by one.
+
+For a few new tokens of a decoder (src/binding_layer.cpp) and the many tokens of an encoder (src/binding_encoder.cpp).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from infuse.native import kernels
 
-# The steps of layers/program.py that C++ runs, in the order of `enum class Does` in src/binding_layer.h.
+# The steps of layers/program.py that C++ can run, in the order of `enum class Does` in src/binding_layer.h.
 STEPS = ("norm", "norm_branch", "attention", "mlp", "add", "add_norm", "add_norm_stream")
 
 
@@ -24,11 +25,11 @@ def layer_step(
     window: int,
     numbers: tuple[Tensor, Tensor],
 ) -> Tensor | None:
-    """The layer's result [B, T, C]. Keys and values, `storage` [B, K, S, D] each, receive those of the new tokens from
-    `start` on.
+    """The layer's result [B, T, C], or None if a kernel does not support the arguments.
 
-    `turns`: cos and sin as ops.rotary takes them; mask, bias, causal and window as ops.attention does. None where a
-    kernel does not take what is given: nothing before `start` was changed.
+    Appends the keys and values of the new tokens to `storage` (keys and values, [B, K, S, D] each) at `start`; nothing
+    before `start` changes, even if the result is None. `turns`: cos and sin as in ops.rotary; mask, bias, causal and
+    window as in ops.attention.
     """
     cos, sin = turns if turns is not None else (None, None)
     return kernels().layer_step.default(x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, *numbers)
@@ -37,9 +38,8 @@ def layer_step(
 def encoder_layer(
     x_BTC: Tensor, tensors: list[Tensor], mask: Tensor | None, numbers: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """The layer's result [B, T, C], of tokens that all look at each other, less what `mask` hides, as ops.attention
-    takes it.
+    """The layer's result [B, T, C], with bidirectional attention under `mask`, which is as in ops.attention.
 
-    None where a kernel does not take what is given: other dtypes than bfloat16, and few rows.
+    None if a kernel does not support the arguments: another dtype than bfloat16, or few rows.
     """
     return kernels().encoder_layer.default(x_BTC, tensors, mask, *numbers)

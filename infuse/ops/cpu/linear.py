@@ -1,6 +1,7 @@
-"""The products of ops/linear.py over plain weights in C++. Few rows stream the weight once, as it lies
-(src/plain_linear.h); more in bfloat16 go by tiles of it (src/tile.h), with an activation on the way out, but not with
-AMX: there PyTorch's product is taken.
+"""The products of ops/linear.py with plain weights in C++.
+
+Few rows stream the weight once, in its own layout (src/plain_linear.h). More rows in bfloat16 multiply tiles of it
+(src/tile.h), with the activation fused; with AMX they use PyTorch's product instead.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import Around, linear
 
-# F.linear is as fast over weights that stay in a core's cache: of this many elements with one row, or with more rows in
-# float32.
-# PyTorch's own product of one row in float16 is faster: 21 GB/s against 16 on one thread.
+# F.linear is as fast for weights that fit a core's cache: up to this many elements with one row, or with more rows in
+# float32. For one row in float16 it is faster at any size: 21 GB/s against 16 on one thread.
 SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
 
 
@@ -56,20 +56,21 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @cache
 def takes_tiles() -> bool:
-    """Whether many rows take our tiles. With AMX they do not: PyTorch's product (oneDNN) uses AMX too, and nobody has
-    measured which is faster. To compare, run `python bench/ops.py --op linear --set llama` with and without
-    INFUSE_CPU_ISA=avx512_amx!, which takes our tiles.
+    """Whether many rows use our tiles.
+
+    Not with AMX: PyTorch's product (oneDNN) uses AMX too, and which is faster has not been measured. To compare, run
+    `python bench/ops.py --op linear --set llama` with and without INFUSE_CPU_ISA=avx512_amx!, which uses our tiles.
     """
     return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
-    """The product by tiles; None where there are none, or F.linear is faster."""
+    """The product by tiles; None if tiles are not supported here or F.linear is faster."""
     if x.dtype is not torch.bfloat16 or x.numel() > limits().tiled_values or weight.size(1) % 2 or not takes_tiles():
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)
 
 
 def fits(bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether the kernels take this bias."""
+    """Whether the kernels support this bias."""
     return bias is None or (bias.dtype is dtype and bias.is_contiguous())

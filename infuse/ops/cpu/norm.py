@@ -11,7 +11,7 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 def _takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take these: contiguous, one dtype, weights over the last axis only."""
+    """Whether the kernels support these tensors: contiguous and of one dtype."""
     if x.dtype not in DTYPES or not x.is_contiguous():
         return False
     return all(other is None or (other.dtype == x.dtype and other.is_contiguous()) for other in others)

@@ -1,7 +1,7 @@
-"""The search for each group's grid of ops/quantize.py in C++ (src/quantize.h), over the candidates of infuse/quant.
+"""ops/quantize.py in C++ (src/quantize.h): search each group's grid among the candidates of infuse/quant.
 
-Scales, zeros and codes are the reference's own, but where two candidates' errors are equal up to the order in which
-they are added up.
+Scales, zeros and codes equal the reference's, except when the errors of two candidates differ only by the order of
+summation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infuse.quant.format import LARGEST_WEIGHT, QuantFormat
 from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS
 from infuse.quant.parse import quant_format
 
-COPIED_VALUES = 1 << 20  # of a weight that is not contiguous, such as a transposed one, at a time: 4 MiB in float32
+COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous (transposed): 4 MiB in float32
 
 
 @quantize.implement("cpu", needs)
@@ -31,12 +31,12 @@ def _quantize(weight: Tensor, format: str) -> Buffers:
         part = slice(start, start + rows)
         written = (data[part], scale[part], None if zero is None else zero[part])
         if not kernels().quantize(weight.detach()[part].contiguous(), candidates, LARGEST_WEIGHT, code, *written):
-            return quantize.reference(weight, format)  # which says what is wrong with the weight
+            return quantize.reference(weight, format)  # raises the error that names the problem
     return buffers
 
 
 def _candidates(format: QuantFormat, length: int) -> Tensor:
-    """Those of groups of `length`, as `enum class Grids` in src/quantize_kernels.h has them, float32."""
+    """The candidates for groups of `length`, float32, in the form of `enum class Grids` in src/quantize_kernels.h."""
     if isinstance(format, FloatFormat):
         return torch.tensor(tuple(positions(GRIDS[format.name], length)), dtype=torch.float32)
     if format.bits == 8:

@@ -1,10 +1,9 @@
-"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in C++. Weights are converted
-once, to panels of 16 interleaved rows (src/panels.h).
+"""The products of ops/linear.py with quantized weights, and embedding lookups in them, in C++.
 
-Few rows of x stream the codes as they are; many multiply tiles that are dequantized in a core's cache (src/tile.h),
-with an activation on the way out. Formats with :a8 let them round x to 8 bits and multiply integers
-(src/integer_tile.h). Where the instruction set has no products of bfloat16, many rows take PyTorch's product over the
-whole dequantized weight.
+Weights are converted once, to panels of 16 interleaved rows (src/panels.h). Few rows of x stream the codes. Many rows
+multiply tiles that are dequantized in a core's cache (src/tile.h), with the activation fused. For formats with :a8 they
+round x to 8 bits and multiply integers (src/integer_tile.h). If the instruction set has no bfloat16 products, many rows
+use PyTorch's product with the whole dequantized weight.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
-SHORT_ACTIVATIONS = 8  # beside a code: kShortX in src/binding.h
-UNIT = {8: 4, 4: 8, 6: 16}  # bits → neighbouring codes of a row that lie in words of their own
+SHORT_ACTIVATIONS = 8  # flag added to a code: kShortX in src/binding.h
+UNIT = {8: 4, 4: 8, 6: 16}  # bits → consecutive codes of a row that fill whole words
 
 
 def _declined(format: QuantFormat, inputs: int) -> str | None:
@@ -43,10 +42,9 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
 
 
 def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16]. None where groups cut a
-    word.
+    """data [O, bytes] → [panels, words, 64]; scale and zero [O, groups] → [panels, groups, 16].
 
-    None too for fp8 with a NaN among its codes, which quantizing does not make.
+    None if a group ends inside a word, or if fp8 codes contain a NaN, which quantizing never produces.
     """
     if _declined(weight.format, weight.shape[1]) or weight.data.device.type != "cpu":
         return None
@@ -54,7 +52,7 @@ def _in_panels(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def _gathered(parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight | None:
-    """As _in_panels, for a weight of `shape` that comes in parts of its rows: whole panels, but for the last part."""
+    """As _in_panels, for a weight of `shape` in parts of its rows. All parts but the last are whole panels."""
     (outputs, inputs), first = shape, 0
     panels = -(-outputs // PANEL_ROWS)
     whole: QuantizedWeight | None = None
@@ -100,7 +98,7 @@ def _interleave(of_rows: Tensor, to: Tensor) -> None:
 
 @cache
 def code_of(format: str) -> int:
-    """The number by which the kernels know a format."""
+    """The kernels' number of a format."""
     chosen = quant_format(format)
     return CODES.index(chosen.name) + (SHORT_ACTIVATIONS if chosen.activation_bits == 8 else 0)
 
@@ -130,7 +128,7 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    if scale.dtype is not SCALE_DTYPE:  # casting the model casts its scales too
+    if scale.dtype is not SCALE_DTYPE:  # casting the model also casts its scales
         scale = scale.to(SCALE_DTYPE)
     y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, -1, False)
     if y is not None:

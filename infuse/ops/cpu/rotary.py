@@ -1,5 +1,6 @@
-"""The rotary embedding and the append of ops/rotary.py in C++ (src/rotary.h). The kernels decline (None) what they do
-not take.
+"""The rotary embedding and the append of ops/rotary.py in C++ (src/rotary.h).
+
+A kernel returns None for unsupported arguments.
 """
 
 from __future__ import annotations

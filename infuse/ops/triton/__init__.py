@@ -1,6 +1,7 @@
-"""Bodies in Triton for NVIDIA GPUs, compute capability 8.0 and later. Triton is imported when a body first runs, never
-before: the files here declare bodies, those in kernels/ hold the kernels. TRITON_INTERPRET=1 runs them on a CPU, for
-tests.
+"""Bodies in Triton for NVIDIA GPUs of compute capability 8.0 and newer.
+
+The files here declare the bodies, those in kernels/ hold the kernels, so that Triton is imported only when a body first
+runs. TRITON_INTERPRET=1 runs them on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 from infuse.device import Device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOWEST_CAPABILITY = 80  # bfloat16 products and asynchronous copies came with Ampere
+LOWEST_CAPABILITY = 80  # Ampere introduced bfloat16 products and asynchronous copies
 
 
 @cache
 def kernels(name: str) -> Any:
-    """The module of kernels `name`, imported at the first call."""
+    """The kernel module `name`, imported at the first call."""
     return import_module(f"infuse.ops.triton.kernels.{name}")
 
 
 def needs(device: Device, dtype: torch.dtype) -> str | None:
-    """Why the Triton bodies cannot run there, or None."""
+    """Why the Triton bodies cannot run on `device` in `dtype`, or None."""
     if device.kind != "cuda":
         return f"the device is {device.kind}"
     if dtype not in DTYPES:

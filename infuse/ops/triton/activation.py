@@ -11,7 +11,7 @@ from infuse.ops.activation import activation, gated_activation
 from infuse.ops.triton import kernels, needs
 from infuse.ops.triton.configurations import ACTIVATION_BLOCK, power_above
 
-MOST_ROWS = 65535  # the second axis of a grid
+MOST_ROWS = 65535  # CUDA's limit of a grid's second axis
 
 
 @activation.implement("triton", needs)

@@ -1,6 +1,7 @@
-"""The attention of ops/attention.py in Triton (kernels/attention.py): few queries over a cache, and many where
-PyTorch's fused attention has no soft cap, or would have the bias or the window written out as a mask for each query and
-key.
+"""The attention of ops/attention.py in Triton (kernels/attention.py).
+
+It runs few queries over a cache. It runs many queries only with a soft cap, which PyTorch's fused attention lacks, or
+with a bias or window, which PyTorch would need as a mask for each query and key.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _attention(
     softcap: float,
     length: Tensor | None = None,
 ) -> Any:
-    """`length` is read on the device. A row with nothing allowed is zeros, an additive mask of -inf included."""
+    """Reads `length` on the device. A fully masked row is zeros, also with an additive mask of -inf."""
     batch, heads, tokens, width = q.shape
     kv_heads, keys, value_width = k.shape[1], k.shape[2], v.shape[3]
     ours = length is not None or tokens <= MOST_FEW or softcap > 0 or bias is not None or (window > 0 and mask is None)
@@ -53,15 +54,18 @@ def _attention(
         sums = q.new_empty(chosen.splits, rows, 2, dtype=torch.float32)
     padded = max(power_above(value_width), 16)
     kernels("attention").attend[(-(-tokens * group // chosen.rows), batch * kv_heads, chosen.splits)](
-        q, k, v, mask, bias, parts, sums, keys if length is None else length, tokens, kv_heads, width, value_width, scale, window, softcap,
+        q, k, v, mask, bias, parts, sums, keys if length is None else length,
+        tokens, kv_heads, width, value_width, scale, window, softcap,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *(NO_STRIDES if mask is None else mask.stride()),
         *(NO_STRIDES if bias is None else bias.stride()),
-        CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, MASK_IS_BOOL=is_bool, LENGTH_IS_THERE=length is not None, GROUP=group,
-        ROWS=chosen.rows, KEYS=chosen.keys, WIDTH=max(power_above(width), 16), VALUE_WIDTH=padded, SPLITS=chosen.splits,
+        CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, MASK_IS_BOOL=is_bool,
+        LENGTH_IS_THERE=length is not None, GROUP=group, ROWS=chosen.rows, KEYS=chosen.keys,
+        WIDTH=max(power_above(width), 16), VALUE_WIDTH=padded, SPLITS=chosen.splits,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if chosen.splits > 1:
         kernels("attention").combine_splits[(rows,)](
-            parts, sums, out, rows, value_width, VALUE_WIDTH=padded, SPLITS=chosen.splits, num_warps=1 if padded <= 64 else 2
+            parts, sums, out, rows, value_width, VALUE_WIDTH=padded, SPLITS=chosen.splits,
+            num_warps=1 if padded <= 64 else 2,
         )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
-"""How each kernel is launched for a shape: block sizes, warps, splits. Plain functions of the shape.
+"""The launch configuration of each kernel (block sizes, warps, splits) as plain functions of the shape.
 
-The sizes are chosen from the machine code (registers, width of the loads) and from how many programs an H200's 132
-multiprocessors need to keep the memory busy. No value of a result depends on them but by rounding.
+The sizes follow from the machine code (registers, width of the loads) and from the number of programs that an H200's
+132 multiprocessors need to keep the memory busy. They change results only by rounding.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from functools import cache
 
 MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
-ACTIVATION_BLOCK = 1024  # values for each program of an elementwise kernel: 8 for each of its 128 threads
-COMBINED_BLOCK = 512  # outputs for each program that adds up parts
-DEQUANTIZED_WORDS = 512  # words for each program that dequantizes: 16 bytes for each of its 128 threads
-# Each program normalises the rows for itself: it reads them once more, from its multiprocessor's cache, which holds 8
-# rows of 8192 values of 16 bits. Of more rows, a norm in a kernel of its own costs less than that.
+ACTIVATION_BLOCK = 1024  # values per program of an elementwise kernel: 8 for each of its 128 threads
+COMBINED_BLOCK = 512  # outputs per program that sums partial results
+DEQUANTIZED_WORDS = 512  # words per program that dequantizes: 16 bytes for each of its 128 threads
+# Each program of a product normalises the rows itself: it reads them once more from its multiprocessor's cache, which
+# holds 8 rows of 8192 16-bit values. For more rows a separate norm kernel is cheaper.
 MOST_NORMED_ROWS = 8
-NORMED_VALUES = 4096  # of a tile of rows, read at once for their norm
+NORMED_VALUES = 4096  # values of a tile of rows that are read at once for the norm
 LARGEST_TILE = 64  # rows of x
-MOST_QUANTIZED_ROWS = 256  # beyond, a weight that is dequantized once and PyTorch's product
+MOST_QUANTIZED_ROWS = 256  # with more rows, dequantize the weight once and use PyTorch's product
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One launch of a product: a program has `rows` of x and `outputs`, and goes over the inputs in steps of `depth`
-    inputs (plain) or segments (quantized), every `splits`-th of them. Of a gated product half of the outputs are gates,
-    the others what they gate.
+    """One launch of a product.
+
+    A program computes `outputs` for `rows` rows of x. It processes every `splits`-th step of `depth` inputs (plain) or
+    segments (quantized). In a gated product, half of the outputs are gates and half are up values.
     """
 
     outputs: int
@@ -42,30 +43,28 @@ def power_above(size: int) -> int:
 
 
 def row_warps(width: int) -> int:
-    """Warps for a program that holds one row of `width` values: eight values for each thread, up to 16 warps."""
+    """Warps for a program that holds one row of `width` values: eight values per thread, at most 16 warps."""
     return min(max(power_above(width) // 256, 1), 16)
 
 
 def rotary_heads(width: int) -> int:
-    """Heads that one program turns: 1024 values or one head."""
+    """Heads that one program rotates: 1024 values or one head."""
     return max(1024 // power_above(width), 1)
 
 
 def splits_for(programs: int, steps: int, most: int = 16) -> int:
-    """Programs that share an output, so that each multiprocessor has at least one and each program at least two steps."""
+    """Programs per output, so that each multiprocessor has at least one program and each program at least two steps."""
     wanted = -(-MULTIPROCESSORS // max(programs, 1))
     return power_above(max(min(wanted, steps // 2, most), 1)) if wanted > 1 else 1
 
 
 def norm_block(rows: int, inputs: int) -> int:
-    """The columns that a tile of `rows` rows is read at once of, for its norm."""
+    """Columns of a tile of `rows` rows that are read at once for the norm."""
     return min(power_above(inputs), NORMED_VALUES // rows)
 
 
 def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False) -> Tiles:
-    """One row by a plain weight: 16 bytes for each thread and output, four outputs at once, and as many again where
-    gated.
-    """
+    """One row and a plain weight: 16 bytes per thread and output, four outputs at once, eight if gated."""
     warps = 4
     while warps > 1 and warps * 32 * 16 // element_bytes > power_above(inputs):
         warps //= 2
@@ -75,15 +74,13 @@ def plain_row(outputs: int, inputs: int, element_bytes: int, gated: bool = False
 
 
 def plain_tiles(rows: int, outputs: int, inputs: int, gated: bool = False) -> Tiles:
-    """Up to 16 rows: narrow tiles, so that there are many programs, with four steps under way in each; two of them
-    where gated.
-    """
+    """Up to 16 rows: narrow tiles for many programs, each with four pipeline stages; two tiles if gated."""
     tile, wide = max(power_above(rows), 16), 64 if gated else 32
     return Tiles(wide, 128, 4, tile, splits_for(-(-outputs // wide), -(-inputs // 128)), stages=4)
 
 
 def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
-    """One row by a weight of segments of `words` words: 16 bytes for each thread and output, eight outputs at once."""
+    """One row and a weight in segments of `words` words: 16 bytes per thread and output, eight outputs at once."""
     warps, wide = 2, 4 if format == "fp6" else 8
     depth = max(warps * 32 * 4 // words, 1)
     segments = inputs // (words * (4 if format in ("int8", "fp8") else 8))
@@ -92,7 +89,7 @@ def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
 
 
 def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
-    """More rows: the depth of one product of the tensor cores is at least 16 words."""
+    """Two or more rows: the depth of one tensor-core product is at least 16 words."""
     tile = min(max(power_above(rows), 16), LARGEST_TILE)
     wide, packed = 64, format in ("int4", "fp6")
     depth = max((32 if packed else 64) // words, 1)
@@ -103,9 +100,7 @@ def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: in
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """One launch of attention: a program has `rows` pairs of query and head and goes over its share of the keys in
-    steps of `keys`.
-    """
+    """One launch of attention: a program has `rows` (query, head) pairs and reads its keys in steps of `keys`."""
 
     rows: int
     keys: int
@@ -116,9 +111,10 @@ class AttentionTiles:
 
 @cache
 def attention_tiles(rows: int, places: int, keys: int, row_bytes: int, masked: bool) -> AttentionTiles:
-    """`rows` pairs of query and head for each of `places` pairs of sequence and key head; keys of `row_bytes` each.
+    """`rows` (query, head) pairs for each of `places` (sequence, key head) pairs; each key has `row_bytes` bytes.
 
-    Larger tiles, or masks and biases beside them, do not fit the registers of four warps."""
+    Large tiles with wide keys, masks or biases do not fit the registers of four warps.
+    """
     tile = min(max(power_above(rows), 16), 64 if row_bytes <= 512 else 16)
     step = 64 if row_bytes <= 256 else 32
     programs = -(-rows // tile) * places

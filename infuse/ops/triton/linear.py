@@ -1,5 +1,7 @@
-"""The products of ops/linear.py over plain weights in Triton: one row streams the weight (kernels/stream.py), some rows
-multiply tiles of it (kernels/product.py), and more are PyTorch's.
+"""The products of ops/linear.py with plain weights in Triton.
+
+One row streams the weight (kernels/stream.py), up to FEW_ROWS rows multiply tiles of it (kernels/product.py), and more
+rows use PyTorch's product.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
 
 
 def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
-    """Normalise x by the norm's own kernel if the product's kernel cannot, or would be slower. Return x and what remains
-    to be done around the product.
+    """Normalise x with the norm's own kernel if the product's kernel cannot or would be slower.
+
+    Returns x and the neighbours of the product that remain.
     """
     if around.norm is None:
         return x, around
@@ -49,10 +52,10 @@ def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
-    """The product of up to FEW_ROWS rows with what stands around it; None where PyTorch's product is the better one."""
+    """The product of up to FEW_ROWS rows and its neighbours; None if PyTorch's product is better."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
-    # More rows in float32 have no tensor cores: PyTorch's product is as good.
+    # Two or more rows in float32 cannot use tensor cores, so PyTorch's product is as good.
     most = 1 if x.dtype is torch.float32 else FEW_ROWS
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
@@ -65,7 +68,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     chosen = (
         plain_row(outputs, inputs, x.element_size(), gated) if rows == 1 else plain_tiles(rows, outputs, inputs, gated)
     )
-    least = 1 if rows == 1 else 16  # the side of a tile
+    least = 1 if rows == 1 else 16  # smallest side of a tensor-core tile
     tile = max(around.outputs(chosen.outputs), least)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     grid = (-(-wanted // tile), chosen.splits)
@@ -90,12 +93,13 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
 
 
 def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Around) -> None:
-    """Add up parts [SPLITS, rows, outputs] over the first axis, always in the same order, and write them to `out` with
-    bias, activation and residual.
+    """Sum parts [SPLITS, rows, outputs] over the first axis in a fixed order; apply bias, activation and residual.
+
+    Writes the result to `out`.
     """
     splits, rows, outputs = parts.shape
     grid = (-(-around.outputs(outputs) // COMBINED_BLOCK), rows)
     kernels("product").combine[grid](
-        parts, bias, around.residual, out, rows, outputs, GATED=around.gated, NAME=around.activation, SPLITS=splits, BLOCK=COMBINED_BLOCK,
-        num_warps=4,
+        parts, bias, around.residual, out, rows, outputs,
+        GATED=around.gated, NAME=around.activation, SPLITS=splits, BLOCK=COMBINED_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -11,11 +11,11 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.triton import kernels, needs
 from infuse.ops.triton.configurations import power_above, row_warps
 
-LARGEST_WIDTH = 1 << 15  # a row lies in the registers of one program
+LARGEST_WIDTH = 1 << 15  # one program holds a row in its registers
 
 
 def _takes(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the kernel takes these; else PyTorch's functions do."""
+    """Whether the kernel supports these tensors; if not, PyTorch's functions run."""
     width = x.shape[-1]
     if (
         width == 0
@@ -37,7 +37,7 @@ def _normed(
     *,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, its norm); the first is x where there is no residual."""
+    """(x + residual, its norm); the first is x if there is no residual."""
     x, width = x.contiguous(), x.shape[-1]
     residual = None if residual is None else residual.contiguous()
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)

@@ -1,9 +1,8 @@
-"""The products of ops/linear.py over quantized weights, and the look-up of their rows, in Triton. Weights are converted
-once, to words of 32 bits (words.py).
+"""The products of ops/linear.py with quantized weights, and embedding lookups in them, in Triton.
 
-One row of x streams them (kernels/stream.py); more multiply tiles that are dequantized on the way (kernels/product.py);
-many take PyTorch's product over the whole dequantized weight, which costs less than dequantizing it again for each tile
-of rows.
+Weights are converted once, to 32-bit words (words.py). One row of x streams them (kernels/stream.py). More rows
+multiply tiles that are dequantized on the fly (kernels/product.py). Many rows use PyTorch's product with the whole
+dequantized weight, which costs less than dequantizing it again for each tile of rows.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _quantized_linear(
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
         return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)
     x, around = normed_before(x, around)
-    # Tiles of more rows in float32 fit no shared memory.
+    # With more rows, float32 tiles do not fit the shared memory.
     most = FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
     if not 0 < rows <= most or outputs == 0:
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
@@ -67,7 +66,8 @@ def _quantized_linear(
     weight_and_more = data, scale, zero, bias, around.norm_weight, around.norm_bias, around.residual, to
     sizes = inputs, outputs, data.stride(0), groups, of_group, around.eps, around.offset
     options = constants(around, chosen.rows, inputs) | {
-        "FORMAT": name, "SEGMENT": segment, "OUTPUTS": tile, "SEGMENTS": chosen.depth, "SPLITS": chosen.splits, "num_warps": chosen.warps,
+        "FORMAT": name, "SEGMENT": segment, "OUTPUTS": tile, "SEGMENTS": chosen.depth, "SPLITS": chosen.splits,
+        "num_warps": chosen.warps,
     }  # fmt: skip
     if rows == 1:
         kernels("stream").quantized_row[(-(-wanted // tile), chosen.splits)](
@@ -76,7 +76,8 @@ def _quantized_linear(
     else:
         tiles = -(-rows // chosen.rows) * -(-wanted // tile)
         kernels("product").product_tiles[(tiles, chosen.splits)](
-            x, *weight_and_more, rows, *sizes[:2], inputs, *sizes[2:], ROWS=chosen.rows, num_stages=chosen.stages, **options
+            x, *weight_and_more, rows, *sizes[:2], inputs, *sizes[2:],
+            ROWS=chosen.rows, num_stages=chosen.stages, **options,
         )  # fmt: skip
     if chosen.splits > 1:
         combine(to, bias, out, around)
@@ -86,15 +87,15 @@ def _quantized_linear(
 def dequantized(
     index: Tensor | None, data: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, outputs: int, format: str
 ) -> Tensor:
-    """`out` [rows, inputs], filled with the rows `index` of the weight (None: all of them)."""
+    """Fill `out` [rows, inputs] with the rows `index` of the weight (None: all rows) and return it."""
     rows, inputs = out.shape
     if out.numel():
         name, groups = quant_format(format).name, scale.shape[1]
         segment = segment_of(inputs, groups)
         tile = max(DEQUANTIZED_WORDS * CODES[name] // segment, 1)
         kernels("product").dequantize_rows[(rows, -(-inputs // (segment * tile)))](
-            index, data, scale, zero, out, inputs, outputs, data.stride(0), groups, inputs // segment // groups, FORMAT=name,
-            SEGMENT=segment, SEGMENTS=tile, num_warps=4,
+            index, data, scale, zero, out, inputs, outputs, data.stride(0), groups, inputs // segment // groups,
+            FORMAT=name, SEGMENT=segment, SEGMENTS=tile, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -110,6 +111,6 @@ def _quantized_embedding(
     format: str,
     dtype: torch.dtype,
 ) -> Any:
-    """A row that is not in the table comes back as NaN: to refuse it, the host would have to wait for the device."""
+    """An index out of range gives NaN: to raise an error, the host would have to wait for the device."""
     out = torch.empty(index.numel(), width, dtype=dtype, device=data.device)
     return dequantized(index.reshape(-1), data, scale, zero, out, rows, format).view(*index.shape, width)

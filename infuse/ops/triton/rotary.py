@@ -12,7 +12,7 @@ from infuse.ops.triton.configurations import power_above, rotary_heads
 
 
 def _turn_strides(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
-    """cos and sin in one layout, and their strides by batch (0 where one serves all) and token."""
+    """cos and sin in one layout, and their strides along batch (0 if shared by the whole batch) and tokens."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] == batch and batch > 1 else 0, cos.stride(1)
@@ -28,8 +28,8 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
         cos, sin, by_batch, by_token = _turn_strides(cos, sin, batch)
         tile = rotary_heads(width)
         kernels("rotary").rotate[(batch * tokens, -(-heads // tile))](
-            x, cos, sin, out, tokens, heads, width, cos.shape[-1], x.stride(0), x.stride(1), x.stride(2), by_batch, by_token,
-            INTERLEAVED=interleaved, HEADS=tile, WIDTH=power_above(width), num_warps=4,
+            x, cos, sin, out, tokens, heads, width, cos.shape[-1], x.stride(0), x.stride(1), x.stride(2),
+            by_batch, by_token, INTERLEAVED=interleaved, HEADS=tile, WIDTH=power_above(width), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -45,7 +45,7 @@ def _rotary_append(
     heads: int,
     interleaved: bool,
 ) -> Any:
-    """A `start` in a tensor is read on the device, and what would lie beyond the capacity is not written."""
+    """Reads a tensor `start` on the device; keys and values beyond the capacity are then not written."""
     if qkv.stride(-1) != 1:
         qkv = qkv.contiguous()
     (batch, tokens, all_heads, width), kv_heads, capacity = qkv.shape, keys.shape[1], keys.shape[2]
@@ -61,8 +61,10 @@ def _rotary_append(
         cos, sin, by_batch, by_token = _turn_strides(cos, sin, batch)
     tile = rotary_heads(width)
     kernels("rotary").rotate_append[(batch * tokens, -(-all_heads // tile))](
-        qkv, cos, sin, keys, values, out, start, tokens, heads, kv_heads, width, 0 if cos is None else cos.shape[-1], capacity,
+        qkv, cos, sin, keys, values, out, start, tokens, heads, kv_heads, width,
+        0 if cos is None else cos.shape[-1], capacity,
         *qkv.stride()[:3], by_batch, by_token, *keys.stride()[:3], *values.stride()[:3],
-        INTERLEAVED=interleaved, START_IS_THERE=isinstance(start, Tensor), HEADS=tile, WIDTH=power_above(width), num_warps=4,
+        INTERLEAVED=interleaved, START_IS_THERE=isinstance(start, Tensor), HEADS=tile, WIDTH=power_above(width),
+        num_warps=4,
     )  # fmt: skip
     return out

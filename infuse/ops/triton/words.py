@@ -1,5 +1,4 @@
-"""The conversion of quantized weights to words of 32 bits, which the kernels read (kernels/words.py has the drawing), and
-back.
+"""Convert quantized weights to the 32-bit words that the kernels read, and back (drawing in kernels/words.py).
 
 Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a word.
 """
@@ -18,20 +17,19 @@ from infuse.quant.floating import pack_fp6, unpack_fp6
 from infuse.quant.format import QuantizedWeight
 
 LARGEST_SEGMENT = 64
-CODES: Mapping[str, int] = MappingProxyType(
-    {"int8": 4, "fp8": 4, "int4": 8, "fp6": 8}
-)  # in a word; of fp6 its low parts
+# Codes in a word; for fp6, their low parts.
+CODES: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 8})
 SMALLEST_SEGMENT: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 16})
 
 
 def segment_of(inputs: int, groups: int) -> int:
-    """The inputs of a segment: the largest power of two, up to 64, that divides a group."""
+    """Inputs per segment: the largest power of two, at most 64, that divides the group."""
     length = inputs // max(groups, 1)
     return min(length & -length, LARGEST_SEGMENT)
 
 
 def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """data [O, bytes] → int32 [O, bytes / 4]; scale and zero as they are. None where groups cut a word."""
+    """data [O, bytes] → int32 [O, bytes / 4]; scale and zero unchanged. None if a group ends inside a word."""
     (outputs, inputs), name = weight.shape, weight.format.name
     segment = segment_of(inputs, weight.scale.shape[1]) if inputs else 0
     if name not in CODES or segment < SMALLEST_SEGMENT[name]:
@@ -55,8 +53,9 @@ def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def _high_words(high_ONWC: Tensor) -> Tensor:
-    """Two bits of 8 codes for each of W words → bytes of W / 2 words; byte 2 l + h has codes 4 l to 4 l + 3 of word w +
-    h W / 2.
+    """Two high bits of 8 codes for each of W words → bytes of W / 2 words.
+
+    Byte 2 l + h of word w holds codes 4 l to 4 l + 3 of word w + h W / 2.
     """
     split = high_ONWC.unflatten(-2, (2, -1)).unflatten(-1, (2, 4))  # half, word, lane, field
     split = split.permute(0, 1, 3, 4, 2, 5)  # word, lane, half, field

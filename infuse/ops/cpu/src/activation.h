@@ -1,4 +1,4 @@
-// Activations, plain and gated: one pass, float inside, rounded once.
+// Activations, plain and gated, in one pass: computed in float and rounded once.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@ namespace INFUSE_ISA {
 
 inline Vec sigmoid_times(Vec x, float slope) { return x / (Vec(1.0f) + exp(x * Vec(-slope))); }
 
-template <Act ACT, class T>  // T: what the result is rounded to
+template <Act ACT, class T>  // T: the type of the result
 inline Vec activated(Vec x) {
   if constexpr (ACT == Act::gelu && std::is_same_v<T, bf16>) return gelu_for_bf16(x);
   if constexpr (ACT == Act::silu) return sigmoid_times(x, 1.0f);

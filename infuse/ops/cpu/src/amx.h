@@ -1,9 +1,8 @@
-// AMX: eight registers of 16 rows of 64 bytes ("tiles" in Intel's words, registers here: tile.h has tiles of its own),
-// and products of bf16 pairs in them. Registers belong to a thread: they are configured where they are used and
-// released there, since other libraries (oneDNN behind PyTorch) use them too.
+// AMX: eight registers of 16 rows of 64 bytes, and products of bf16 pairs in them. Intel calls the registers tiles; here
+// a tile is a block of weights (tile.h). Each thread configures its registers before use and releases them afterwards,
+// since other libraries (oneDNN in PyTorch) use them too.
 //
-// The code was run on an emulator of these instructions only; how fast it is on a processor that has them has not been
-// measured.
+// This code has run only on an emulator of these instructions; its speed on a processor with AMX has not been measured.
 #pragma once
 
 #if defined(__AMX_BF16__)
@@ -14,7 +13,7 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int kAmxRows = 16;   // of a register
-constexpr int kAmxPairs = 16;  // of bf16, in a row: a step of the depth of a product
+constexpr int kAmxPairs = 16;  // of bf16, in a row: one step of a product's depth
 
 struct alignas(64) AmxConfiguration {
   uint8_t palette, start_row, reserved[14];
@@ -23,8 +22,8 @@ struct alignas(64) AmxConfiguration {
 };
 static_assert(sizeof(AmxConfiguration) == 64);
 
-// Assembly, not g++'s intrinsics: those of g++ 12 do not say that loads read memory, nor that all 64 bytes of a
-// configuration are read, so that stores before them may be dropped.
+// Assembly instead of intrinsics: those of g++ 12 do not declare that loads read memory or that a configuration reads
+// all 64 bytes, so the compiler may drop the stores before them.
 class AmxRegisters {
  public:
   AmxRegisters() {
@@ -48,20 +47,20 @@ template <int From>
 [[gnu::always_inline]] inline void amx_store(float* to, int64_t row_floats) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(From), "r"(to), "r"(row_floats * 4) : "memory");
 }
-// To[r][c] += the products of the pairs X[r][p] with those of Y[p][c], in float.
+// To[r][c] += sum over p of the products of the pairs X[r][p] and Y[p][c], in float.
 template <int To, int X, int Y>
 [[gnu::always_inline]] inline void amx_add_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(To), "i"(X), "i"(Y));
 }
 
-// Rows of pairs as the left side of a product reads them: blocks of 16 rows, steps of 16 pairs. In words of one pair.
+// The left operand of a product: blocks of 16 rows, steps of 16 pairs. Distances are in words of one pair.
 struct AmxRows {
   const uint32_t* at;
-  int64_t row, step, block;  // from one to the next
+  int64_t row, step, block;  // distance to the next
 };
 
-// sums[16 * Blocks][32] = x y over `steps` steps of the depth, where y is [pairs][32] in rows of y_row words. Four sums
-// and four operands: each operand that is loaded is used twice.
+// sums[16 * Blocks][32] = x y over `steps` steps of the depth; y is [pairs][32] in rows of y_row words. With four sums
+// and four operands, each loaded operand is used twice.
 template <int Blocks>
 inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums, int64_t sum_row) {
   amx_zero<0>();
@@ -88,7 +87,7 @@ inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int
   }
 }
 
-// Of up to 32 rows.
+// The same for up to 32 rows.
 inline void amx_multiply(int64_t rows, const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums, int64_t sum_row) {
   rows > kAmxRows ? amx_multiply<2>(x, y, y_row, steps, sums, sum_row) : amx_multiply<1>(x, y, y_row, steps, sums, sum_row);
 }

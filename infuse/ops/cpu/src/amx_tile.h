@@ -1,20 +1,20 @@
-// The products of many rows of x with tiles (tile.h) in AMX: 32 rows by 32 outputs at once.
+// Products of many rows of x with tiles (tile.h) in AMX: 32 rows by 32 outputs at once.
 //
-//   x    → [block of 16 rows][step][16 rows][16 pairs]: what a register takes lies in one piece
+//   x    → [block of 16 rows][step][16 rows][16 pairs]: the contents of a register are contiguous
 //   tile → [padded inputs / 2][2 halves][16 outputs]
 //
-// Both are padded with zeros to whole steps of 32 inputs, x to whole blocks of rows. x is copied, though a register
-// could be loaded from it as it lies: rows of a power of two bytes would all fall into one set of the L1 cache, and the
-// copy is 2 * I bytes against 2 * I * O operations a row.
+// Both are padded with zeros to whole steps of 32 inputs, x also to whole blocks of rows. A register could be loaded
+// from x directly, but rows whose size is a power of two would all map to one set of the L1 cache. The copy costs 2 * I
+// bytes per row, against 2 * I * O operations.
 //
-// A step of the depth is four products of 16 cycles each and 4 KiB of operands: 64 bytes a cycle, all that the L2 cache
-// can give. A loop of these instructions alone reached 7.1 TFLOP/s on two cores from registers, 4.4 from 256 KiB. So
-// what is read again must lie in the L2 cache, 2 MiB on these processors: tiles of at most 1 MiB and 32 rows of x.
-// Several tiles at once, since all of x comes from further away once for each time that tiles are filled.
+// A step of the depth takes four products of 16 cycles each and 4 KiB of operands: 64 bytes a cycle, the full bandwidth
+// of the L2 cache. A loop of only these instructions reached 7.1 TFLOP/s on two cores from registers, 4.4 from 256 KiB.
+// So reused data must stay in the L2 cache, 2 MiB on these processors: tiles of at most 1 MiB and 32 rows of x. Several
+// tiles are filled at once, since each filling reads all of x from farther away.
 //
-// Not measured: these products themselves, kTilesBytes and kMostTiles, and from how many rows on tiles are taken
-// (binding_panels.cpp has it from AVX512-BF16). `python bench/ops.py --op linear quantized_linear attention --set
-// llama` shows them on a machine with AMX.
+// Not measured: these products, kTilesBytes, kMostTiles, and the number of rows from which tiles are used (limits.h has
+// that of AVX512-BF16). To measure them on a machine with AMX, run
+// `python bench/ops.py --op linear quantized_linear attention --set llama`.
 #pragma once
 
 #include "amx.h"
@@ -44,7 +44,7 @@ inline int64_t most_tiles(const LinearArgs& a) {
 
 inline int64_t chunk_rows(const LinearArgs& a) { return a.rows; }
 
-// Blocks [begin, end) of 16 rows.
+// Arranges blocks [begin, end) of 16 rows.
 inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const bf16* x = static_cast<const bf16*>(a.x);
   for (int64_t b = begin; b < end; ++b) {
@@ -60,7 +60,7 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// Rows [first, first + rows), at most 32, with one tile.
+// Multiplies rows [first, first + rows), at most 32, by one tile.
 inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first, int64_t rows) {
   alignas(64) float sums[2 * kAmxRows][kTileOutputs];
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * block_words(a);
@@ -68,7 +68,7 @@ inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, 
   write_sums<bf16>(a, sums[0], rows, o, first);
 }
 
-// Outputs [begin, end), or gates, of up to most_tiles tiles: fill(o, tile) brings the weights of those from o on.
+// Computes outputs (or gates) [begin, end) of up to most_tiles tiles; fill(o, tile) loads the weights from output o on.
 template <class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tiles, const Fill& fill) {
   const AmxRegisters configured;

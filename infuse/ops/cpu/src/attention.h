@@ -1,5 +1,5 @@
-// Attention of few queries over a cache: keys and values are read once, block by block, with the softmax carried along
-// (Milakov and Gimelshein 2018). Sums and softmax in float; the arguments are described in attention_kernels.h.
+// Attention of few queries over a cache: keys and values are read once, block by block, with an online softmax (Milakov
+// and Gimelshein 2018). Sums and softmax are float; attention_kernels.h describes the arguments.
 #pragma once
 
 #include "activation.h"
@@ -9,7 +9,7 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-constexpr int kBlock = 64;                       // keys: with 128, keys and values push each other out of the L1
+constexpr int kBlock = 64;                       // keys: with 128, keys and values evict each other from the L1 cache
 constexpr int kScoreStep = kBlock + Vec::width;  // score_keys writes beyond the block
 constexpr float kInfinity = __builtin_inff();
 
@@ -24,16 +24,15 @@ inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.fi
 inline int64_t attention_blocks(const AttentionArgs& a) { return a.batch * a.kv_heads * blocks_per_head(a); }
 inline int64_t part_begin(const AttentionArgs& a, int64_t part) { return attention_blocks(a) * part / a.parts; }
 
-// The result of some keys for all rows of one key head: weighted sums of values, not yet divided by the sum of the
-// weights.
+// The result of some keys for all rows of one key head: weighted sums of values, before division by the sum of weights.
 struct Partial {
   float* sums;     // [rows, padded width]
-  float* largest;  // score, for each row
-  float* total;    // of the weights exp(score - largest)
-  float* allowed;  // 1 where any key was not hidden
+  float* largest;  // largest score of each row
+  float* total;    // sum of the weights exp(score - largest)
+  float* allowed;  // positive if any key was visible
 };
 
-// The scratch of one part: room for queries and scores and two partial results, of its first and of its last head.
+// The scratch of one part: queries, scores, and the partial results of its first and its last head.
 struct Scratch {
   int64_t rows, width;
   float* start;
@@ -63,11 +62,11 @@ inline float exp_of(float x) {
 
 // ---- masks ----
 
-// What is added to the scores of one row in one block, and which keys it may look at.
+// The values added to the scores of one row in one block, and the keys that it may attend to.
 struct Adjustment {
   float added[kBlock + Vec::width], allowed[kBlock + Vec::width];
   bool adds, hides;
-  bool any;  // key is allowed
+  bool any;  // any key is allowed
 };
 
 template <class T>
@@ -93,7 +92,7 @@ inline void hide_where_false(const uint8_t* p, int64_t step, int n, float* allow
   }
 }
 
-// Keys [begin, end) of the block are within the causal order and the window of query t.
+// Sets the keys [begin, end) of the block that the causal order and the window of query t allow.
 inline void set_order(const AttentionArgs& a, int64_t t, int64_t key, int n, int& begin, int& end) {
   const int64_t query = a.length - a.tokens + t;
   const int64_t low = a.window ? query - a.window + 1 - key : 0, high = a.causal ? query + 1 - key : n;
@@ -101,7 +100,7 @@ inline void set_order(const AttentionArgs& a, int64_t t, int64_t key, int n, int
   end = int(high < begin ? begin : high > n ? n : high);
 }
 
-// For head n of row b and query t over keys [key, key + count).
+// Fills the adjustment for head n of batch row b and query t over keys [key, key + count).
 inline void adjust(const AttentionArgs& a, int64_t b, int64_t n, int64_t t, int64_t key, int count, Adjustment& to) {
   int begin, end;
   set_order(a, t, key, count, begin, end);
@@ -129,7 +128,7 @@ inline void adjust(const AttentionArgs& a, int64_t b, int64_t n, int64_t t, int6
 
 // ---- softmax ----
 
-// Scales, caps, adjusts the scores of one row in place; returns the largest. Lanes beyond `count` become -infinity.
+// Scales, caps and adjusts the scores of one row in place; returns the largest. Lanes beyond `count` become -infinity.
 inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int count, float* scores) {
   const Vec scale(a.scale), cap(a.softcap), hidden(-kInfinity), none(0.0f);
   Vec largest(-kInfinity);
@@ -148,11 +147,11 @@ inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int
   return largest.largest();
 }
 
-// Scores of row r become weights relative to the largest score so far; `keep` what that makes of the sums before.
+// Turns the scores of row r into weights relative to the largest score so far; `keep` is the factor for earlier sums.
 template <class T>
 void weigh_row(const Partial& state, int64_t r, float block_largest, int count, float* scores, float& keep) {
   const float before = state.largest[r], now = block_largest > before ? block_largest : before;
-  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity less -infinity is NaN
+  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity minus -infinity is NaN
   keep = now == before ? 1.0f : exp_of(before - now);
   Vec total;
   for (int i = 0; i < count; i += Vec::width) total = total + Weights<T>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
@@ -162,7 +161,7 @@ void weigh_row(const Partial& state, int64_t r, float block_largest, int count, 
 
 // ---- blocks, heads, parts ----
 
-// One key head of one row of the batch: its index over (batch, key head).
+// One key head of one batch row, from its index over (batch, key head).
 struct Head {
   int64_t b, n;
   Head(const AttentionArgs& a, int64_t index) : b(index / a.kv_heads), n(index % a.kv_heads) {}
@@ -225,8 +224,7 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
                     : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count) : add_rows<T, kRows>(a, scratch, state, v, count);
 }
 
-// Divides and rounds. A row without an allowed key is zeros; one whose allowed scores are all -infinity is NaN, as
-// softmax has it.
+// Divides and rounds. A fully masked row is zeros; a row whose allowed scores are all -infinity is NaN, as in softmax.
 template <class T>
 void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state) {
   const int64_t group = group_of(a), rows = rows_of(a);
@@ -257,7 +255,7 @@ void attention_part(const AttentionArgs& a, int64_t part) {
   }
 }
 
-// Adds what another part found for the same head.
+// Adds another part's partial result for the same head.
 inline void merge(const AttentionArgs& a, const Scratch& scratch, const Partial& into, const Partial& from) {
   for (int64_t r = 0; r < rows_of(a); ++r) {
     const float largest = from.largest[r] > into.largest[r] ? from.largest[r] : into.largest[r];
@@ -275,8 +273,7 @@ inline void merge(const AttentionArgs& a, const Scratch& scratch, const Partial&
   }
 }
 
-// Heads that end in a later part than they begin in: each part left its share in its scratch, the first of them is
-// added to.
+// Combines heads that span several parts: each part left its share in its scratch, and the first one receives the sum.
 template <class T>
 void combine_parts(const AttentionArgs& a) {
   const int64_t per_head = blocks_per_head(a);
@@ -290,7 +287,7 @@ void combine_parts(const AttentionArgs& a) {
         if (part_begin(a, next) < part_begin(a, next + 1)) merge(a, scratch, into, Scratch(a, next).partial(0));
       }
       write_head<T>(a, Head(a, head), scratch, into);
-      if (part_begin(a, next) > head_end) --next;  // the last of them goes on with another head
+      if (part_begin(a, next) > head_end) --next;  // the last of these parts continues with another head
     }
     part = next;
   }

@@ -1,5 +1,5 @@
 // Arguments and table of rotary + append (rotary.h), attention over a cache (attention.h) and activations
-// (activation.h). Strides are in elements, named tensor_axis: b batch, n head, t token or key. The last axis is
+// (activation.h). Strides are in elements and named tensor_axis: b batch, n head, t token or key. The last axis is
 // contiguous.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace infuse {
 
 // Heads [0, heads) of x go to q, the next kv_heads to keys and the last kv_heads to values, both at tokens start + t.
-// Queries and keys are turned over their first `turned` of `width` columns where there is a cos.
+// If cos is given, the first `turned` of the `width` columns of queries and keys are rotated.
 struct RotaryArgs {
   const void* x;
   const void* cos;  // or null
@@ -19,11 +19,11 @@ struct RotaryArgs {
   int64_t x_b, x_t, x_n, cos_b, cos_t, sin_b, sin_t, q_b, q_t, q_n;
   int64_t keys_b, keys_n, keys_t, values_b, values_n, values_t;
   int64_t tokens, heads, kv_heads, width, turned, start;
-  bool interleaved, wide_turns;  // wide: cos and sin are float32 whatever x is
+  bool interleaved, wide_turns;  // wide: cos and sin are float32, whatever the type of x
   Type type;
 };
 
-// y = act(x), or where gated act(gate) * up over rows [gate | up] of 2 * columns.
+// y = act(x), or if gated act(gate) * up over rows [gate | up] of 2 * columns.
 struct ActivationArgs {
   const void* x;
   void* y;
@@ -33,8 +33,8 @@ struct ActivationArgs {
   Type type;
 };
 
-// Broadcast to [B, H, T, L] through strides of 0. A bool mask hides where it is false; the others are added to the
-// scores.
+// A mask or bias, broadcast to [B, H, T, L] through strides of 0. A bool mask hides keys where it is false; others are
+// added to the scores.
 struct Scored {
   const void* data;  // or null
   int64_t b, n, t, l;
@@ -43,9 +43,9 @@ struct Scored {
 };
 
 // Attention of T queries over keys and values of one length, all heads of one key head together.
-// Work is cut into blocks of keys, numbered over (batch, key head, block); a part takes a run of them, so that all
-// parts have the same work whatever the shape. Where a part begins or ends inside a head, its result there is partial
-// and combine adds up.
+// The work is cut into blocks of keys, numbered over (batch, key head, block). A part is a range of blocks, so that all
+// parts have the same work for any shape. If a part begins or ends inside a head, its result there is partial and
+// `combine` sums the parts.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -55,7 +55,7 @@ struct AttentionArgs {
   int64_t q_b, q_n, q_t, k_b, k_n, k_t, v_b, v_n, v_t;
   int64_t batch, heads, kv_heads, tokens, length, width;
   int64_t first_key;  // keys before it are hidden from every query
-  int64_t ahead;      // of tiles: from one to the next that its thread is likely to take
+  int64_t ahead;      // with tiles: distance to the next tile that the same thread is likely to take
   int64_t window;     // or 0
   float scale, softcap;
   bool causal;
@@ -69,9 +69,9 @@ struct AttentionKernels {
   void (*activation)(const ActivationArgs&, int64_t begin, int64_t end);  // elements of y
   void (*attention)(const AttentionArgs&, int64_t begin, int64_t end);    // parts
   void (*combine)(const AttentionArgs&);                                  // after all parts
-  int64_t (*attention_blocks)(const AttentionArgs&);                      // in all
+  int64_t (*attention_blocks)(const AttentionArgs&);                      // in total
   int64_t (*attention_scratch)(const AttentionArgs&);                     // floats for each part
-  // For many queries in bf16, or null: one tile of them, in scratch of `tile_bytes`.
+  // One tile of many queries in bf16, in scratch of `tile_bytes`. Null if not supported.
   void (*tile)(const AttentionArgs&, int64_t index, void* scratch);
   int64_t (*tiles)(const AttentionArgs&);
   int64_t (*tile_bytes)(const AttentionArgs&);

@@ -1,5 +1,5 @@
 // The two products of attention over one block of keys: scores = q k^T, and sums = keep * sums + weights v.
-// Rows are the queries that share a key head, taken ROWS at a time: a key is loaded once for all of them.
+// Rows are the queries that share a key head, ROWS at a time, so that a key is loaded once for all of them.
 #pragma once
 
 #include "vec_math.h"
@@ -12,7 +12,7 @@ constexpr int kRows = 4;
 // Queries and sums are padded to a multiple of this many columns, the widest step of all instruction sets.
 constexpr int64_t kColumns = 32;
 
-// How keys of T are multiplied: as floats, or (below) as pairs of bf16.
+// Multiplies keys of type T: as floats, or (below) as pairs of bf16.
 template <class T>
 struct Products {
   using Query = float;
@@ -23,8 +23,8 @@ struct Products {
   static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
 };
 
-// Asks for the rest of a row of which only the first columns are read now: else later columns, read in a pass of their
-// own, would wait for the memory again, in steps that the hardware does not foresee.
+// Prefetches the rest of a row whose first columns are read now. Otherwise the later pass over the other columns would
+// wait for memory again, with a stride that the hardware does not predict.
 template <class T>
 inline void fetch_rest(const T* row, int64_t from, int64_t width) {
   for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
@@ -60,7 +60,7 @@ inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #endif
 }
 
-// scores[r * score_step + i] = q row r times key i. Writes up to Vec::width scores beyond `count`, which mean nothing.
+// scores[r * score_step + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
 template <class T, int ROWS>
 void score_keys(const T* k, int64_t k_step, int count, int64_t width, const typename Products<T>::Query* q, int64_t q_step, float* scores,
                 int64_t score_step) {
@@ -91,7 +91,7 @@ void score_keys(const T* k, int64_t k_step, int count, int64_t width, const type
   }
 }
 
-// One block of values and what is added to: weights [rows, count] and sums [rows, width].
+// One block of values, with its weights [rows, count] and the sums [rows, width] that it is added to.
 template <class T>
 struct ValueBlock {
   const T* v;
@@ -102,7 +102,7 @@ struct ValueBlock {
   int64_t weight_step;
   float* sums;
   int64_t sum_step;
-  const float* keep;  // for each row, what the sums so far are scaled by
+  const float* keep;  // factor of the sums so far, for each row
 };
 
 template <class T>
@@ -111,10 +111,10 @@ void add_block(const ValueBlock<T>& b, int r, int64_t c, Vec sum) {
   store(sums, fma(load(sums, Vec::width), Vec(b.keep[r]), sum), Vec::width);
 }
 
-// Columns [c, c + COLUMNS * Vec::width), or n < Vec::width of them where COLUMNS is 1.
+// Adds columns [c, c + COLUMNS * Vec::width), or only n < Vec::width of them if COLUMNS is 1.
 template <class T, int ROWS, int COLUMNS>
 void add_columns(const ValueBlock<T>& b, int64_t c, int n) {
-  Vec sums[ROWS][COLUMNS];  // of this block alone: thousands of keys in one running sum would lose digits
+  Vec sums[ROWS][COLUMNS];  // of this block only: one running sum over thousands of keys would lose digits
   const int last = COLUMNS == 1 ? n : Vec::width;
   for (int i = 0; i < b.count; ++i) {
     const T* v = b.v + i * b.v_step + c;
@@ -135,7 +135,7 @@ void add_columns(const ValueBlock<T>& b, int64_t c, int n) {
     for (int j = 0; j < COLUMNS; ++j) add_block(b, r, c + j * Vec::width, sums[r][j]);
 }
 
-// What a row of weights becomes before it multiplies values of T; returns its sum. Here they stay floats.
+// Converts a row of weights for the product with values of type T; returns its sum. Here they stay floats.
 template <class T>
 struct Weights {
   static Vec keep(float* row, int i, Vec weights) {
@@ -146,7 +146,7 @@ struct Weights {
 
 template <class T, int ROWS>
 void add_values(const ValueBlock<T>& b) {
-  constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // of 32 or 16 registers, half are sums
+  constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // the sums use half of the 32 or 16 registers
   int64_t c = 0;
   for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<T, ROWS, COLUMNS>(b, c, Vec::width);
   for (; c < b.width; c += Vec::width) add_columns<T, ROWS, 1>(b, c, int(b.width - c < Vec::width ? b.width - c : Vec::width));
@@ -167,7 +167,7 @@ struct Products<bf16> {
   static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs(k, q, sum); }
 };
 
-// Rounded to bf16, packed at the front of their row: the product takes the weights of two keys at once.
+// Rounds to bf16 and packs at the front of the row: the product takes the weights of two keys at once.
 template <>
 struct Weights<bf16> {
   static Vec keep(float* row, int i, Vec weights) {
@@ -177,8 +177,8 @@ struct Weights<bf16> {
   }
 };
 
-// 32 * GROUPS columns of two values at a time, their columns interleaved by unpacking. So each group of 32 sums is kept
-// as columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31, see Finished.
+// Adds 32 * GROUPS columns of two values at a time, interleaved by unpacking. Each group of 32 sums is therefore stored
+// as columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31; Finished reorders them.
 template <int ROWS, int GROUPS>
 void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
   constexpr int SUMS = 2 * GROUPS;
@@ -187,7 +187,7 @@ void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
   for (int i = 0; i < b.count; i += 2) {
     const bf16* v = b.v + i * b.v_step + c;
     if (c == 0) fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
-    const __mmask32 second = i + 1 < b.count ? mask : 0;  // no value that is not there: 0 times it may be NaN
+    const __mmask32 second = i + 1 < b.count ? mask : 0;  // do not load beyond the end: 0 times garbage may be NaN
     __m512i values[SUMS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) {
@@ -224,7 +224,7 @@ inline void add_values<bf16, 4>(const ValueBlock<bf16>& b) { add_pairs<4>(b); }
 
 #endif
 
-// Sums of one row in the order of the columns; `room` takes them where they are kept in another.
+// The sums of one row in column order, copied to `room` if they are stored in another order.
 template <class T>
 struct Finished {
   static const float* row(const float* sums, int64_t, float*) { return sums; }

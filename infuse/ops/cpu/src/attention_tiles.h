@@ -1,6 +1,6 @@
-// Attention of many queries, in bf16 where there are bf16 instructions (AVX512-BF16 or AMX): tiles of queries over
-// blocks of keys, with the softmax carried along (Dao et al. 2022). Sums and softmax in float. Elsewhere PyTorch's
-// fused attention is taken.
+// Attention of many queries in bf16, with bf16 instructions (AVX512-BF16 or AMX): tiles of queries over blocks of keys
+// with an online softmax (Dao et al. 2022). Sums and softmax are float. Without these instructions PyTorch's fused
+// attention runs.
 #pragma once
 
 #include "amx.h"
@@ -12,7 +12,7 @@ namespace INFUSE_ISA {
 
 #if defined(__AVX512BF16__)
 
-constexpr int kTileQueries = 128;  // rows of a tile: queries times the heads that share a key head
+constexpr int kTileQueries = 128;  // rows of a tile: queries times heads per key head
 #if defined(__AMX_BF16__)
 constexpr int kStepRows = 2 * kAmxRows;  // rows in registers at once
 constexpr int kDepthStep = kAmxPairs;
@@ -23,13 +23,13 @@ constexpr int kDepthStep = 1;
 constexpr int kPairs = kBlock / 2;
 constexpr int64_t kTileScoreStep = kBlock + Vec::width;
 
-// What one thread works in. Widths are padded with zeros: `depth` pairs for scores, `columns` for sums; so are the rows
-// of the last step.
+// The scratch of one thread. Widths are padded with zeros, to `depth` pairs for scores and `columns` for sums, and so
+// are the rows of the last step.
 struct Tile {
   int64_t depth, columns;
-  uint32_t* q;       // [rows][depth] pairs of neighbouring columns
+  uint32_t* q;       // [rows][depth] pairs of consecutive columns
   uint32_t* k;       // [depth][kBlock]
-  uint32_t* v;       // [kPairs][columns] pairs of neighbouring keys
+  uint32_t* v;       // [kPairs][columns] pairs of consecutive keys
   float* sums;       // [rows][columns]
   float* scores;     // [kStepRows][kTileScoreStep]
   uint32_t* weights; // [kStepRows][kPairs]
@@ -67,7 +67,7 @@ inline int64_t queries_of_tile(const AttentionArgs& a) {
 inline int64_t tiles_per_head(const AttentionArgs& a) { return (a.tokens + queries_of_tile(a) - 1) / queries_of_tile(a); }
 inline int64_t attention_tiles(const AttentionArgs& a) { return a.batch * a.kv_heads * tiles_per_head(a); }
 
-// Queries [t, t + count) of the heads of one key head, as rows of (query, head).
+// Consecutive queries from t on, for all heads of one key head, as rows of (query, head).
 struct Rows {
   Head head;
   int64_t t, rows;
@@ -115,11 +115,11 @@ inline void load_values(const AttentionArgs& a, const bf16* v, int count, const 
   }
 }
 
-// ---- products, and the softmax between them ----
+// ---- the two products and the softmax between them ----
 
 #if defined(__AMX_BF16__)
 
-// Scores of rows [row, row + rows), at most kStepRows, with `count` keys.
+// Computes the scores of rows [row, row + rows), at most kStepRows, with `count` keys.
 inline void score_tile_rows(const Tile& tile, int64_t row, int64_t rows, int count) {
   const AmxRows queries = {tile.q + row * tile.depth, tile.depth, kAmxPairs, kAmxRows * tile.depth};
   for (int key = 0; key < count; key += 2 * Vec::width) {
@@ -127,7 +127,7 @@ inline void score_tile_rows(const Tile& tile, int64_t row, int64_t rows, int cou
   }
 }
 
-// Those rows' sums are scaled by `keep`, and their weights times the values are added.
+// Scales the sums of these rows by `keep` and adds their weights times the values.
 inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int count, const float (&keep)[kStepRows]) {
   const AmxRows weights = {tile.weights, kPairs, kAmxPairs, kAmxRows * kPairs};
   const int64_t steps = ((count + 1) / 2 + kAmxPairs - 1) / kAmxPairs;
@@ -145,7 +145,7 @@ inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int cou
 
 #else
 
-// sums[r][two registers] += the products of x[r][i] with y[i], over `depth` pairs.
+// sums[r][two registers] += x[r][i] times y[i], summed over `depth` pairs.
 template <int R>
 [[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step, int64_t depth,
                                                 __m512 (&sums)[R][2]) {
@@ -190,7 +190,7 @@ void add_values_tile(const Tile& tile, int64_t row, int count, const float (&kee
   }
 }
 
-// Rows [row, row + rows), at most kStepRows; see above.
+// As the AMX versions above, for rows [row, row + rows), at most kStepRows.
 inline void score_tile_rows(const Tile& tile, int64_t row, int64_t rows, int count) {
   with_rows<kStepRows>(rows, [&](auto R) { score_tile<decltype(R)::value>(tile, row, count); });
 }
@@ -200,19 +200,19 @@ inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int cou
 
 #endif
 
-// Of scores that nothing hides, caps or adds to: all kBlock of a row.
+// The largest of all kBlock scores of a row; only for scores without mask, bias or soft cap.
 inline float largest_score(const float* scores) {
   Vec largest = load(scores, Vec::width);
   for (int i = Vec::width; i < kBlock; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
   return largest.largest();
 }
 
-// Scores of a row, times `scale`, become weights relative to its largest so far (`block_largest` is scaled); returns
-// what that makes of the sums before.
+// Turns the scores of a row, times `scale`, into weights relative to its largest score so far (`block_largest` is
+// already scaled). Returns the factor for earlier sums.
 inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_largest, float scale, int count) {
   const float* scores = tile.scores + r * kTileScoreStep;
   const float before = tile.largest[row + r], now = block_largest > before ? block_largest : before;
-  // -infinity less -infinity is NaN
+  // -infinity minus -infinity is NaN
   const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale), log2_e(1.442695041f);
   const float keep = now == before ? 1.0f : before == -kInfinity ? 0.0f : exp_of(before - now);
   const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
@@ -248,7 +248,7 @@ inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile
   add_tile_values(tile, row, rows, count, keep);
 }
 
-// Divides and rounds, as write_head.
+// Divides and rounds, like write_head.
 inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile) {
   const int64_t group = group_of(a);
   for (int64_t r = 0; r < of.rows; ++r) {
@@ -261,8 +261,8 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
   }
 }
 
-// Asks for the rows of the tile that this thread is likely to take next: those of one head lie far apart. Of the keys
-// only the first, since the others are read one after the other.
+// Prefetches the tile that this thread is likely to take next, since the rows of one head are far apart. Only the first
+// keys and values are prefetched, since the others are read sequentially.
 inline void fetch_tile(const AttentionArgs& a, int64_t index) {
   if (index >= attention_tiles(a)) return;
   const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
@@ -288,7 +288,7 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
   const Rows of = {Head(a, index / per_head), t, count_t * group};
   load_tile_queries(a, of, tile);
   fetch_tile(a, index + a.ahead);
-  const int64_t position = a.length - a.tokens + t;  // of the first query among the keys
+  const int64_t position = a.length - a.tokens + t;  // the first query's position among the keys
   const int64_t low = a.window ? position - a.window + 1 : 0, high = a.causal ? position + count_t : a.length;
   const int64_t end = high < a.length ? high : a.length;
   for (int64_t key = low > 0 ? low : 0; key < end; key += kBlock) {
@@ -297,7 +297,7 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
     load_values(a, static_cast<const bf16*>(a.v) + of.head.b * a.v_b + of.head.n * a.v_n + key * a.v_t, count, tile);
     for (int64_t row = 0; row < of.rows; row += kStepRows) {
       const int64_t rows = of.rows - row < kStepRows ? of.rows - row : kStepRows;
-      if (a.causal && position + (row + rows - 1) / group < key) continue;  // before all these keys
+      if (a.causal && position + (row + rows - 1) / group < key) continue;  // all these keys are in the future
       if (a.window && position + row / group - a.window >= key + count - 1) continue;
       attend_rows(a, of, tile, row, rows, key, count);
     }

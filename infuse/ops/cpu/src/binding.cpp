@@ -1,5 +1,5 @@
-// The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, against PyTorch's stable ABI: one binary for torch >=
-// 2.10. Shapes and dtypes are checked by the Python side (ops/cpu/*.py), which declines what is not supported.
+// The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, built against PyTorch's stable ABI: one binary for torch
+// >= 2.10. ops/cpu/*.py checks shapes and dtypes and declines unsupported ones.
 #include <optional>
 #include <string>
 #include <tuple>
@@ -11,7 +11,7 @@
 namespace infuse {
 namespace {
 
-// Rows that one thread takes at least, so that waking another costs less than it saves.
+// Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
 constexpr int64_t kGrainElements = 16384;
 
 void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
@@ -74,7 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
   m.impl("limits", TORCH_BOX(&limits));
 }
 
-// For tensors of CPUs alone: those of other devices, and the fake ones of tracing, have nothing behind their pointers.
+// Only for CPU tensors: the pointers of other devices' tensors and of fake tensors (tracing) cannot be read here.
 STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
   m.impl("norm", TORCH_BOX(&norm));
   m.impl("add_norm", TORCH_BOX(&add_norm));

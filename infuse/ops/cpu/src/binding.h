@@ -1,4 +1,4 @@
-// What the bindings share: PyTorch's stable headers, and the type of a tensor.
+// Shared by all bindings: PyTorch's stable headers, and the type of a tensor.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +15,19 @@ namespace infuse {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Of a tensor that Python has checked to be float32, bfloat16 or float16.
+// The type of a tensor that Python has checked to be float32, bfloat16 or float16.
 inline Type type_of(const Tensor& t) {
   if (t.scalar_type() == ScalarType::BFloat16) return Type::bf16;
   return t.scalar_type() == ScalarType::Half ? Type::f16 : Type::f32;
 }
 
-// The code of a quantized weight, as ops/cpu/quantized_linear.py gives it: beside it stands whether x may be rounded to
-// 8 bits.
+// The code of a quantized weight, without the flag of ops/cpu/quantized_linear.py that x may be rounded to 8 bits.
 constexpr int64_t kShortX = 8;
 inline Code code_of(int64_t code) { return Code(code & ~kShortX); }
 
 constexpr int64_t kMostAxes = 8;
 
-// An uninitialised tensor of the type of `like`. Directly, not through the dispatcher, which takes longer than the
-// smaller kernels.
+// An uninitialised tensor of the type of `like`. Bypasses the dispatcher, which takes longer than the smaller kernels.
 inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
   int64_t strides[kMostAxes], stride = 1;
   STD_TORCH_CHECK(axes <= kMostAxes, "more than ", kMostAxes, " axes: ", axes);
@@ -45,7 +43,7 @@ inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
   return empty(sizes.begin(), int64_t(sizes.size()), like);
 }
 
-// One with the rows of x, [..., columns], and one of its sizes.
+// An uninitialised tensor [..., columns] with the rows of x; and one with the sizes of x.
 inline Tensor empty_rows(const Tensor& x, int64_t columns) {
   int64_t sizes[kMostAxes];
   const int64_t axes = x.dim();

@@ -1,5 +1,5 @@
-// Rotary + append, attention and activations as PyTorch operators. What a kernel does not take it declines by returning
-// None: the checks are cheaper here than in Python, and the caller hands over to another body.
+// Rotary + append, attention and activations as PyTorch operators. They return None for unsupported arguments, and the
+// caller uses another body: the checks are cheaper here than in Python.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -10,7 +10,7 @@ namespace infuse {
 
 namespace {
 
-// Elements that one thread takes at least, so that waking another costs less than it saves.
+// Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
 constexpr int64_t kGrainElements = 16384;
 
 std::optional<Type> known_type(const Tensor& t) {
@@ -72,7 +72,7 @@ std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved)
   return y;
 }
 
-// Whether `storage` [B, K, S, D] has room for what is appended.
+// Whether `storage` [B, K, S, D] has room for the new tokens.
 bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
   return storage.dim() == 4 && storage.scalar_type() == x.scalar_type() && rows_contiguous(storage) &&
          storage.size(0) == x.size(0) && storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 &&
@@ -137,13 +137,13 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to so many queries attend in parts over the keys, more by tiles of queries; where there are no tiles, PyTorch's
-// fused attention.
+// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries; without tiles, PyTorch's fused
+// attention runs.
 constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
-// Keys and values read by one thread at least, in bytes.
+// Minimum size of the keys and values that one thread reads.
 constexpr int64_t kGrainBytes = 1 << 17;
 
-// Kept by the calling thread from call to call: a fresh allocation of this size would be paid in page faults.
+// The calling thread keeps this buffer from call to call, since a fresh allocation of this size would cost page faults.
 float* scratch_of(int64_t floats) {
   static thread_local std::vector<float> held;
   constexpr size_t line = 64;

@@ -1,6 +1,6 @@
-// A layer of an encoder over many tokens in one call, by the kernels that layers/program.py calls part by part. Where
-// there are enough sequences for all threads, each takes some of them through the whole layer: what passes between the
-// parts stays in its core's caches, and nobody waits at the end of a part.
+// An encoder layer over many tokens in one call, with the kernels that layers/program.py calls part by part. If there
+// are enough sequences for all threads, each thread runs some of them through the whole layer: intermediate results stay
+// in its core's caches, and no thread waits at the end of a part.
 #include <atomic>
 
 #include "binding_layer.h"
@@ -11,20 +11,20 @@
 namespace infuse {
 namespace {
 
-// Tokens that a thread takes through the layer at once: with fewer the weights' tiles are filled too often, with more
-// the results of a part leave the cache before the next one reads them (2 to 8 sequences of 128 tokens over 384 columns
-// take as long, 32 take 14 % more).
+// Tokens that a thread runs through the layer at once. With fewer, tiles of weights are filled too often; with more, the
+// results of a part leave the cache before the next part reads them (2 to 8 sequences of 128 tokens over 384 columns
+// take equally long, 32 take 14 % more).
 constexpr int64_t kChunkTokens = 512;
-constexpr int64_t kLeastTokens = 128;  // for each thread; below, the threads share each part
+constexpr int64_t kLeastTokens = 128;  // per thread; with fewer, the threads share each part
 
 const void* data_of(const Maybe& t) { return t ? t->const_data_ptr() : nullptr; }
 
-// What there is room for beside the result: enough for x, y, branch and what is made next.
+// Buffers besides the result: enough for x, y, branch and the next value.
 constexpr int64_t kBuffers = 3;
 
-// What a program asks of the kernels that tokens come by in numbers.
+// The sizes that a program needs, and whether the kernels for many tokens support it.
 struct Demand {
-  int64_t read, inner = 0, heads = 1;  // values of a token: the most that a matrix reads, all between a part's matrices
+  int64_t read, inner = 0, heads = 1;  // values per token: the widest matrix input; all between a part's matrices
   bool codes = false, taken = true;
 
   Demand(const Program& program, int64_t columns) : read(columns) {
@@ -37,7 +37,7 @@ struct Demand {
       } else if (const auto* mlp = std::get_if<MlpPart>(&step.part)) {
         read = std::max(read, mlp->inner()), inner = std::max(inner, mlp->inner());
         codes |= mlp->up.code >= 0 || mlp->down.code >= 0;
-        const int64_t unit = mlp->gated && mlp->up.code >= 0 ? 16 : 2;  // no panel holds gates and what they gate
+        const int64_t unit = mlp->gated && mlp->up.code >= 0 ? 16 : 2;  // no panel may hold both gates and up values
         taken &= mlp->inner() % unit == 0;
       }
     }
@@ -45,9 +45,9 @@ struct Demand {
   }
 };
 
-// Takes `batch` sequences through the layer. Values are bf16, [batch, tokens, columns].
+// Runs `batch` sequences through the layer. Values are bf16, [batch, tokens, columns].
 struct EncoderMachine {
-  uint16_t *x, *result, *room;  // what x is at first is only read
+  uint16_t *x, *result, *room;  // the initial x is only read
   int64_t columns, batch, tokens, threads;
   Scored mask;
   uint16_t *y = x, *branch = nullptr;
@@ -60,7 +60,7 @@ struct EncoderMachine {
   }
 
   void add_norm(const NormPart& part, uint16_t* made) {
-    const uint16_t* residual = std::exchange(x, made);  // the sum takes the place of what was made
+    const uint16_t* residual = std::exchange(x, made);  // the sum overwrites `made`
     y = x;
     y = normalise(part, made, residual, x, fresh());
   }
@@ -98,7 +98,7 @@ struct EncoderMachine {
     return made;
   }
 
-  // Memory that holds no value.
+  // A buffer that holds no value.
   uint16_t* fresh() const {
     if (last) return result;
     for (uint16_t* free : {room, room + size, result}) {
@@ -113,7 +113,7 @@ struct EncoderMachine {
     torch::stable::parallel_for(0, rows, kGrainElements / columns + 1, run);
   }
 
-  // The norm of `of`, or of `of` + residual, which `sum` receives; it may be `of`.
+  // The norm of `of`, or of `of` + residual, which is written to `sum`; `sum` may be `of`.
   uint16_t* normalise(const NormPart& part, const uint16_t* of, const uint16_t* residual, uint16_t* sum,
                       uint16_t* to) const {
     NormArgs a{};
@@ -125,7 +125,7 @@ struct EncoderMachine {
     return to;
   }
 
-  // to = act(from w + bias), with an activation where act >= 0.
+  // to = act(from w + bias); without an activation if act < 0.
   void multiply(const LinearPart& part, const uint16_t* from, uint16_t* to, int64_t act = -1,
                 bool gated = false) const {
     LinearArgs a{};
@@ -140,8 +140,7 @@ struct EncoderMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C], in which every token looks at all of its sequence, less what `mask`
-// hides. None where the kernels do not take it.
+// The layer's result [B, T, C] for x [B, T, C], with bidirectional attention under `mask`. None if not supported.
 Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
   if (x.scalar_type() != ScalarType::BFloat16 || !takes(program, x)) return std::nullopt;
@@ -153,9 +152,9 @@ Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor in
   const int64_t threads = torch::stable::get_num_threads();
   int64_t chunks = std::min((all + kChunkTokens - 1) / kChunkTokens, batch);
   chunks = std::min((chunks + threads - 1) / threads * threads, batch);
-  const int64_t sequences = (batch + chunks - 1) / chunks;  // of the largest
+  const int64_t sequences = (batch + chunks - 1) / chunks;  // in the largest chunk
   const bool alone = threads == 1 || (chunks % threads == 0 && all >= threads * kLeastTokens) || chunks >= 4 * threads;
-  // Few rows are multiplied as weights stream, which goes part by part.
+  // With few rows, weights stream, which runs part by part.
   if (all <= (demand.codes ? kFewRows : kFewPlainRows)) return std::nullopt;
   if (!alone && all * demand.read > kMostTiled) return std::nullopt;
   const int64_t room_tokens = alone ? std::min(threads, chunks) * sequences * tokens : all;

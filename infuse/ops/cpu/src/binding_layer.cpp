@@ -1,6 +1,6 @@
-// A layer over a few new tokens in one call, by the kernels that layers/program.py calls part by part, and by ours
-// where ops/cpu/linear.py leaves small products to PyTorch. While weights stream through the caches, a part that is
-// called from Python costs 15 to 30 us of which it computes 3.
+// A layer over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small products,
+// which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches, calling a
+// part from Python costs 15 to 30 us, of which 3 are computation.
 #include "binding_layer.h"
 
 #include "binding_linear.h"
@@ -19,7 +19,7 @@ void multiply(const LinearPart& part, const Tensor& x, Tensor& y) {
   stream_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs);
 }
 
-// Heads [first, first + count) of each token, in place.
+// Normalises heads [first, first + count) of each token in place.
 void norm_heads(const std::optional<NormPart>& part, Tensor& qkv, int64_t first, int64_t count) {
   if (!part) return;
   const int64_t width = qkv.size(3), all = qkv.size(2) * width, tokens = qkv.size(0) * qkv.size(1);
@@ -38,7 +38,7 @@ void norm_heads(const std::optional<NormPart>& part, Tensor& qkv, int64_t first,
   }
 }
 
-// What a step of decoding brings with it: keys and values [B, K, S, D] receive the new tokens at `start`.
+// The arguments of a decoding step: keys and values [B, K, S, D] receive the new tokens at `start`.
 struct Given {
   const Maybe &cos, &sin, &mask, &bias;
   Tensor &keys, &values;
@@ -91,8 +91,8 @@ struct StepMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C]. None, before anything counts as done, where one of the kernels does not
-// take what is given.
+// The layer's result [B, T, C] for x [B, T, C]. None if a kernel does not support the arguments; the step then counts as
+// not done.
 Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
                  Tensor values, int64_t start, bool causal, int64_t window, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);

@@ -1,6 +1,6 @@
-// A layer as a program of steps over tensors, as layers/program.py and layers/one_call.py have it; whether the kernels
-// take its parts; and the interpreter, which decoding steps (binding_layer.cpp) and encoders (binding_encoder.cpp)
-// share.
+// A layer as a program of steps over tensors, as in layers/program.py and layers/one_call.py; whether the kernels
+// support its parts; and the interpreter shared by decoding steps (binding_layer.cpp) and encoders
+// (binding_encoder.cpp).
 #pragma once
 
 #include <optional>
@@ -48,7 +48,7 @@ struct Step {
 };
 using Program = std::vector<Step>;
 
-// Reads what OneCall in layers/one_call.py wrote. Initializers in braces are evaluated from left to right.
+// Parses the program that OneCall in layers/one_call.py wrote. Braced initializers are evaluated from left to right.
 inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals) {
   const auto* next_integer = static_cast<const int64_t*>(integers.const_data_ptr());
   const auto* next_real = static_cast<const double*>(reals.const_data_ptr());
@@ -85,7 +85,7 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
   return steps;
 }
 
-// ---- what the kernels take ----
+// ---- whether the kernels support a part ----
 
 inline bool alike(const Maybe& t, const Tensor& x, int64_t size) {
   return !t || (t->scalar_type() == x.scalar_type() && t->dim() == 1 && t->size(0) == size && t->is_contiguous());
@@ -95,7 +95,7 @@ inline bool takes(const NormPart& norm, const Tensor& x, int64_t columns) {
   return alike(norm.weight, x, columns) && alike(norm.bias, x, columns);
 }
 
-// Over each head, or over all heads at once.
+// True if the norm spans all heads at once, false if it is per head.
 inline bool at_once(const NormPart& norm, int64_t heads, int64_t width) {
   return norm.weight && norm.weight->dim() == 1 && norm.weight->size(0) == heads * width;
 }
@@ -140,9 +140,9 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // ---- the interpreter ----
 
-// Goes through a program on a machine that holds three values: `x`, the residual stream; `y`, what attention and MLP
-// read; `branch`, the sum of what these made since the last addition. A value is false where there is none. `last`
-// tells the machine that it makes the layer's result next. False where a part declines.
+// Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of attention and MLP;
+// `branch`, the sum of their results since the last addition. A missing value is false. `last` tells the machine that
+// the next value is the layer's result. Returns false if a part declines.
 template <class Machine>
 bool run(const Program& program, Machine& m) {
   using Value = decltype(m.x);
@@ -157,7 +157,7 @@ bool run(const Program& program, Machine& m) {
       m.branch = before ? m.sum(before, made) : std::move(made);
       continue;
     }
-    if (step.does != Does::norm_branch) m.y = m.x;  // what it held is not needed any more
+    if (step.does != Does::norm_branch) m.y = m.x;  // the old y is no longer needed
     if (step.does == Does::norm) {
       m.y = m.norm(*norm, m.x);
       continue;

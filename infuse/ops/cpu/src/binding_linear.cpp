@@ -1,5 +1,5 @@
-// Matrix products over plain weights as PyTorch operators: few rows stream the weight, many in bf16 go by tiles of it.
-// Shapes, dtypes and layouts are checked by ops/cpu/linear.py.
+// Matrix products with plain weights as PyTorch operators: few rows stream the weight, many rows in bf16 use tiles of
+// it. ops/cpu/linear.py checks shapes, dtypes and layouts.
 #include "binding_linear.h"
 #include "binding_ops.h"
 
@@ -33,8 +33,8 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return y;
 }
 
-// With many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half where gated. None where
-// there are no tiles.
+// Many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half if gated. None if tiles are
+// not supported.
 std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t act, bool gated) {
   const TileKernels& kernel = kernels().linear.tiles;
   if (!kernel.multiply || left_to_pytorch()) return std::nullopt;

@@ -1,4 +1,4 @@
-// What the bindings of the matrix products share: memory, threads, results.
+// Shared by the bindings of the matrix products: memory, threads, results.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 
 namespace infuse {
 
-// Weights below this are not worth waking a second thread.
+// For smaller weights, waking a second thread does not pay.
 constexpr int64_t kOneThreadBytes = 1 << 17;
-// A thread takes pieces of this size until none is left: one that is slowed down does not hold up the other.
+// Threads take pieces of this size until none is left, so that a slow thread does not delay the others.
 constexpr int64_t kPieceBytes = 1 << 18;
 
-// Memory that a thread keeps, since allocating it costs more than filling it.
+// Memory that a thread keeps between calls, since allocating it costs more than filling it.
 enum class Scratch { x, tile };
 template <Scratch purpose>
 void* scratch_of(size_t bytes) {
@@ -32,9 +32,9 @@ void* scratch_of(size_t bytes) {
   return buffer.get();
 }
 
-// run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread walks through a
-// stretch of its own from end to end, since memory gives most to one sequential stream, and then takes pieces of
-// stretches that are not done.
+// Calls run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread first
+// processes its own stretch sequentially, since memory is fastest for one sequential stream, and then takes pieces of
+// unfinished stretches.
 template <class F>
 void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
   constexpr int64_t kMostStretches = 256;
@@ -67,7 +67,7 @@ void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run
   });
 }
 
-// Where a product reads x and the bias and writes y [..., columns]; the weight's sizes are set.
+// Sets x, bias and a new y [..., columns] of a product; the weight's sizes must be set. Returns y.
 inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<Tensor>& bias, int64_t columns) {
   Tensor y = empty_rows(x, columns);
   a.x = x.const_data_ptr();
@@ -78,7 +78,7 @@ inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<
   return y;
 }
 
-// x is brought into order by one thread up to this size.
+// Up to this many values, one thread arranges x.
 constexpr int64_t kOneThreadX = 1 << 15;
 
 template <class F>
@@ -87,7 +87,7 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   torch::stable::parallel_for(0, blocks, 1, arrange);
 }
 
-// More rows than the cores' caches hold: each thread takes chunks of them, and goes with each over all outputs (or
+// For more rows than the cores' caches hold: each thread takes chunks of rows and multiplies each by all outputs (or
 // gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
@@ -109,8 +109,8 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
   });
 }
 
-// Many rows: x is arranged, then all outputs (or gates) go tile by tile, each thread in tiles of its own. On one thread
-// that may be one of many, which do the same for other rows.
+// Many rows: arranges x, then computes all outputs (or gates) tile by tile, each thread with its own tiles. If `threads`
+// is 1, the caller may itself be one of many threads that process other rows.
 inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel,
                               int64_t threads = torch::stable::get_num_threads()) {
   const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
@@ -121,7 +121,7 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
   a.scratch = scratch_of<Scratch::x>(kernel.x_bytes(a));
   const int64_t blocks = (a.rows + kernel.block_rows - 1) / kernel.block_rows;
   over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
-  // At least two turns for each thread: one that is slowed down does not hold up the others.
+  // At least two turns per thread, so that a slow thread does not delay the others.
   const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a));
   const int64_t unit = tiles * columns;
   a.ahead = threads * unit;

@@ -1,4 +1,4 @@
-// Operators that another operator calls, as functions: each as its schema says, see where it is defined.
+// Operators that other operators call, as functions. Each is described by its schema, in the file that defines it.
 #pragma once
 
 #include <optional>
@@ -14,13 +14,13 @@ Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, 
 std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias,
                                     double eps, double offset, bool centred);
 
-// binding_linear.cpp, binding_panels.cpp: few rows, where x, y, bias, rows and type are set; a weight as the schema's
-// body takes it.
+// binding_linear.cpp, binding_panels.cpp: few rows. x, y, bias, rows and type must be set; the weight is as in the
+// operator's schema.
 void stream_linear(LinearArgs& a, const Tensor& weight);
 void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
                    int64_t code, int64_t outputs);
 
-// The same with many, by tiles on so many threads; act and whether there is one are set, too.
+// The same for many rows, by tiles on `threads` threads; act and activates must be set too.
 void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads);
 void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
                  int64_t code, int64_t outputs, int64_t threads);
@@ -30,14 +30,14 @@ std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::
                                     Tensor values, int64_t start, int64_t heads, bool interleaved);
 std::optional<Tensor> activation(Tensor x, int64_t act);
 std::optional<Tensor> gated_activation(Tensor x, int64_t act);
-// Over the first `length` keys and values.
+// Attention over the first `length` keys and values.
 std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length,
                              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
                              bool causal, int64_t window, double softcap);
-// Whether `t`, up to four axes on the right of [B, H, T, L], can be broadcast to them; and the same from row b on.
+// Sets `s` from `t` if it can be broadcast to [B, H, T, L], with up to four axes; and the same `s` from batch row b on.
 bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& a, bool may_be_bool);
 Scored from_row(Scored s, int64_t b);
-// Many queries in bf16, on so many threads; and whether the kernels take such heads.
+// Many queries in bf16 on `threads` threads; and whether the kernels support heads of these sizes.
 void attend_tiles(AttentionArgs& a, int64_t threads);
 bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads);
 

@@ -1,5 +1,5 @@
-// Products over quantized weights in panels (panels.h), as PyTorch operators; and how codes get into panels and out of
-// them. Shapes, dtypes and layouts are checked by ops/cpu/quantized_linear.py.
+// Products with quantized weights in panels (panels.h) as PyTorch operators, and the conversion of codes to panels and
+// back. ops/cpu/quantized_linear.py checks shapes, dtypes and layouts.
 #include <cstring>
 
 #include "binding_linear.h"
@@ -30,13 +30,13 @@ void few_rows(LinearArgs& a) {
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }
 
-// Whether x is to be rounded to 8 bits: where the code allows that, and there is no AMX, which multiplies bf16 faster.
+// Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
 bool takes_integers(const LinearArgs& a, int64_t code) {
   if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
   return !(amx_multiplies() && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
 }
 
-// False where x is not finite: y is to be made again, of x as it is.
+// Returns false if x is not finite; the caller must then compute y again from the unrounded x.
 bool multiply_integers(LinearArgs& a, int64_t columns, int64_t threads) {
   bool finite = true;
   a.finite = &finite;
@@ -45,9 +45,8 @@ bool multiply_integers(LinearArgs& a, int64_t columns, int64_t threads) {
   return finite;
 }
 
-// With an activation (act >= 0) as tiled_linear has it. None where there are more rows than these kernels are good at;
-// with an activation also where there are fewer than tiles are good at, and where a panel would hold gates and what
-// they gate.
+// With an activation (act >= 0) as in tiled_linear. None if there are more rows than these kernels are fast for; with an
+// activation, also if there are too few rows for tiles, or if a panel would hold both gates and up values.
 std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero,
                                        std::optional<Tensor> bias, int64_t code, int64_t outputs, int64_t act,
                                        bool gated) {
@@ -78,7 +77,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   return y;
 }
 
-// The values of a quantized weight, into `to` [outputs, inputs].
+// Writes the values of a quantized weight to `to` [outputs, inputs].
 void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t code, Tensor to) {
   LinearArgs a{};
   take_panels(a, data, scale, zero, code, to.size(0));
@@ -89,7 +88,7 @@ void dequantize(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t c
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
-// The values of some rows: to[i] = w[index[i]]; index is int64, contiguous and within the rows.
+// Writes the values of some rows: to[i] = w[index[i]]; index is int64, contiguous and in range.
 void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t code, Tensor index, Tensor to) {
   LinearArgs a{};
   take_panels(a, data, scale, zero, code, data.size(0) * kPanelRows);
@@ -100,7 +99,7 @@ void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t 
   torch::stable::parallel_for(0, index.numel(), 8, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
-// Neighbouring codes of a row, as a word holds them (panels.h), and back.
+// Consecutive codes of a row → the order in a word (panels.h), and back.
 uint32_t word_of_nibbles(uint32_t x) {  // nibble j → bit 4 * (j / 2) + 16 * (j % 2)
   const auto gathered = [](uint32_t even) {
     even &= 0x0f0f0f0f;
@@ -118,7 +117,7 @@ uint32_t nibbles_of_word(uint32_t x) {
 }
 uint32_t middle_bytes_swapped(uint32_t x) { return (x & 0xff0000ff) | (x & 0xff00) << 8 | (x & 0xff0000) >> 8; }
 
-// Sixteen codes of 6 bits, 12 bytes, as the three words of a unit (panels.h), and back.
+// Sixteen 6-bit codes, 12 bytes → the three words of a unit (panels.h), and back.
 struct Sixes {
   uint64_t lower, upper;  // codes 0 to 7, codes 8 to 15
 };
@@ -148,7 +147,8 @@ Sixes sixes_of_words(const uint32_t* words) {
   return to;
 }
 
-// run(a unit's bytes in its row, its first word in its panel), over all rows and units of `bytes` bytes.
+// Calls run(offset of a unit in the rows, offset of its first word in the panels), in bytes, for all rows and all units
+// of `bytes` bytes.
 template <class F>
 void over_units(int64_t rows, int64_t words, int64_t bytes, const F& run) {
   const int64_t units = words * 4 / bytes;
@@ -171,10 +171,10 @@ uint32_t word_at(const uint8_t* p) {
 }
 void put_word(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
 
-constexpr int64_t kSixesBytes = 12, kWordBytes = 4 * kPanelRows;  // of a unit in its row; of a word of a panel
+constexpr int64_t kSixesBytes = 12, kWordBytes = 4 * kPanelRows;  // of a unit in its row; of one word for a whole panel
 
-// Codes as infuse/quant stores them, rows of bytes, into panels; `to` is zero where there are no rows. False where one
-// is a NaN of fp8.
+// Converts codes as infuse/quant stores them, rows of bytes, to panels; missing rows of `to` must be zero already.
+// Returns false if an fp8 code is NaN.
 bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
@@ -187,7 +187,7 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return true;
   }
-  // each with a loop of its own, into which the change is inlined
+  // one loop per format, so that the conversion is inlined
   if (Code(code) == Code::int4 || Code(code) == Code::int8) {
     const auto pack = [&](const auto& change) {
       over_units(data.size(0), to.size(1), 4,
@@ -200,7 +200,7 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     }
     return true;
   }
-  std::atomic<bool> numbers{true};  // magnitudes of which none is 0x7f, a NaN
+  std::atomic<bool> numbers{true};  // no magnitude is 0x7f, which is NaN
   over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) {
     const uint32_t word = word_at(from + row);
     put_word(into + panel, middle_bytes_swapped(word));

@@ -1,4 +1,4 @@
-// What the binary says of itself, and the read of memory that probes time, as PyTorch operators.
+// PyTorch operators that describe the binary, and the memory read that probes time.
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -10,11 +10,12 @@
 namespace infuse {
 namespace {
 
-// Long enough for one sequential stream at full speed (of 256 KiB it is 7 % slower), short enough that a thread which
-// the system stops does not hold up the others.
+// Long enough for one sequential stream at full speed (with 256 KiB it is 7 % slower), short enough that a thread that
+// the system suspends does not delay the others.
 constexpr int64_t kPieceBytes = 4 << 20;
 
-// The exclusive or of the 64-bit words of x: contiguous, its bytes a multiple of 8. All of PyTorch's threads read.
+// The exclusive or of the 64-bit words of x, which must be contiguous with a multiple of 8 bytes. All of PyTorch's
+// threads read.
 int64_t read_bytes(Tensor x) {
   const int64_t bytes = x.numel() * int64_t(x.element_size());
   STD_TORCH_CHECK(x.is_contiguous() && bytes % 8 == 0,

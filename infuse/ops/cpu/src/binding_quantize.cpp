@@ -1,5 +1,4 @@
-// The search for each group's grid as a PyTorch operator. Shapes, dtypes and layouts are checked by
-// ops/cpu/quantize.py.
+// The search for each group's grid as a PyTorch operator. ops/cpu/quantize.py checks shapes, dtypes and layouts.
 #include <atomic>
 #include <optional>
 
@@ -8,7 +7,7 @@
 namespace infuse {
 namespace {
 
-// Values that one thread takes at least: a hundred microseconds of work.
+// Minimum number of values per thread: a hundred microseconds of work.
 constexpr int64_t kGrainElements = 1 << 16;
 
 Grids grids_of(Code code, bool zeros) {
@@ -20,7 +19,7 @@ Grids grids_of(Code code, bool zeros) {
   }
 }
 
-// Fills data, scale and zero; false, and nothing of use in them, where a value cannot be stored.
+// Fills data, scale and zero. Returns false, with undefined contents, if a value cannot be stored.
 bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t code, Tensor data, Tensor scale,
               std::optional<Tensor> zero) {
   QuantizeArgs a{};

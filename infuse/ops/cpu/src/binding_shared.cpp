@@ -1,7 +1,7 @@
-// Collectives of ranks on one host through memory that all have mapped, as PyTorch operators. See region.h for how
-// ranks meet. An operation returns Outcome::waiting when a slice of waiting is over: called again, it goes on where it
-// was. So its caller can look after signals, ended processes and the time. Tensors are contiguous and on the CPU:
-// parallel/shared_memory.py sees to it.
+// Collectives of ranks on one host through shared memory, as PyTorch operators. region.h describes how ranks meet. An
+// operation returns Outcome::waiting when its time slice is over and continues when called again, so that the caller can
+// check for signals, ended processes and timeouts. Tensors must be contiguous and on the CPU, which
+// parallel/shared_memory.py ensures.
 #include <string>
 #include <vector>
 
@@ -11,12 +11,12 @@
 namespace infuse {
 namespace {
 
-// Up to here every rank adds up all elements itself, after one meeting; beyond, each adds up its share, and they meet
-// once more.
+// Up to this size every rank sums all elements itself, after one meeting. Beyond it each rank sums its share, and they
+// meet once more.
 constexpr int64_t kTogetherBytes = 16 << 10;
-// What a thread copies or adds up at least.
+// Minimum number of bytes that a thread copies or sums.
 constexpr int64_t kGrainBytes = 64 << 10;
-// Shares are multiples of it, so that no two ranks write to the same cache line.
+// Shares are multiples of this, so that no two ranks write to the same cache line.
 constexpr int64_t kShareElements = 64;
 
 Meeting meeting_of(const Tensor& region, int64_t rank, int64_t slice_us = 0) {
@@ -39,7 +39,7 @@ Operation operation_of(Kind kind, const Tensor& x, int64_t tag) {
   return o;
 }
 
-// work(begin, end) over [0, size), in threads where it is much.
+// Calls work(begin, end) over [0, size), on several threads if it is large.
 template <class F>
 void in_threads(int64_t size, int64_t element_bytes, const F& work) {
   if (size * element_bytes < 2 * kGrainBytes) {
@@ -54,7 +54,7 @@ void copy(char* to, const char* from, int64_t bytes) {
   in_threads(bytes, 1, [&](int64_t begin, int64_t end) { std::memcpy(to + begin, from + begin, size_t(end - begin)); });
 }
 
-// All ranks' arrays added up into `to`, elements [begin, end) of each; this rank's own is at `mine`.
+// Sums elements [begin, end) of all ranks' arrays into `to`; this rank's own array is at `mine`.
 void add_up(const Meeting& ranks, const char* mine, char* to, int64_t begin, int64_t end, const Tensor& x) {
   const int64_t element = int64_t(x.element_size());
   const void* from[kMostRanks];
@@ -72,8 +72,8 @@ Share share_of(int64_t elements, int64_t rank, int64_t ranks) {
   return {std::min(elements, rank * each), std::min(elements, (rank + 1) * each)};
 }
 
-// One chunk of a long array, `elements` at x: each rank adds up its share of all buffers and puts the sum into its own
-// for the others.
+// One chunk of a long array, `elements` at x: each rank sums its share of all buffers and writes the sum to its own
+// buffer for the others.
 Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t signature, char* x, int64_t elements,
                   const Tensor& like) {
   const int64_t element = int64_t(like.element_size()), rank = ranks.rank();
@@ -81,7 +81,7 @@ Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t sig
   char* buffer = ranks.buffer(rank);
   Place& place = ranks.place();
   if (place.stage == 0) {
-    copy(buffer, x, mine.begin * element);  // nobody reads a rank's own share before it is summed
+    copy(buffer, x, mine.begin * element);  // no other rank reads this rank's share before it is summed
     copy(buffer + mine.end * element, x + mine.end * element, (elements - mine.end) * element);
     ranks.publish(operation, signature);
     place.stage = 1;
@@ -133,12 +133,12 @@ int64_t all_reduce(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t s
   return int64_t(Outcome::done);
 }
 
-// Where a rank's piece lies in the whole: of each of `rows` rows of `whole_bytes`, `bytes` from `begin` on.
+// The place of a rank's piece in the whole: `bytes` bytes from `begin` on, in each row of `whole_bytes`.
 struct Columns {
   int64_t begin, bytes, whole_bytes;
 };
 
-// Bytes [first, last) of a piece to their places in `whole`; `from` has the first of them.
+// Copies bytes [first, last) of a piece to their places in `whole`; `from` points to the first of them.
 void place_piece(char* whole, const Columns& columns, const char* from, int64_t first, int64_t last) {
   in_threads(last - first, 1, [&](int64_t begin, int64_t end) {
     for (int64_t at = first + begin; at < first + end;) {
@@ -150,7 +150,7 @@ void place_piece(char* whole, const Columns& columns, const char* from, int64_t 
   });
 }
 
-// whole [rows, sum of columns] of bytes from each rank's x [rows, columns[rank]].
+// Gathers whole [rows, sum of columns] from each rank's x [rows, columns[rank]]; columns are in bytes.
 int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vector<int64_t> columns, int64_t rows,
                    int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
@@ -191,7 +191,7 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
   return int64_t(Outcome::done);
 }
 
-// Rank 0's x for all.
+// Copies rank 0's x to all ranks.
 int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
   const Operation operation = operation_of(Kind::broadcast, x, tag);
@@ -215,7 +215,7 @@ int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t sl
   return int64_t(Outcome::done);
 }
 
-// ---- the region itself, and what is said of an operation that did not end ----
+// ---- the region itself, and reports about an operation that did not finish ----
 
 int64_t bytes_of_region(int64_t ranks, int64_t buffer_bytes) {
   STD_TORCH_CHECK(ranks >= 1 && ranks <= kMostRanks, ranks, " ranks: 1 to ", kMostRanks, " can share a region");
@@ -223,14 +223,14 @@ int64_t bytes_of_region(int64_t ranks, int64_t buffer_bytes) {
   return region_bytes(ranks, buffer_bytes);
 }
 
-// Of zeroed memory, before any other rank looks at it.
+// Initialises a region in zeroed memory, before any other rank reads it.
 void begin(Tensor region, int64_t ranks, int64_t buffer_bytes, int64_t spin_us) {
   STD_TORCH_CHECK(region.numel() >= bytes_of_region(ranks, buffer_bytes), "the region is too small");
   Header& header = *static_cast<Header*>(region.mutable_data_ptr());
   header.ranks = ranks, header.buffer_bytes = buffer_bytes, header.spin_us = spin_us;
 }
 
-// For each rank: 0 it does the same, 1 it has not come, 2 it does something else.
+// For each rank: 0 it runs the same operation, 1 it has not arrived, 2 it runs another operation.
 std::vector<int64_t> states(Tensor region, int64_t rank) {
   const Meeting ranks = meeting_of(region, rank);
   const uint64_t mine = ranks.operation(rank).signature();
@@ -262,7 +262,7 @@ std::string operation_in_words(Tensor region, int64_t rank, int64_t of) {
   return text + (o.dims > kDims ? ", ...]" : "]");
 }
 
-// This rank takes part no more: why.
+// Records that this rank has left, and why.
 void leave(Tensor region, int64_t rank, std::string words) {
   Post& mine = meeting_of(region, rank).post(rank);
   if (mine.word_bytes.load(std::memory_order_relaxed)) return;
@@ -271,7 +271,7 @@ void leave(Tensor region, int64_t rank, std::string words) {
   mine.word_bytes.store(int64_t(bytes), std::memory_order_release);
 }
 
-// What a rank said when it left; empty where it has not.
+// Why a rank left; empty if it has not.
 std::string last_words(Tensor region, int64_t rank) {
   const Post& post = meeting_of(region, rank).post(rank);
   return std::string(post.words, size_t(std::min<int64_t>(post.word_bytes.load(std::memory_order_acquire), kWords)));

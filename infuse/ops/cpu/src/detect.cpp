@@ -1,7 +1,6 @@
-// Which instruction set runs. Compiled without instruction set flags, since it must run everywhere.
-// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx forces a lower one than the machine has. With an
-// exclamation mark behind it (avx512_amx!) it runs whether it was found or not: for emulators of instructions that the
-// machine lacks.
+// Chooses the instruction set. Compiled without instruction set flags, since it must run on every machine.
+// INFUSE_CPU_ISA=generic|avx2|avx512|avx512_bf16|avx512_amx selects a lower one than the machine's. A trailing
+// exclamation mark (avx512_amx!) forces it even if it was not detected, for emulators of missing instructions.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -18,7 +17,7 @@
 #include "kernels.h"
 
 #if defined(__GLIBC__)
-// Of our own and hidden, so that the binary needs no glibc 2.32 for it; 0: always count references atomically.
+// Our own hidden copy, so that the binary does not need glibc 2.32; 0: always count references atomically.
 extern "C" char __libc_single_threaded = 0;
 #endif
 
@@ -47,10 +46,10 @@ bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 [[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
 
-// The processor has AMX for bf16, the system saves its registers when it switches threads, and lends them to this
-// process: Linux lends them to those that ask, once for each process.
+// Whether the processor has AMX for bf16, the system saves its registers on thread switches, and it permits this process
+// to use them: on Linux a process must ask once.
 Found amx() {
-  constexpr int kConfiguration = 17, kData = 18;  // which of the states of XSAVE, in XCR0 and for arch_prctl
+  constexpr int kConfiguration = 17, kData = 18;  // XSAVE state numbers, in XCR0 and for arch_prctl
   constexpr long kAskPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
   static const Found found = [] {
     unsigned a, b, c, d;
@@ -69,7 +68,7 @@ Found if_there(bool there) { return there ? Found::yes : Found::missing; }
 
 #endif
 
-// From the highest.
+// Highest first.
 constexpr Level kLevels[] = {
 #if defined(__x86_64__)
 #if defined(INFUSE_WITH_AMX)
@@ -84,7 +83,7 @@ constexpr Level kLevels[] = {
     {"generic", [] { return Found::yes; }, kernels_generic},
 };
 
-// Nothing is asked of the system for levels above the forced one.
+// Does not ask the system for levels above the forced one.
 const Kernels& chosen() {
   const char* text = std::getenv("INFUSE_CPU_ISA");
   const std::string forced = text ? text : "";
@@ -92,7 +91,7 @@ const Kernels& chosen() {
   for (const Level& level : kLevels) {
     const bool anyhow = forced == std::string(level.name) + "!";
     allowed = allowed || anyhow || forced == level.name;
-    // found() is asked anyhow: it asks for permission
+    // found() is always called, since it also asks for permission
     if (allowed && (level.found() == Found::yes || (anyhow && level.table))) return level.table();
   }
   return kernels_generic();

@@ -1,5 +1,4 @@
-// How blocks of weights and of x are loaded and multiplied, and how rows of x are taken in blocks: shared by all
-// products.
+// Shared by all products: loading and multiplying blocks of weights and x, and splitting the rows of x into blocks.
 #pragma once
 
 #include <type_traits>
@@ -11,15 +10,15 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int kMostRows = 8;    // rows of x in registers at once
-constexpr int kPanel = 12;      // weight rows that are used for all rows of x before the next ones
-// Bytes: how far ahead of the use weights are asked for. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, 8192 up to
-// 8 % more or 2 % less.
+constexpr int kPanel = 12;      // weight rows that are multiplied with all rows of x before the next ones
+// Prefetch distance of weights, in bytes. On an AMD EPYC (Zen 5) 2048 streams 1 to 7 % less, 8192 up to 8 % more or 2 %
+// less.
 constexpr int kAhead = 4096;
 
-// Inlined by force: g++ takes a function that only prefetches for one without effect, and drops the call.
+// Always inline: g++ thinks that a function that only prefetches has no effect, and drops the call.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// How many weight rows go through the registers with R rows of x: the more, the less often x is read.
+// Weight rows in registers at once with R rows of x; with more of them, x is read less often.
 constexpr int weight_rows(int R) {
 #if defined(__AVX512F__)
   return R == 1 ? 1 : R == 2 ? 2 : R <= 6 ? 4 : 3;
@@ -28,7 +27,7 @@ constexpr int weight_rows(int R) {
 #endif
 }
 
-// The even ones of 2 * width neighbours, then the odd ones.
+// The even lanes of 2 * width consecutive values, then the odd ones.
 inline void deinterleave(Vec a, Vec b, float* to) {
 #if defined(__AVX512F__)
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -47,7 +46,7 @@ inline void deinterleave(Vec a, Vec b, float* to) {
 #endif
 }
 
-// ---- elements: how a block of weights is loaded, and what it is multiplied with ----
+// ---- elements: loading a block of weights and multiplying it with x ----
 
 // Any type: widened to float.
 template <class T>
@@ -62,11 +61,11 @@ struct Elements {
 
 #if defined(__AVX512BF16__)
 
-// Pairs of neighbouring bf16 as products take them: 16 that lie in order, or one for all lanes.
+// Pairs of consecutive bf16 as operands: 16 consecutive pairs, or one pair in all lanes.
 inline __m512bh pairs_at(const uint32_t* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
 inline __m512bh repeated(uint32_t pair) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(int(pair))); }
 
-// bf16 as pairs: the products of neighbours are added in float.
+// bf16 as pairs: the two products of a pair are summed in float.
 template <>
 struct Elements<bf16> {
   using X = bf16;
@@ -83,8 +82,8 @@ struct Elements<bf16> {
 
 #elif defined(__AVX2__)
 
-// bf16 without bf16 instructions: a 32-bit lane holds two neighbours; shifted up it is the even one, masked the odd
-// one.
+// bf16 without bf16 instructions: a 32-bit lane holds two consecutive values. Shifting left gives the even one, masking
+// the odd one.
 template <>
 struct Elements<bf16> {
   using X = float;

@@ -1,5 +1,5 @@
-// The values of fp8 (e4m3) and fp6 (e3m2) codes, exact, as infuse/quant/floating.py defines them. NaN of e4m3 is not
-// among them: weights that hold it are not brought into panels.
+// The exact values of fp8 (e4m3) and fp6 (e3m2) codes, as infuse/quant/floating.py defines them. The NaN of e4m3 is not
+// supported: weights that contain it are not converted to panels.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-// sign, `exponent` bits, `mantissa` bits from the highest down; the smallest normal value is 2^lowest.
+// From the highest bit: sign, `exponent` bits, `mantissa` bits. The smallest normal value is 2^lowest.
 template <int exponent, int mantissa, int lowest>
 constexpr auto float_values() {
   std::array<float, 1 << (1 + exponent + mantissa)> values{};
@@ -33,8 +33,9 @@ constexpr uint16_t bf16_bits(float exact) { return uint16_t(std::bit_cast<uint32
 
 // Two codes of each row as a pair of bf16.
 //
-// fp8, from the lower or the upper byte of each half. Shifted by 4, exponent and mantissa lie where bf16 has them, and
-// the exponent lacks 120; where it is 0, the sum with what the mantissa looks up is the subnormal's value.
+// fp8, from the lower or the upper byte of each half. A shift by 4 puts exponent and mantissa at their bits in bf16, and
+// 120 is added to the exponent. If the exponent is 0, a table value for the mantissa is added instead, which gives the
+// subnormal's value.
 inline __m512i fp8_pair(__m512i d, bool upper) {
   struct alignas(64) Added {
     uint16_t to[32] = {};
@@ -45,13 +46,13 @@ inline __m512i fp8_pair(__m512i d, bool upper) {
   static constexpr Added added;
   const __m512i shifted = _mm512_srai_epi16(upper ? d : _mm512_slli_epi16(d, 8), 4);
   const __mmask32 subnormal = _mm512_testn_epi16_mask(d, _mm512_set1_epi16(upper ? 0x7800 : 0x0078));
-  // a look-up reads five bits of its index, those of the exponent are 0
+  // the permutation reads five bits of its index; those of the exponent are 0
   const __m512i missing = _mm512_mask_permutexvar_epi16(
       _mm512_set1_epi16(120 << 7), subnormal, upper ? _mm512_srli_epi16(d, 8) : d, _mm512_load_si512(added.to));
   return _mm512_add_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(short(0x87f0))), missing);
 }
 
-// fp6, from the lowest six bits of each half: a look-up reads no more of its index.
+// fp6, from the lowest six bits of each half, the only ones that the permutation reads.
 inline __m512i fp6_pair(__m512i d) {
   struct alignas(64) Values {
     uint16_t of[64] = {};
@@ -65,8 +66,8 @@ inline __m512i fp6_pair(__m512i d) {
 
 #elif defined(__AVX2__)
 
-// From codes at the top of 32 bits, as fp16: `lacking` bits of its exponent are not there. Conversion takes subnormals
-// as they are, whatever the processor does with those of float32.
+// Codes at the top of 32 bits → values, through fp16 and the factor `lacking` for the difference of the exponents' bias.
+// The conversion from fp16 keeps subnormals, whatever the processor does with those of float32.
 template <int exponent, int mantissa>
 inline Vec half_values(__m256i d, float lacking) {
   constexpr int kept = ((1 << (exponent + mantissa)) - 1) << (10 - mantissa) | 0x8000;

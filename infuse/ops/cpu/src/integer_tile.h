@@ -1,11 +1,11 @@
-// Products of many rows of x with tiles of integer codes, x rounded to 8 bits: where the format of the weight allows
-// it. Twice the operations of bf16 in an instruction, and on processors without instructions for bf16 more than that.
+// Products of many rows of x with tiles of integer codes, with x rounded to 8 bits if the weight's format allows it. An
+// instruction does twice the operations of bf16, and more on processors without bf16 instructions.
 //
-//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows], then [group's inputs / 4][rows] of
-//   four bytes
-//   tile → [inputs / 4][2 halves][16 outputs] of four codes, without sign
+//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows],
+//          then [group's inputs / 4][rows] of four bytes
+//   tile → [inputs / 4][2 halves][16 outputs] of four unsigned codes
 //
-// A group's sums are exact, and scaled by the weight's scale and x's. Halves as tile.h has them.
+// The sums of a group are exact and are scaled by the scales of the weight and of x. Halves are as in tile.h.
 #pragma once
 
 #include "fixed_point.h"
@@ -16,7 +16,7 @@ namespace INFUSE_ISA {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int kIntegerRows = 6;  // rows of x at once: 12 sums. More of them were slower, 8 by 5 %, 12 by 40 (AMD Zen 5)
+constexpr int kIntegerRows = 6;  // rows of x at once: 12 sums. On AMD Zen 5, 8 rows are 5 % slower, 12 rows 40 %.
 constexpr float kMostByte = 127;
 enum Header { kStart, kScale, kSum, kHeaders };
 
@@ -24,7 +24,7 @@ inline int64_t integer_row_words(const LinearArgs& a) { return a.inputs / 4 + kH
 inline size_t integer_x_bytes(const LinearArgs& a) { return size_t(a.rows * integer_row_words(a)) * sizeof(uint32_t); }
 inline size_t integer_tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t); }
 
-// Row r of a block of `count` rows.
+// Arranges row r of a block of `count` rows.
 template <class T, Code C>
 void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, uint32_t* to) {
   const int64_t length = a.inputs / a.groups;
@@ -61,7 +61,7 @@ void arrange_integer_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// One panel into half 0 or 1.
+// Writes one panel to half 0 or 1.
 template <Code C>
 void fill_integer_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   constexpr int quads = kUnit<C> / 4;
@@ -75,12 +75,12 @@ void fill_integer_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* t
   }
 }
 
-// Rows [first_row, first_row + R) with one tile; `zeros`: the weight has zero points.
+// Multiplies rows [first_row, first_row + R) by one tile; `zeros`: the weight has zero points.
 template <class T, Code C, int R, bool zeros>
 void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first_row) {
   const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * integer_row_words(a);
-  // Of a half that is not there sums are made, and not written: any scales will do.
+  // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
   const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left, *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
   const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
@@ -104,7 +104,7 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
     for (int r = 0; r < R; ++r) {
       const Vec scale(scales[r]);
       Vec sum0 = _mm512_cvtepi32_ps(low[r]), sum1 = _mm512_cvtepi32_ps(high[r]);
-      if constexpr (zeros) {  // before scales are multiplied: the parts may be far larger than what is left of them
+      if constexpr (zeros) {  // before scaling: the two parts may be far larger than their difference
         const Vec moved(-kZeroUnit<C> * sums[r]);
         sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0), sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
       }
@@ -134,7 +134,7 @@ void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t
   }
 }
 
-// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`, which is one of integers.
+// Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`, which must be an integer code.
 template <class F>
 void with_integers(const LinearArgs& a, const F& run) {
   with_type(a.type, [&](auto t) { a.code == Code::int8 ? run(t, CodeOf<Code::int8>()) : run(t, CodeOf<Code::int4>()); });
@@ -150,7 +150,7 @@ inline TileKernels integer_tile_kernels() {
       integer_tile_bytes,
       tile_columns,
       [](const LinearArgs&) { return int64_t(1); },
-      [](const LinearArgs& a) {  // of rows so many that they stay, with a tile, in a core's cache of 1 MiB
+      [](const LinearArgs& a) {  // as many rows as fit a core's cache of 1 MiB together with a tile
         constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
         const int64_t rows = kChunkBytes / (4 * integer_row_words(a));
         return rows < kLeastRows ? kLeastRows : rows;

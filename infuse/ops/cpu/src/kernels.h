@@ -1,7 +1,6 @@
-// The kernels as a table of function pointers, one table for each instruction set. Plain pointers and sizes: no PyTorch
-// here.
+// The kernels as a table of function pointers, one table per instruction set. Plain pointers and sizes, without PyTorch.
 //
-// Suffixes: R rows, C columns (the last axis), row strides in elements. bf16 and fp16 travel as uint16_t.
+// Suffixes: R rows, C columns (the last axis), row strides in elements. bf16 and fp16 are passed as uint16_t.
 #pragma once
 
 #include "attention_kernels.h"
@@ -11,8 +10,7 @@
 
 namespace infuse {
 
-// y = norm(x [+ residual]) over the last axis; where `residual` is given, `sum` receives x + residual rounded to the
-// type.
+// y = norm(x [+ residual]) over the last axis. If `residual` is given, `sum` receives x + residual rounded to the type.
 struct NormArgs {
   const void* x;
   const void* residual;  // or null
@@ -54,12 +52,12 @@ const Kernels& kernels_avx512_amx();
 
 // Defined by detect.cpp, compiled without instruction set flags.
 const Kernels& kernels();
-// Whether products of many rows of bf16 are left to PyTorch: it may use AMX here, the level that runs does not.
+// Whether products of many rows of bf16 are left to PyTorch: it may use AMX here, and the chosen level does not.
 bool left_to_pytorch();
 // Whether AMX multiplies bf16 here, in our products of many rows or in PyTorch's.
 bool amx_multiplies();
-// Every level from the highest, one a line, with " missing" behind those that this machine lacks, " refused" behind
-// those that the system does not let this process use and " unbuilt" behind those that this binary lacks.
+// All levels, highest first, one per line, followed by " missing" if this machine lacks it, " refused" if the system
+// does not let this process use it, and " unbuilt" if this binary lacks it.
 const char* level_names();
 
 }  // namespace infuse

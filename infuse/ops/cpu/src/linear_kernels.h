@@ -9,10 +9,11 @@
 
 namespace infuse {
 
-constexpr int64_t kMostIntegerInputs = 1 << 16;  // of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31
+// Inputs of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31.
+constexpr int64_t kMostIntegerInputs = 1 << 16;
 
-// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x; a quantized one lies in panels (panels.h)
-// and has w = scale * (code - zero * unit), as infuse/quant/integer.py and floating.py define it.
+// y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x. A quantized one is stored in panels
+// (panels.h), with w = scale * (code - zero * unit) as infuse/quant/integer.py and floating.py define it.
 struct LinearArgs {
   const void* x;       // contiguous
   const void* weight;  // elements [O, I], or codes in panels
@@ -25,34 +26,37 @@ struct LinearArgs {
   const uint16_t* scale;  // bf16
   const int8_t* zero;     // or null
   int64_t groups;
-  const int64_t* index;   // the rows of the weight that `gather` takes
+  const int64_t* index;   // the rows of the weight that `gather` reads
 
-  // Of products by tiles: y = act(...), or where gated y[R, O / 2] = act(first half) * second half.
+  // In products by tiles: y = act(...), or if gated y[R, O / 2] = act(first half) * second half.
   bool activates, gated;
   Act act;
 
-  bool* finite;  // of x rounded to 8 bits: becomes false, by any thread, where x is not
-  int64_t row_bytes, ahead;  // of tiles: a weight row; from a tile to the next that its thread is likely to take, in outputs or gates
+  bool* finite;  // if x is rounded to 8 bits: any thread sets it to false if x is not finite
+  // In products by tiles: the bytes of a weight row; the distance, in outputs or gates, to the next tile that the same
+  // thread is likely to take.
+  int64_t row_bytes, ahead;
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
 
-// Products with more rows than the others are good at, bf16 and an even number of inputs: weights are brought tile by
-// tile into a core's cache, for all rows of x (tile.h). All null where there are no bf16 instructions.
+// Products with many rows, in bf16 and with an even number of inputs: weights are loaded tile by tile into a core's
+// cache, for all rows of x (tile.h). All pointers are null without bf16 instructions.
 struct TileKernels {
-  int block_rows;  // of x, the blocks that `arrange` counts
+  int block_rows;  // rows of x in each block that `arrange` counts
   size_t (*x_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&, int64_t begin_block, int64_t end_block);
   size_t (*tile_bytes)(const LinearArgs&);
   int64_t (*tile_columns)(const LinearArgs&);  // outputs, or gates, of a tile
   int64_t (*most_tiles)(const LinearArgs&);    // that a thread takes at once, if there is work for all threads
-  int64_t (*chunk_rows)(const LinearArgs&);    // of x that meet all tiles before the next ones do, if there are enough for all threads
+  // Rows of x that are multiplied by all tiles before the next ones, if there are enough for all threads.
+  int64_t (*chunk_rows)(const LinearArgs&);
   void (*multiply)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tiles);  // outputs, or gates
 };
 
 struct LinearKernels {
   size_t (*scratch_bytes)(const LinearArgs&);
-  void (*arrange)(const LinearArgs&);                          // x into the order in which the kernels read it
+  void (*arrange)(const LinearArgs&);                          // reorders x as the kernels read it
   void (*rows)(const LinearArgs&, int64_t begin, int64_t end);  // outputs [begin, end)
   TileKernels tiles;
 };
@@ -64,7 +68,7 @@ struct PanelKernels {
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
   TileKernels tiles;
-  // of integer codes, x in 8 bits and of any type; all null where there are no such instructions
+  // Integer codes, with x of any type rounded to 8 bits; all pointers are null without such instructions.
   TileKernels integer_tiles;
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`
   void (*gather)(const LinearArgs&, int64_t begin, int64_t end);      // w[index], into y

@@ -1,6 +1,6 @@
-// Included before all else in the bindings: the string streams of PyTorch's headers are compiled in. Those of the
-// libstdc++ that compiles would ask for one as new (GCC 11's), and the binary would not load on systems that PyTorch
-// itself serves.
+// Included first in the bindings, so that the string streams of PyTorch's headers are compiled in. With extern templates
+// the binary would need a libstdc++ as new as the compiler's (GCC 11), and would not load on systems that PyTorch itself
+// supports.
 #pragma once
 
 #include <cstddef>  // libstdc++'s configuration, which defines the macro

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm over rows, with the residual addition before them: one pass to add and measure, one to write.
+// RMSNorm and LayerNorm over rows, with the preceding residual addition: one pass to add and measure, one to write.
 #pragma once
 
 #include "kernels.h"
@@ -7,8 +7,8 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-// run(c, n, chain) for columns c of a row, n at a time: as many chains of sums as keep additions from waiting for each
-// other.
+// Calls run(c, n, chain) for the columns c of a row, n at a time. Separate chains of sums keep additions from waiting
+// for each other.
 constexpr int kChains = 4;
 template <class F>
 [[gnu::always_inline]] inline void over_columns(int64_t columns, const F& run) {
@@ -45,7 +45,7 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       Vec d = load(x + c, n);
       if (a.centred) {
         d = d - Vec(mean);
-        if (n < Vec::width) {  // lanes beyond the tail must not count
+        if (n < Vec::width) {  // exclude the lanes beyond the tail
           float lanes[Vec::width];
           store(lanes, d, Vec::width);
           d = load(lanes, n);

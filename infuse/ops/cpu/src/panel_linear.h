@@ -1,4 +1,4 @@
-// Matrix products over quantized weights in panels, and rows of such weights as numbers.
+// Matrix products with quantized weights in panels, and the dequantization of rows of such weights.
 #pragma once
 
 #include "unit_dot.h"
@@ -13,10 +13,10 @@ int64_t arranged_bytes(const LinearArgs& a) {
   return a.rows * P::words(a) * int64_t(sizeof(typename P::X));
 }
 
-// The sums of the groups of x, [rows][groups], which zero points are multiplied with; behind the arranged x.
+// The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points are multiplied with them.
 inline float* group_sums(const LinearArgs& a, int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
-// Rows [begin, end) of x, which are one block or several.
+// Arranges blocks [begin_block, end_block) of up to `most` rows of x.
 template <class T, Code C>
 void arrange_rows(const LinearArgs& a, int64_t most, int64_t begin_block, int64_t end_block) {
   using P = UnitDot<T, C>;
@@ -60,7 +60,7 @@ struct PanelRow {
   }
 };
 
-// Rows [begin, end), of whole panels, as numbers, rounded to T as the reference rounds them.
+// Dequantizes rows [begin, end) of whole panels, rounded to T as the reference rounds.
 template <class T, Code C>
 void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
@@ -84,7 +84,7 @@ void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// The rows that a.index[begin .. end) names, as numbers.
+// Dequantizes the rows a.index[begin .. end).
 template <class T, Code C>
 void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
@@ -94,8 +94,8 @@ void gather_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// Exactly as the reference, weight by weight: taken where a result is not finite, since a scale or an x that is not
-// finite gives another value after the sum of a group than before it.
+// Computes exactly as the reference, weight by weight. Used if a result is not finite: multiplying a group's sum by a
+// scale gives another value than multiplying its terms if the scale or x is not finite.
 template <class T, Code C>
 float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
   const PanelRow row = PanelRow::of<C>(a, o);
@@ -109,9 +109,9 @@ float dot_as_reference(const LinearArgs& a, int64_t o, int64_t r) {
   return sum;
 }
 
-// ---- few rows: codes are exact, and a group's sum is scaled ----
+// ---- few rows: exact codes; the sum of each group is scaled ----
 
-// y of one row and `count` outputs from o on.
+// Writes y for one row and `count` outputs from o on.
 template <class T, Code C>
 void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
   if (const float nothing = (acc * Vec(0.0f)).sum(); nothing != 0.0f) {

@@ -1,15 +1,15 @@
-// Quantized weights in panels: 16 rows of a weight lie interleaved, so that a register holds one place of all of them.
+// Quantized weights in panels: 16 rows of a weight are interleaved, so that a register holds the same position of all.
 //
-//   panel of 16 rows → [inputs / unit][words][16 rows] words of 32 bits; a unit is one word of 4 codes of 8 bits or of
+//   panel of 16 rows → [inputs / unit][words][16 rows] 32-bit words; a unit is one word of 4 codes of 8 bits or of
 //                      8 codes of 4 bits, or three words of 16 codes of 6 bits
-//   codes of a unit  → neighbours j, j + 1 lie alike in the two halves of a word:
+//   codes of a unit  → codes j (even) and j + 1 are at the same bits of the two halves of a word:
 //                      8 and 4 bits   code j at bit  bits * (j / 2) + 16 * (j % 2)
 //                      6 bits         pairs 0 and 1, 2 and 3, 4 and 5 at bits 0 and 6 of the halves of words 0, 1, 2;
-//                                     the four upper bits of words 0 and 1 are the lower bits of pairs 6 and 7, whose
-//                                     upper two are at 12 and 14 of word 2
+//                                     the upper four bits of words 0 and 1 hold the lower bits of pairs 6 and 7, whose
+//                                     upper two bits are at bits 12 and 14 of word 2
 //   scale, zero      → [panel][group][16 rows]
 //
-// Rows beyond the last one have scale 0. Nothing is added across a register's lanes, and a thread reads one stream.
+// Rows beyond the last one have scale 0. No sum crosses a register's lanes, and a thread reads one stream.
 #pragma once
 
 #include "elements.h"
@@ -26,11 +26,11 @@ constexpr int kUnitWords = C == Code::fp6 ? 3 : 1;
 template <Code C>
 constexpr int kUnitBytes = kWordBytes * kUnitWords<C>;
 template <Code C>
-constexpr int kUnit = 32 * kUnitWords<C> / bits_of(C);  // codes in it
+constexpr int kUnit = 32 * kUnitWords<C> / bits_of(C);  // codes in a unit
 
 constexpr int bit_of(int bits, int j) { return bits * (j / 2) + 16 * (j % 2); }
 
-// The number that code j of a row stands for, from the words of its unit.
+// The value of code j of a row, from the words of its unit.
 template <Code C>
 float value_in(const uint32_t* words, int j) {
   if constexpr (C == Code::int8) return float(int8_t(words[0] >> bit_of(8, j)));
@@ -43,7 +43,7 @@ float value_in(const uint32_t* words, int j) {
   }
 }
 
-// The words of `width` rows, and code j of each as a number.
+// Loads the words of `width` rows; codes() below gives the values of code j of each.
 #if defined(__AVX512F__)
 
 using Words = __m512i;
@@ -91,10 +91,10 @@ template <Code C>
 
 #if defined(__AVX512F__)
 
-// Pair `pair` of each row as bf16, exact; not of int8.
+// Pair `pair` of each row as exact bf16; not for int8.
 template <Code C>
 [[gnu::always_inline]] inline __m512i float_pair(const Unit<C>& d, int pair) {
-  // -8 ... 7, twice: a look-up reads five bits of its index, of which the highest is the next code's
+  // -8 ... 7, twice: the permutation reads five bits of its index, and the highest belongs to the next code
   if constexpr (C == Code::int4) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
         short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000), short(0xbf80),
@@ -112,7 +112,7 @@ template <Code C>
 [[gnu::always_inline]] inline Vec codes(const Unit<C>& d, int j) {
   if constexpr (C == Code::int8) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(d.words[0], unsigned(24 - bit_of(8, j))), 24));
-  } else if constexpr (C == Code::int4) {  // a look-up reads only the lowest four bits of its index
+  } else if constexpr (C == Code::int4) {  // the permutation reads only the lowest four bits of its index
     const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     return _mm512_permutexvar_ps(_mm512_srli_epi32(d.words[0], unsigned(bit_of(4, j))), table);
   } else {
@@ -157,7 +157,7 @@ Vec codes(const Unit<C>& d, int j) {
 #endif
 
 template <Code C>
-constexpr float kZeroUnit = C == Code::int4 ? 1.0f / 16 : 1.0f;  // what 1 in `zero` is worth, in steps of the scale
+constexpr float kZeroUnit = C == Code::int4 ? 1.0f / 16 : 1.0f;  // one unit of `zero`, in steps of the scale
 
 template <class F>
 auto with_type(Type type, const F& run) {

@@ -1,4 +1,4 @@
-// Matrix products with few rows over plain weights.
+// Matrix products of few rows with plain weights.
 #pragma once
 
 #include "elements.h"
@@ -11,8 +11,8 @@ int64_t arranged_columns(int64_t inputs) {
   return (inputs + P::block - 1) / P::block * P::block;
 }
 
-// Each block of rows of x lies as [inputs / block][rows][block], so that it is read in order (and, at widths that are
-// powers of two, does not fall into one set of the cache). Rows are padded with zeros.
+// Stores each block of rows of x as [inputs / block][rows][block], so that it is read sequentially (and, if the width is
+// a power of two, does not map to one cache set). Rows are padded with zeros.
 template <class T>
 void arrange_plain(const LinearArgs& a) {
   using P = Elements<T>;
@@ -28,19 +28,19 @@ void arrange_plain(const LinearArgs& a) {
   }
 }
 
-// sums[n][r] = the product of weight row n with row r of x. With few of them, several chains each, so that additions
-// overlap.
+// sums[n][r] = the product of weight row n with row r of x. If there are few sums, each has several chains, so that
+// additions overlap.
 template <class T, int N, int R>
 void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, float (&sums)[N][R]) {
   using P = Elements<T>;
   constexpr int chains = N * R >= 4 ? 1 : 4 / (N * R);
-  // Memory is asked for in the order in which it lies: one stream, though several rows are read at once.
+  // Prefetches in memory order: one stream, though several rows are read at once.
   const char* ahead = reinterpret_cast<const char*>(w) + (N == 1 ? kAhead : N * inputs * int64_t(sizeof(T)));
   Vec acc[chains][N][R];
   const auto step = [&](int64_t i, int count, int chain) __attribute__((always_inline)) {
     typename P::Weights weights[N];
     for (int n = 0; n < N; ++n) {
-      // each line once
+      // prefetch each cache line once
       if (chain * P::block * sizeof(T) % 64 == 0) prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)));
       if constexpr (N > 1) __builtin_prefetch(w + n * inputs + i + 8 * P::block, 0, 3);  // from the L2 cache, see above
       weights[n] = P::weights(w + n * inputs + i, count);

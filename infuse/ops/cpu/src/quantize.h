@@ -1,9 +1,8 @@
 // The search for each group's grid: infuse/quant/integer.py operation by operation, so that scales, zeros and codes are
 // the same.
 //
-// A lane is a group: the values of `width` groups are transposed, and what is one number for each group there is a Vec
-// here. Only the sums of squared errors are added up in another order. Candidates that cannot win are left out
-// (`hopeless`).
+// Each lane is a group: the values of `width` groups are transposed, and one number per group there is a Vec here. Only
+// the squared errors are summed in another order. Candidates that cannot win are skipped (`hopeless`).
 #pragma once
 
 #include <cstdlib>
@@ -18,7 +17,7 @@ struct Grid {
   Vec scale, zero;
 };
 
-// Of the candidates offered, in order, the one with the least squared error; of equals the first.
+// Finds the offered candidate with the least squared error; if equal, the first one.
 // Four are measured at once: their sums do not wait for each other, and values are read once for all.
 template <int BITS, bool ZERO>
 struct Search {
@@ -38,7 +37,7 @@ struct Search {
 
   Grid result() {
     if (offered) {
-      for (int k = offered; k < together; ++k) waiting[k] = waiting[offered - 1];  // an equal does not win
+      for (int k = offered; k < together; ++k) waiting[k] = waiting[offered - 1];  // a duplicate does not win
       measure();
     }
     return best;
@@ -61,7 +60,7 @@ struct Search {
       }
     }
     for (int k = 0; k < together; ++k) {
-      // The root and not the square, and steps times scale and not weights: nothing overflows or vanishes.
+      // Use the root, not the square, and steps times scale, not weights: neither overflows nor underflows.
       const Vec error = root(squares[k]) * absolute(waiting[k].scale);
       best.scale = where_less(error, least, waiting[k].scale, best.scale);
       if constexpr (ZERO) best.zero = where_less(error, least, waiting[k].zero, best.zero);
@@ -70,20 +69,20 @@ struct Search {
     offered = 0;
   }
 
-  // Whether values that lie this far outside of what a grid reaches cost every lane more than the best so far.
+  // Whether values this far outside a grid's range cost every lane more than the best candidate so far.
   bool hopeless(Vec outside) const { return (where_less(least, outside, Vec(), Vec(1.0f))).largest() == 0; }
 };
 
 inline Vec within(Vec low, Vec high, Vec x) { return smaller(high, larger(low, x)); }
-constexpr float kRounding = 1e-5f;  // of the extreme values: what float32 may be off by where an error is foretold
+constexpr float kRounding = 1e-5f;  // relative to the extreme values: margin for float32 rounding in error bounds
 
-// The scale as bf16 keeps it, to nearest, with its sign.
+// The scale rounded to the nearest bf16, with its sign.
 inline Vec stored(Vec scale) {
   const Vec magnitude = at_least_smallest(nearest_bf16(absolute(scale)));
   return where_less(scale, Vec(), Vec() - magnitude, magnitude);
 }
 
-// The smallest and the largest value of each lane, zero included; the first of those with the largest magnitude.
+// The smallest and the largest value of each lane, including zero; and the first value with the largest magnitude.
 struct Extremes {
   Vec low, high, first, spoiled;
 };
@@ -162,7 +161,7 @@ inline Grid best_grid(const QuantizeArgs& a, const float* values, const Extremes
   return {};
 }
 
-// The codes of one group; `zero` in steps.
+// Writes the codes of one group; `zero` is in steps.
 template <class T>
 void write_codes(const T* w, int64_t length, float scale, float zero, float low, float high, int8_t* to) {
   for (int64_t i = 0; i < length; i += Vec::width) {
@@ -171,7 +170,7 @@ void write_codes(const T* w, int64_t length, float scale, float zero, float low,
   }
 }
 
-// Into its place in the data, by way of `unpacked` [N] where codes share bytes.
+// Writes a group to its place in the data; `unpacked` [N] is scratch for formats whose codes share bytes.
 template <class T>
 void write_group(const QuantizeArgs& a, const T* w, int64_t group, float scale, float zero, uint8_t* unpacked) {
   const int64_t N = a.length;
@@ -201,7 +200,7 @@ void write_group(const QuantizeArgs& a, const T* w, int64_t group, float scale, 
   }
 }
 
-// [width, N] of `count` groups → [N, width] in float; the lanes of groups that are not there are zero.
+// [width, N] of `count` groups → [N, width] in float; the lanes of missing groups are zero.
 template <class T>
 void transposed(const T* w, int64_t count, int64_t length, float* to) {
   for (int64_t i = 0; i < length; i += Vec::width) {

@@ -1,5 +1,5 @@
 // The search for each group's scale of fp8 and fp6, and their codes: infuse/quant/floating.py operation by operation,
-// as quantize.h.
+// like quantize.h.
 #pragma once
 
 #include "kernels.h"
@@ -10,7 +10,7 @@ namespace INFUSE_ISA {
 
 inline Vec at_least_smallest(Vec scale) { return larger(Vec(1.17549435e-38f), scale); }  // 2^-126, SMALLEST_SCALE
 
-// x with its mantissa zero: the largest power of two that is not larger; x >= 0.
+// x with a zero mantissa: the largest power of two that is not larger than x; x >= 0.
 inline Vec power_below(Vec x) {
 #if defined(__AVX512F__)
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7f800000)));
@@ -27,29 +27,29 @@ inline Vec power_below(Vec x) {
 #endif
 }
 
-// A grid of `exponent` and `mantissa` bits with smallest normal value 2^lowest and largest value `most`: GRIDS of
+// A grid with `exponent` and `mantissa` bits, smallest normal value 2^lowest and largest value `most`: GRIDS in
 // floating.py.
 template <int exponent, int mantissa, int lowest, int most>
 struct FloatGrid {
   static constexpr float smallest_normal = 1.0f / (1 << -lowest);
-  // times a binade: beside it float32 has the grid's spacing
+  // Times a binade: near this product, float32 has the spacing of the grid.
   static constexpr float rounds = 1.5f * (1 << (23 - mantissa));
 
-  // The nearest value of the grid to x >= 0, of two equally near ones that with the even code.
+  // The grid value nearest to x >= 0; of two equally near values, the one with the even code.
   static Vec rounded(Vec x) {
     const Vec within = smaller(Vec(float(most)), x), binade = larger(Vec(smallest_normal), power_below(within));
     return fma(binade, Vec(-rounds), apart(fma(binade, Vec(rounds), within)));  // the products are exact
   }
 
-  // The codes of one group.
+  // Writes the codes of one group.
   template <class T>
   static void write(const T* w, int64_t length, float scale, uint8_t* to) {
     const Vec none(0.0f), normal(smallest_normal), first_normal_code(float(1 << mantissa)), negative(float(1 << (exponent + mantissa)));
     for (int64_t i = 0; i < length; i += Vec::width) {
       const int n = int(length - i < Vec::width ? length - i : Vec::width);
       const Vec steps = load(w + i, n) / Vec(scale), magnitude = rounded(absolute(steps));
-      // The exponent and the mantissa of float32 are the code's, less an offset; subnormals go there through the
-      // smallest normal value.
+      // Exponent and mantissa of float32, minus an offset, are the code. For subnormals, add the smallest normal value
+      // first.
       const Vec moved = where_less(magnitude, normal, magnitude + normal, magnitude);
       const Vec sign = where_less(steps, none, where_less(none, magnitude, negative, none), none);  // never -0
       float values[Vec::width], added[Vec::width];
@@ -64,14 +64,14 @@ struct FloatGrid {
     }
   }
 
-  // Of the candidates, each a place of the largest value, the scale with the least squared error; of equals the first.
+  // The scale with the least squared error; if equal, the first. Each candidate is the grid value of the largest value.
   static Vec best_scale(const QuantizeArgs& a, const float* values, Vec largest_value) {
     constexpr int together = 4;  // as in Search of quantize.h
     Vec best, least(__builtin_inff());
     for (int64_t first = 0; first < a.count; first += together) {
       Vec scale[together], inverse[together], squares[together];
       for (int k = 0; k < together; ++k) {
-        const int64_t c = first + k < a.count ? first + k : a.count - 1;  // an equal does not win
+        const int64_t c = first + k < a.count ? first + k : a.count - 1;  // a duplicate does not win
         scale[k] = at_least_smallest(nearest_bf16(largest_value / Vec(a.candidates[c])));
         inverse[k] = Vec(1.0f) / scale[k];
       }

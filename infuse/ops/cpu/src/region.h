@@ -1,13 +1,12 @@
-// A region of memory that the ranks of one host have mapped, and how they meet in it. No PyTorch and no arithmetic
-// here.
+// A shared-memory region of the ranks of one host, and how they meet in it. No PyTorch and no arithmetic here.
 //
 //   Header | Post of rank 0, 1, ... | Place of rank 0, 1, ... | two buffers of rank 0, two of rank 1, ...
 //
-// An operation is one or more turns: a rank fills its buffer, posts a sequence number, waits until all have posted it,
-// and reads the others' buffers. Turns take the two buffers in turn. So no second meeting is needed before a buffer is
-// filled again: whoever is in turn t + 2 has seen all ranks post in turn t + 1, which each does after it has read what
-// it wanted of turn t. For the same reason nobody is more than one number ahead of anyone: what is posted with a number
-// may stand in one of two places, too.
+// An operation is one or more turns. In a turn, a rank fills its buffer, posts a sequence number, waits until all ranks
+// have posted it, and reads the others' buffers. Turns alternate between the two buffers, so no second meeting is needed
+// before a buffer is refilled: a rank in turn t + 2 has seen all ranks post in turn t + 1, which each rank does only
+// after it has finished reading in turn t. For the same reason no rank is more than one number ahead of another, so two
+// slots are enough for the data posted with a number.
 #pragma once
 
 #include <sched.h>
@@ -23,16 +22,16 @@ namespace infuse {
 
 constexpr int kMostRanks = 32;
 constexpr int kLine = 128;  // two cache lines: processors fetch the neighbour too
-constexpr int kDims = 6;    // sizes that are kept for errors
+constexpr int kDims = 6;    // sizes kept for error messages
 constexpr int kWords = 512;
 
 enum class Kind : int64_t { sum, gather, broadcast };
 enum class Outcome : int64_t { done, waiting, differs };
 
-// What a rank does, in numbers that must be the same on all ranks.
+// A rank's operation, as numbers that must be equal on all ranks.
 struct Operation {
   Kind kind;
-  int64_t type, tag, dims, sizes[kDims], rest;  // rest: of all other numbers, a hash
+  int64_t type, tag, dims, sizes[kDims], rest;  // rest: a hash of all other numbers
 
   uint64_t signature() const {
     uint64_t hash = 0xcbf29ce484222325;
@@ -51,13 +50,13 @@ struct alignas(kLine) Header {
 struct alignas(kLine) Post {
   std::atomic<uint64_t> sequence;
   uint64_t signatures[2];
-  alignas(kLine) Operation operations[2];  // read only where signatures differ
+  alignas(kLine) Operation operations[2];  // read only if signatures differ
   alignas(kLine) std::atomic<int64_t> word_bytes;
-  char words[kWords];  // why it takes part no more
+  char words[kWords];  // why the rank left
 };
 
-// How far a rank is within an operation. Its own: it stands here because an operation returns when a slice of waiting
-// is over.
+// A rank's progress within an operation. Only its own rank uses it; it is kept here because an operation returns when
+// its time slice is over.
 struct alignas(kLine) Place {
   uint64_t sequence, turn;
   int64_t chunk, stage;
@@ -77,12 +76,12 @@ inline void relax() {
 #endif
 }
 
-// One wait. It looks often, then seldom: the others are microseconds away in a decode step, and seconds while a rank
-// reads a prompt.
+// One wait. It polls often at first, then rarely: the other ranks arrive within microseconds in a decode step, but
+// within seconds while a rank reads a prompt.
 class Patience {
  public:
   Patience(int64_t spin_us, int64_t slice_us) : spin_us_(spin_us), slice_us_(slice_us) {}
-  // False when the slice is over.
+  // Returns false when the time slice is over.
   bool wait() {
     if (spin_us_ > 0 && ++spins_ % 32) {
       relax();
@@ -127,7 +126,7 @@ class Meeting {
     return reinterpret_cast<char*>(places() + ranks()) + (2 * rank + int64_t(place().turn & 1)) * buffer_bytes();
   }
 
-  // Tell the others that this rank has come so far.
+  // Announces that this rank has reached the next sequence number.
   void publish(const Operation& operation, uint64_t signature) const {
     Post& mine = post(rank_);
     const uint64_t next = ++place().sequence;
@@ -136,7 +135,7 @@ class Meeting {
     mine.sequence.store(next, std::memory_order_release);
   }
 
-  // Until all have come as far, or a slice is over.
+  // Waits until all ranks have reached this sequence number or the time slice is over.
   Outcome gather() const {
     Patience patience(header().spin_us, slice_us_);
     const uint64_t now = place().sequence;
@@ -154,7 +153,7 @@ class Meeting {
   bool absent(int64_t rank) const { return post(rank).sequence.load(std::memory_order_acquire) < place().sequence; }
   const Operation& operation(int64_t rank) const { return post(rank).operations[place().sequence & 1]; }
 
-  // The turn is over: the next one takes the other buffers.
+  // Ends the turn; the next one uses the other buffers.
   void next_turn() const {
     Place& place = this->place();
     ++place.turn, ++place.chunk, place.stage = 0;

@@ -32,7 +32,7 @@ void turn_neighbours(const T* x, const C* cos, const C* sin, T* y, int64_t width
   }
 }
 
-// Where head n of token t of row b goes: queries, then keys, then values.
+// The target of head n of token t of batch row b: queries, then keys, then values.
 template <class T>
 T* rotary_target(const RotaryArgs& a, int64_t b, int64_t t, int64_t n) {
   if (n < a.heads) return static_cast<T*>(a.q) + b * a.q_b + t * a.q_t + n * a.q_n;

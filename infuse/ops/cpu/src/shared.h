@@ -1,4 +1,4 @@
-// The sum of several arrays of one type, element by element: what ranks on one host do with each other's activations.
+// The elementwise sum of several arrays of one type: how ranks on one host combine their activations.
 #pragma once
 
 #include "kernels.h"
@@ -18,8 +18,8 @@ void sum_arrays_of(const SumArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// In float32 and in the order of `from`, rounded once: whoever adds the same arrays gets the same bits. `to` may be one
-// of them.
+// Sums in float32 in the order of `from` and rounds once, so that every rank gets the same bits. `to` may be one of the
+// arrays.
 inline void sum_arrays(const SumArgs& a, int64_t begin, int64_t end) {
   if (a.type == Type::f32) {
     sum_arrays_of<float>(a, begin, end);

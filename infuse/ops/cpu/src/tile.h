@@ -1,11 +1,9 @@
-// Matrix products with many rows of x: a tile of 32 outputs is brought into a core's cache, as pairs of bf16 in the
-// order in which they are multiplied, and all rows of x go over it. Only where there are bf16 instructions; the
-// products are in tile_products.h.
+// Matrix products with many rows of x: a tile of 32 outputs is written to a core's cache, as pairs of bf16 in the order
+// of multiplication, and multiplied with all rows of x. Needs bf16 instructions; the products are in tile_products.h.
 //
-//   tile → [inputs / 2][2 halves][16 outputs] pairs of neighbouring inputs
+//   tile → [inputs / 2][2 halves][16 outputs] pairs of consecutive inputs
 //
-// A half holds 16 neighbouring outputs; of a gated product the first half holds gates and the second the outputs that
-// they gate.
+// A half holds 16 consecutive outputs; in a gated product the first half holds gates and the second their up values.
 #pragma once
 
 #include "panel_linear.h"
@@ -16,10 +14,10 @@ namespace INFUSE_ISA {
 
 #if defined(__AVX512BF16__)
 
-// In the low half of each lane. Subnormal numbers become zero, as the products take them anyway.
+// x as bf16 in the low half of each lane. Subnormal numbers become zero, as they do in the products anyway.
 inline __m512i rounded(Vec x) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))); }
 
-// One panel into [inputs / 2][2][16 pairs], half 0 or 1; rounded to bf16 as the reference rounds.
+// Writes one panel to half 0 or 1 of [inputs / 2][2][16 pairs], rounded to bf16 as the reference rounds.
 template <Code C>
 void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
@@ -46,13 +44,13 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   }
 }
 
-// Words p of up to 16 rows, `step` elements apart: pairs of bf16, moved as they are.
+// words[p] = the pairs p of up to 16 rows that are `step` elements apart, copied as bits.
 inline void load_pairs(const bf16* rows, int64_t step, int64_t there, int pairs, Vec (&words)[16]) {
   for (int r = 0; r < 16 && r < there; ++r) words[r] = _mm512_maskz_loadu_ps(first(pairs), rows + r * step);
   transpose(words);
 }
 
-// Rows [o, o + 16) of a plain weight, as far as there are, into one half.
+// Writes rows [o, o + 16) of a plain weight, up to `end`, to one half.
 inline void fill_plain_tile(const LinearArgs& a, int64_t o, int64_t end, int half, uint32_t* tile) {
   const bf16* rows = static_cast<const bf16*>(a.weight) + o * a.inputs;
   const int64_t pairs = a.inputs / 2;

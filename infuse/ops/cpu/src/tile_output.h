@@ -1,5 +1,4 @@
-// What products by tiles have in common: how many outputs a tile holds, how its weights are asked for ahead, and how
-// its sums are written.
+// Shared by products by tiles: the outputs per tile, the prefetch of its weights, and the write of its sums.
 #pragma once
 
 #include "activation.h"
@@ -12,17 +11,17 @@ constexpr int kTileOutputs = 2 * kPanelRows;
 
 #if defined(__AVX512F__)
 
-// How many outputs, or gates, a tile holds.
+// Outputs, or gates, per tile.
 inline int64_t tile_columns(const LinearArgs& a) { return a.gated ? kPanelRows : kTileOutputs; }
 
-// Asks for part b of `parts` of the weights of 16 outputs from o on, which lie in one piece.
+// Prefetches part b of `parts` of the weights of 16 outputs from o on, which are contiguous.
 inline void fetch_half(const LinearArgs& a, int64_t o, int64_t b, int64_t parts) {
   const int64_t bytes = kPanelRows * a.row_bytes;
   const char* from = static_cast<const char*>(a.weight) + o * a.row_bytes;
   for (int64_t at = bytes * b / parts; at < bytes * (b + 1) / parts; at += 64) prefetch(from + at);
 }
 
-// Two neighbouring registers of 16, as far as `left` goes.
+// Stores the first `left` values of two registers of 16.
 template <class T>
 void store_both(T* to, Vec low, Vec high, int left) {
   store(to, low, left);
@@ -35,8 +34,8 @@ inline void store_both(bf16* to, Vec low, Vec high, int left) {
 }
 #endif
 
-// Rows of sums of one tile: outputs from o on, or act(gate) * up for gates from o on and the outputs as far beyond as
-// there are gates.
+// Writes the sums of one tile: outputs from o on, or act(gate) * up for gates from o on. The up values come after all
+// gates.
 template <class T, class Activate>
 void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row, const Activate& act) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;

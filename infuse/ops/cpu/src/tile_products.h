@@ -1,4 +1,4 @@
-// The products of many rows of x with tiles (tile.h), in AVX512-BF16 or AMX, and their table.
+// Products of many rows of x with tiles (tile.h) in AVX512-BF16 or AMX, and their table.
 #pragma once
 
 #include "amx_tile.h"
@@ -16,7 +16,7 @@ inline size_t tile_x_bytes(const LinearArgs& a) { return size_t(a.rows * a.input
 inline size_t tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 2 * kTileOutputs) * sizeof(uint32_t); }
 inline int64_t most_tiles(const LinearArgs&) { return 1; }
 
-// Blocks [begin, end) of x, each as [inputs / 2][rows] pairs.
+// Arranges blocks [begin, end) of x, each as [inputs / 2][rows] pairs.
 inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     const auto [first_row, count] = row_block(a.rows, kTileRows, b);
@@ -50,16 +50,16 @@ void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t
   write_sums<bf16>(a, rows[0], R, o, first_row);
 }
 
-// How many rows of x, with a tile of weights, stay in a core's cache of 1 MiB; of fewer rows filling the tiles would
-// take too long.
+// Rows of x that fit a core's cache of 1 MiB together with a tile of weights. At least kLeastRows, since filling the
+// tiles would take too long for fewer.
 inline int64_t chunk_rows(const LinearArgs& a) {
   constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
   const int64_t rows = kChunkBytes / (2 * a.inputs);
   return rows < kLeastRows ? kLeastRows : rows;
 }
 
-// Outputs [begin, end), or gates, tile by tile: fill(o, tile) brings the weights of those from o on. Meanwhile the
-// weights of the next tile are asked for.
+// Computes outputs (or gates) [begin, end) tile by tile; fill(o, tile) loads the weights from output o on. Meanwhile it
+// prefetches the weights of the next tile.
 template <class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile, const Fill& fill) {
   const int64_t blocks = row_blocks(a.rows, kTileRows), columns = a.gated ? a.outputs / 2 : a.outputs;
@@ -84,7 +84,7 @@ void panel_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* 
   });
 }
 
-// Outputs [begin, end), or gates where gated, over a plain weight.
+// Computes outputs [begin, end), or gates if gated, with a plain weight.
 inline void plain_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
   const int64_t gates = a.outputs / 2;
   multiply_tiles(a, begin, end, tile, [&](int64_t o, uint32_t* to) {

@@ -1,4 +1,4 @@
-// The element types, the codes of quantized weights and the activations that kernels know. bf16 and fp16 travel as
+// The element types, the codes of quantized weights and the activations of the kernels. bf16 and fp16 are passed as
 // uint16_t.
 #pragma once
 
@@ -8,7 +8,7 @@ namespace infuse {
 
 enum class Type { f32, bf16, f16 };
 
-// As infuse/quant defines them, in the order of CODES in ops/cpu/quantized_linear.py.
+// As infuse/quant defines them, in the order of CODES in infuse/native/__init__.py.
 enum class Code { int8, int4, fp8, fp6 };
 
 constexpr int bits_of(Code code) { return code == Code::int4 ? 4 : code == Code::fp6 ? 6 : 8; }

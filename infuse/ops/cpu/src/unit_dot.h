@@ -1,9 +1,8 @@
-// How units of codes (panels.h) are multiplied with few rows of x, which are arranged before in the order in which they
-// are read.
+// Multiplies units of codes (panels.h) with few rows of x, which were arranged in the order in which they are read.
 //
-// UnitDot<T, C>::Sums<R> holds the sums of R rows of x over a chunk of a group: begun at a place in the arranged x,
-// added to unit by unit, and told as numbers that the group's scale is still to be multiplied with. `X` is what x is
-// arranged as, `words` of them for a row.
+// UnitDot<T, C>::Sums<R> holds the sums of R rows of x over a chunk of a group: constructed at a position in the
+// arranged x, extended unit by unit by add(), and returned by total(), still without the group's scale. `X` is the
+// element of the arranged x; a row has `words` of them.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +13,7 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-constexpr int64_t kChunkUnits = 32;  // after so many units in long groups a sum is put aside: short sums round less
+constexpr int64_t kChunkUnits = 32;  // units after which a long group starts a new sum: short sums round less
 
 // Calls run(first unit, units) for the chunks of the groups of a row.
 template <Code C, class F>
@@ -25,8 +24,7 @@ void over_chunks(const LinearArgs& a, const F& run) {
   }
 }
 
-// How many sums of each row run beside each other, so that no product waits for the one before it: 8 to 16 in all, as
-// registers allow.
+// Parallel sums per row, so that no product waits for the previous one: 8 to 16 in total, as registers allow.
 constexpr int sum_chains(int R) {
 #if defined(__AVX512F__)
   return R <= 4 ? 4 : 2;
@@ -58,7 +56,7 @@ struct UnitDot {
   }
   template <int R>
   struct Sums : FloatSums<R> {
-    static constexpr int units = 1;  // that are best added at once
+    static constexpr int units = 1;  // best number of units to add at once
     explicit Sums(const X*&) {}
     template <int U>
     [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
@@ -106,12 +104,12 @@ struct UnitDot<bf16, C> {
 
 #if defined(__AVX512VNNI__)
 
-// Integer codes and 16 bits: x as integers of 16 bits times a scale for each chunk, in steps of 1/32639 of its largest,
-// which costs a hundredth of what rounding the chunk's weights to 8 bits does. Each integer is two digits, 256 * high +
-// low; four codes of a row are multiplied with four digits and added in one instruction, exactly.
+// Integer codes with x as 16-bit integers times a scale per chunk, in steps of 1/32639 of the chunk's largest value. The
+// rounding error is a hundredth of that of rounding the chunk's weights to 8 bits. Each integer has two digits,
+// 256 * high + low; one instruction multiplies four codes of a row with four digits and adds them, exactly.
 //
-//   chunk → [R] of {start of the low sums, scale}, then [units][R][quads of a unit] of {four high digits, four low
-//   digits}
+//   chunk → [R] of {start of the low sums, scale},
+//           then [units][R][quads of a unit] of {four high digits, four low digits}
 template <class T, Code C>
 struct IntegerDot {
   using X = uint32_t;
@@ -127,7 +125,7 @@ struct IntegerDot {
     const T* x = static_cast<const T*>(a.x) + row * a.inputs;
     over_chunks<C>(a, [&](int64_t first_unit, int64_t units) {
       const T* from = x + first_unit * kUnit<C>;
-      // a sum that is not finite is made again, exactly
+      // if x is not finite, the sum is NaN and is computed again exactly
       const FixedPoint fixed = FixedPoint::of(from, units * kUnit<C>, kMost);
       X* header = to + 2 * r;
       X* quad = to + 2 * R + 2 * quads * r;
@@ -199,7 +197,7 @@ template <>
 struct UnitDot<f16, Code::int8> : IntegerDot<f16, Code::int8> {};
 template <>
 struct UnitDot<f16, Code::int4> : IntegerDot<f16, Code::int4> {};
-#if !defined(__AVX512BF16__)  // with it, pairs take as many instructions, and less at the end of each group
+#if !defined(__AVX512BF16__)  // with it, pairs need as many instructions, and fewer at the end of each group
 template <>
 struct UnitDot<bf16, Code::int4> : IntegerDot<bf16, Code::int4> {};
 #endif

@@ -1,5 +1,5 @@
-// Vec: a register of floats of the instruction set that this translation unit is compiled for, and loads and stores
-// that widen bf16 and fp16 to float. A tail is loaded and stored by count; lanes beyond it are zero.
+// Vec: a register of floats in the instruction set of this translation unit, and loads and stores that convert bf16 and
+// fp16 from and to float. A tail is loaded and stored by count; lanes beyond it are zero.
 #pragma once
 
 #include <cmath>
@@ -87,7 +87,7 @@ struct Vec {
 inline __mmask16 first(int n) { return n >= 16 ? __mmask16(0xffff) : __mmask16((1u << n) - 1); }
 inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline Vec load(const bf16* p, int n) {
-  const bool whole = __builtin_constant_p(n) && n >= 16;  // the compiler does not see that a mask hides nothing
+  const bool whole = __builtin_constant_p(n) && n >= 16;  // the compiler does not optimise away a full mask
   const __m256i bits = whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi16(first(n), p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
@@ -186,7 +186,7 @@ inline void store(T* p, Vec x, int n) {
 
 #endif
 
-// As store, but that subnormal numbers may become zero: in bf16 one instruction where there is one.
+// Like store, but subnormal numbers may become zero: a single instruction for bf16 if the CPU has it.
 template <class T>
 inline void store_coarse(T* p, Vec x, int n) {
   store(p, x, n);

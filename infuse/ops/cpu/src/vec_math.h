@@ -1,5 +1,5 @@
-// Over Vec: comparisons, roundings, a transposition; exp, tanh and erf to 1-2 units in the last place of float32, with
-// NaN, infinities and overflow as in PyTorch.
+// Functions of Vec: comparisons, rounding, transposition; exp, tanh and erf to 1-2 units in the last place of float32,
+// with NaN, infinities and overflow as in PyTorch.
 #pragma once
 
 #include <utility>
@@ -9,21 +9,21 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-// smaller(limit, x) and larger(limit, x) return x where x is NaN: the second operand decides, as in x86's min and max.
-// nearest(x): the nearest integer, of two the even one; |x| < 2^22. apart(x): x, not to be merged into an fma with what
-// follows. swap_blocks<S>(a, b): where bit S of a lane's number is set, a takes lane - S of b; where it is not, b takes
-// lane + S of a.
+// smaller(limit, x) and larger(limit, x) return x if x is NaN: the second operand decides, as in x86's min and max.
+// nearest(x): the nearest integer, ties to even; |x| < 2^22. apart(x): x, but the compiler must not merge it into an fma
+// with later operations. swap_blocks<S>(a, b): in a, lanes whose number has bit S set take lane - S of b; in b, the
+// other lanes take lane + S of a.
 #if defined(__AVX512F__)
 
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
 inline Vec absolute(Vec x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x.v); }
 inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm512_or_ps(magnitude.v, _mm512_and_ps(_mm512_set1_ps(-0.0f), x.v)); }
-// yes where a < b, else no.
+// yes if a < b, else no, per lane.
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v);
 }
-// x * 2^n for integers n; past the range of float32 it becomes infinite or (gradually) zero.
+// x * 2^n for integers n; beyond the range of float32 it becomes infinite or (gradually) zero.
 inline Vec times_power(Vec x, Vec n) { return _mm512_scalef_ps(x.v, n.v); }
 inline Vec power(Vec n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n.v); }
 inline Vec swapped_pairs(Vec x) { return _mm512_permute_ps(x.v, 0xB1); }
@@ -180,8 +180,8 @@ inline void swap_blocks(Vec& a, Vec& b) {
 
 #endif
 
-// A square of Vec::width rows and lanes; blocks of 2S x 2S swap their off-diagonal halves, S from half the width down
-// to 1.
+// Transposes Vec::width rows of Vec::width lanes: blocks of 2S x 2S swap their off-diagonal quarters, with S from half
+// the width down to 1.
 template <int S = Vec::width / 2>
 inline void transpose(Vec* rows) {
   for (int r = 0; r < Vec::width; ++r) {
@@ -190,8 +190,8 @@ inline void transpose(Vec* rows) {
   if constexpr (S > 1) transpose<S / 2>(rows);
 }
 
-// e^x = 2^n (1 + p): p = e^r - 1 with |r| <= ln(2) / 2. The polynomial is the minimax fit of (e^r - 1 - r) / r^2,
-// off by 3e-9; ln(2) comes in two parts so that n * ln(2) is exact.
+// e^x = 2^n (1 + p): p = e^r - 1 with |r| <= ln(2) / 2. The polynomial is the minimax fit of (e^r - 1 - r) / r^2, with
+// an error of 3e-9; ln(2) is split into two parts so that n * ln(2) is exact.
 struct Reduced {
   Vec p, n;
 };
@@ -208,12 +208,12 @@ inline Reduced reduced(Vec x) {
 }
 
 inline Vec exp(Vec x) {
-  // Beyond these the result is 0 or infinity all the same; the integers stay within reach of two powers of two.
+  // Beyond these limits the result is 0 or infinity anyway; n stays in the range of two powers of two.
   const Reduced e = reduced(larger(Vec(-105.0f), smaller(Vec(89.0f), x)));
   return times_power(e.p + Vec(1.0f), e.n);
 }
 
-// 2^x to 3e-6 of it, for x >= -160 (where it is zero) or NaN: for what is rounded to bf16.
+// 2^x with a relative error of 3e-6, for x >= -160 (where it is zero) or NaN; for results that are rounded to bf16.
 inline Vec coarse_exp2(Vec x) {
   const Vec n = nearest(x), r = x - n;
   Vec p = fma(Vec(9.685705416e-3f), r, Vec(5.592202395e-2f));
@@ -229,7 +229,7 @@ inline Vec tanh(Vec x) {
   return with_sign_of(less_one / (less_one + Vec(2.0f)), x);
 }
 
-// After N. Juffa: an odd polynomial near zero, 1 - e^polynomial beyond; within 1 unit in the last place.
+// After N. Juffa: an odd polynomial near zero, 1 - e^polynomial elsewhere; within 1 unit in the last place.
 inline Vec erf(Vec x) {
   const Vec t = smaller(Vec(8.0f), absolute(x)), s = t * t;  // erf(4) is 1 in float32
   Vec far = fma(Vec(-1.72853470e-5f), t, Vec(3.83197126e-4f));
@@ -247,9 +247,9 @@ inline Vec erf(Vec x) {
   return with_sign_of(where_less(Vec(0.927734375f), t, far, near), x);
 }
 
-// x Phi(x) = max(x, 0) - |x| Phi(-|x|), where log2 Phi(-t) is a polynomial, the minimax fit up to 13.7, off by 4.1e-5;
-// beyond, the result rounds to max(x, 0). Within 0.52 units in the last place of bf16, and so for x < -5, where 1 + erf
-// has lost its digits.
+// x Phi(x) = max(x, 0) - |x| Phi(-|x|). log2 Phi(-t) is a polynomial, the minimax fit up to 13.7 with an error of
+// 4.1e-5; beyond it the result rounds to max(x, 0). Within 0.52 units in the last place of bf16, also for x < -5, where
+// 1 + erf has lost its digits.
 inline Vec gelu_for_bf16(Vec x) {
   const Vec t = smaller(Vec(13.7f), absolute(x));
   Vec p = fma(Vec(-1.714145492e-9f), t, Vec(1.284115996e-7f));

@@ -1,4 +1,4 @@
-"""The activations of ops/activation.py by name, and the kernels that are nothing else."""
+"""The activations of ops/activation.py by name, and kernels that compute only an activation."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,7 @@
-"""Attention of ops/attention.py with a running maximum and sum, the keys of a program split among others where queries
-are few.
+"""Attention of ops/attention.py with a running maximum and sum; for few queries, several programs split the keys.
 
-The rows of a tile are queries and the heads that share a key head: row r is query r // GROUP, head r % GROUP of the key
-head. So keys and values are read once for all of them.
+The rows of a tile are all (query, head) pairs of one key head, so that keys and values are read once for all of them:
+row r is query r // GROUP and head r % GROUP of the key head.
 """
 
 import triton
@@ -14,18 +13,16 @@ from infuse.ops.triton.kernels.words import dot
 
 @triton.jit
 def key_range(
-    keys, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    keys, tokens, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The first key of this program, a multiple of KEYS behind a window's begin, and the end: what its rows may see, or
-    its share of it.
-    """
+    """The first key (a multiple of KEYS) and the end of the keys that this program's rows attend to, or its share."""
     begin, end = keys * 0, keys
     if CAUSAL:
         end = tl.minimum(keys, keys - tokens + (tl.program_id(0) * ROWS + ROWS - 1) // GROUP + 1)
     if WINDOWED:
         begin = tl.maximum(keys - tokens + (tl.program_id(0) * ROWS) // GROUP - window + 1, 0) // KEYS * KEYS
-    if SPLITS > 1:  # by what is there, not by what the grid was made for
+    if SPLITS > 1:  # split the actual number of keys, not the capacity that the grid was sized for
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), SPLITS) * KEYS
         begin += tl.program_id(2) * share
         end = tl.minimum(end, begin + share)
@@ -34,7 +31,7 @@ def key_range(
 
 @triton.jit
 def biased(scores, allowed, bias, at):
-    """The scores with their bias, where there is one."""
+    """The scores plus the bias, if any."""
     if bias is not None:
         scores += tl.load(bias + at, mask=allowed, other=0.0).to(tl.float32)
     return scores
@@ -42,7 +39,7 @@ def biased(scores, allowed, bias, at):
 
 @triton.jit
 def masked(scores, allowed, mask, at, MASK_IS_BOOL: tl.constexpr):
-    """The scores, -inf where they do not count, and where they do."""
+    """The scores, set to -inf where masked, and the updated `allowed`."""
     if mask is not None:
         found = tl.load(mask + at, mask=allowed, other=0)
         if MASK_IS_BOOL:
@@ -55,9 +52,9 @@ def masked(scores, allowed, mask, at, MASK_IS_BOOL: tl.constexpr):
 
 @triton.jit
 def added(scores, v_tile, highest, total, part):
-    """Maximum, sum and weighed values so far, with one more tile of keys."""
+    """Update the running maximum, sum and weighted values with one more tile of keys."""
     higher = tl.maximum(highest, tl.max(scores, 1))
-    known = tl.where(higher == float("-inf"), 0.0, higher)  # nothing allowed so far: exp gives 0, not NaN
+    known = tl.where(higher == float("-inf"), 0.0, higher)  # all keys masked so far: exp gives 0, not NaN
     weights = tl.exp(scores - known[:, None])
     shrink = tl.exp(highest - known)
     return higher, total * shrink + tl.sum(weights, 1), dot(weights.to(v_tile.dtype), v_tile, part * shrink[:, None])
@@ -65,7 +62,7 @@ def added(scores, v_tile, highest, total, part):
 
 @triton.jit
 def write_rows(highest, total, part, at, real, of_value, value_width, out, sums, SPLITS: tl.constexpr):
-    """The rows `at` of the result, or of one part of it with its maximum and sum."""
+    """Write rows `at` of the result, or of a partial result with its maximum and sum."""
     inside = real[:, None] & (of_value < value_width)[None, :]
     if SPLITS > 1:
         tl.store(sums + at * 2, highest, mask=real)
@@ -78,15 +75,17 @@ def write_rows(highest, total, part, at, real, of_value, value_width, out, sums,
 @triton.jit
 def attend(
     q, k, v, mask, bias, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
-    q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride, v_batch_stride, v_head_stride,
-    v_token_stride, mask_batch_stride, mask_head_stride, mask_token_stride, mask_key_stride, bias_batch_stride, bias_head_stride,
-    bias_token_stride, bias_key_stride,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASK_IS_BOOL: tl.constexpr, LENGTH_IS_THERE: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride,
+    v_batch_stride, v_head_stride, v_token_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
+    mask_key_stride, bias_batch_stride, bias_head_stride, bias_token_stride, bias_key_stride,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASK_IS_BOOL: tl.constexpr,
+    LENGTH_IS_THERE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """q [B, H, T, D] over k, v [B, K, L, D] into out [B, T, H, D]; with SPLITS into float32 parts [SPLITS, B * T * H,
-    D], not yet divided by their sums [SPLITS, B * T * H, 2], the maximum and the sum. LENGTH_IS_THERE: `length` points
-    to the number of keys.
+    """Attention of q [B, H, T, D] over k, v [B, K, L, D], written to out [B, T, H, D].
+
+    With SPLITS > 1, out receives undivided float32 parts [SPLITS, B * T * H, D], and sums [SPLITS, B * T * H, 2] the
+    maximum and the sum of each. LENGTH_IS_THERE: `length` points to the number of keys.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.program_id(1).to(tl.int64)
@@ -98,7 +97,7 @@ def attend(
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :], other=0.0)
 
     keys = tl.load(length).to(tl.int32) if LENGTH_IS_THERE else length
-    query = keys - tokens + token  # its place among the keys
+    query = keys - tokens + token  # the query's position among the keys
     begin, end = key_range(keys, tokens, window, CAUSAL, WINDOWED, GROUP, ROWS, KEYS, SPLITS)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -110,7 +109,8 @@ def attend(
         key = first + tl.arange(0, KEYS)
         there = key < keys
         k_tile = tl.load(
-            k_at + key[None, :].to(tl.int64) * k_token_stride + d[:, None], mask=there[None, :] & (d < width)[:, None], other=0.0
+            k_at + key[None, :].to(tl.int64) * k_token_stride + d[:, None],
+            mask=there[None, :] & (d < width)[:, None], other=0.0,
         )  # fmt: skip
         scores = dot(q_tile, k_tile, tl.zeros((ROWS, KEYS), tl.float32)) * scale
         if CAPPED:
@@ -131,7 +131,7 @@ def attend(
         seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
         highest, total, part = added(scores, v_tile, highest, total, part)
 
-    # Scores of -inf alone are NaN in the end, as a softmax of them is; a row with nothing allowed is zeros.
+    # If all allowed scores are -inf, the result is NaN, as in softmax; a fully masked row is zeros.
     total = tl.where((highest == float("-inf")) & (seen == 1), float("nan"), total)
     at = (batch * tokens + token) * kv_heads * GROUP + head
     if SPLITS > 1:
@@ -141,7 +141,7 @@ def attend(
 
 @triton.jit
 def combine_splits(parts, sums, out, rows, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """One row of the result from its parts, always in the same order."""
+    """Combine the parts of one row of the result, always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS).to(tl.int64) * rows + row
     d = tl.arange(0, VALUE_WIDTH)
@@ -149,7 +149,7 @@ def combine_splits(parts, sums, out, rows, value_width, VALUE_WIDTH: tl.constexp
     most = tl.max(highest, 0)
     share = tl.exp(highest - tl.where(most == float("-inf"), 0.0, most))
     sum_of_part = tl.load(sums + split * 2 + 1)
-    # A part with scores of -inf alone, whose sum is NaN, counts only where all parts are like it.
+    # A part whose scores are all -inf has the sum NaN. It counts only if all parts are like it.
     weighed = share * sum_of_part
     total = tl.sum(tl.where(highest == float("-inf"), tl.where(most == float("-inf"), weighed, 0.0), weighed), 0)
     part = tl.load(parts + split[:, None] * value_width + d[None, :], mask=(d < value_width)[None, :], other=0.0)

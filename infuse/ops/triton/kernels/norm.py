@@ -1,5 +1,6 @@
-"""RMSNorm and LayerNorm of ops/norm.py: one program for each row, the residual addition before it included; and the
-parts of them that a product needs which normalises the rows it reads.
+"""RMSNorm and LayerNorm of ops/norm.py with the preceding residual addition, one program per row.
+
+Also the parts of them for products that normalise the rows they read.
 """
 
 import triton
@@ -8,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def scaled(y, weight, bias, at, inside, offset):
-    """y * (offset + weight[at]) + bias[at], float32, each of them where it is there."""
+    """y * (offset + weight[at]) + bias[at] in float32; weight and bias may be None."""
     if weight is not None:
         y = y * (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset)
     if bias is not None:
@@ -18,9 +19,10 @@ def scaled(y, weight, bias, at, inside, offset):
 
 @triton.jit
 def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """What rows are normalised with, each [ROWS]: their means (0 of an RMS norm) and 1 / their deviations. `x_row`
-    [ROWS] points to the rows, of which those count that are `real`; BLOCK columns of each at once. Nothing is read
-    where NORM is None.
+    """The means (0 for an RMS norm) and 1 / standard deviations of the rows, [ROWS] each.
+
+    `x_row` [ROWS] points to the rows; `real` marks the valid ones. Reads BLOCK columns at once, and nothing if NORM is
+    None.
     """
     mean = tl.zeros((ROWS,), tl.float32)
     inverse = tl.zeros((ROWS,), tl.float32)
@@ -46,9 +48,7 @@ def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, B
 def norm_rows(
     x, residual, weight, bias, out, total, heads, columns, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Row r of x [R, columns], and of residual where there is one, normalised; it takes the weights r % heads of
-    [heads, columns].
-    """
+    """Normalise row r of x [R, columns], plus the residual if any, with weights r % heads of [heads, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,5 +1,6 @@
-"""Some rows of x times a weight in tiles, plain or quantized, with what stands around the product in a layer; the sum
-of parts that programs have shared; whole weights dequantized.
+"""Multiply a few rows of x by tiles of a plain or quantized weight, fused with the neighbours of the product.
+
+Also the sum of split products, and the dequantization of whole weights.
 """
 
 import triton
@@ -12,26 +13,26 @@ from infuse.ops.triton.kernels.words import codes_in_word, dot, unit, value, zer
 
 @triton.jit
 def weights(words, high, step, shift, J: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Code J of each word, dequantized and rounded to DTYPE; words, step and shift of one shape or broadcast to it."""
+    """Code J of each word, dequantized and rounded to DTYPE. words, step and shift broadcast against each other."""
     return ((value(words, high, J, FORMAT) * unit(FORMAT, False) - shift) * step).to(DTYPE)
 
 
 @triton.jit
 def product_tiles(
-    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out, rows, inputs, outputs, x_stride, row_words, groups, of_group,
-    eps, norm_offset,
-    FORMAT: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
+    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out,
+    rows, inputs, outputs, x_stride, row_words, groups, of_group, eps, norm_offset,
+    FORMAT: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
+    SEGMENT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """residual + act(norm(x [rows, inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
 
-    With SPLITS float32 parts [SPLITS, rows, outputs] of the product alone. A tile is SEGMENTS segments along the
-    inputs; of a plain weight a segment is SEGMENT neighbouring inputs. `of_group` segments share a scale. The sum is
-    [OUTPUTS, ROWS]: the weight, which has the larger side of a tile, may then be dequantized in registers. Rows that
-    are to be normalised are read once more before, BLOCK columns at once.
+    With SPLITS > 1, out receives float32 parts [SPLITS, rows, outputs] of the product alone. A tile has SEGMENTS
+    segments along the inputs; in a plain weight a segment is SEGMENT consecutive inputs. `of_group` segments share a
+    scale. The sum is [OUTPUTS, ROWS], so that the weight, the larger operand of a tile, can be dequantized in
+    registers. With a norm, the rows are read once more beforehand, BLOCK columns at once.
     """
     wanted = outputs // 2 if GATED else outputs
-    # Programs that run together share a tile of the weight in L2: rows vary fastest.
+    # Rows vary fastest, so that concurrent programs share a tile of the weight in L2.
     place = tl.program_id(0)
     row_tiles = tl.cdiv(rows, ROWS)
     row = (place % row_tiles) * ROWS + tl.arange(0, ROWS)
@@ -43,13 +44,15 @@ def product_tiles(
     mean, inverse = moments(x_row, row < rows, inputs, eps, NORM, ROWS, BLOCK)
     for tile in range(split, tl.cdiv(tl.cdiv(inputs, SEGMENT), SEGMENTS), SPLITS):
         total = add_tile(
-            total, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, output, wanted, inputs, row_words, groups, of_group,
-            mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS, x.dtype.element_ty,
+            total, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, output, wanted, inputs,
+            row_words, groups, of_group, mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS,
+            x.dtype.element_ty,
         )  # fmt: skip
         if GATED:
             upper = add_tile(
-                upper, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, wanted + output, outputs, inputs, row_words,
-                groups, of_group, mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS, x.dtype.element_ty,
+                upper, tile, x_row, row < rows, data, scale, zero, norm_weight, norm_bias, wanted + output, outputs,
+                inputs, row_words, groups, of_group, mean, inverse, norm_offset, FORMAT, NORM, SEGMENT, SEGMENTS,
+                x.dtype.element_ty,
             )  # fmt: skip
     inside = (row[None, :] < rows) & (output[:, None] < wanted)
     if SPLITS > 1:
@@ -73,13 +76,11 @@ def product_tiles(
 
 @triton.jit
 def add_tile(
-    total, tile, x_row, real, data, scale, zero, norm_weight, norm_bias, output, end, inputs, row_words, groups, of_group,
-    mean, inverse, norm_offset,
+    total, tile, x_row, real, data, scale, zero, norm_weight, norm_bias, output, end, inputs,
+    row_words, groups, of_group, mean, inverse, norm_offset,
     FORMAT: tl.constexpr, NORM: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """total + the product over one tile of the inputs: of the rows of x that are `real`, and of those before `end` of
-    the weight.
-    """
+    """Add the product over one tile of the inputs: of the `real` rows of x and the rows before `end` of the weight."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS
@@ -120,7 +121,7 @@ def add_tile(
 def rows_of_tile(
     x_row, real, norm_weight, norm_bias, k, known, mean, inverse, norm_offset, NORM: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """The inputs `k` of the rows of x, [inputs, rows], normalised where there is a norm, and rounded to DTYPE."""
+    """The inputs `k` of the rows of x, [inputs, rows], normalised if there is a norm and rounded to DTYPE."""
     x_tile = tl.load(x_row[None, :] + k[:, None], mask=real[None, :] & known[:, None], other=0.0)
     if NORM is not None:
         y = (x_tile.to(tl.float32) - mean[None, :]) * inverse[None, :]
@@ -130,9 +131,10 @@ def rows_of_tile(
 
 @triton.jit
 def combine(
-    parts, bias, residual, out, rows, outputs, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    parts, bias, residual, out, rows, outputs,
+    GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """residual + act(the sum over the first axis of parts [SPLITS, rows, outputs] + bias), in the order of the parts."""
+    """residual + act(sum over the first axis of parts [SPLITS, rows, outputs] + bias), summed in order."""
     row = tl.program_id(1).to(tl.int64)
     wanted = outputs // 2 if GATED else outputs
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -161,9 +163,7 @@ def dequantize_rows(
     index, data, scale, zero, out, inputs, outputs, row_words, groups, of_group,
     FORMAT: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight as numbers, out [rows, inputs]: all of them, or those of `index`; NaN where there is no such
-    row.
-    """
+    """Dequantize all rows of the weight, or the rows `index`, to out [rows, inputs]; NaN for an index out of range."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS

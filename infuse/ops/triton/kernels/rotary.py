@@ -1,6 +1,6 @@
-"""The rotary embedding of ops/rotary.py, alone and with the append to a cache.
+"""The rotary embedding of ops/rotary.py, alone or with the append to a cache.
 
-A program turns some heads of one token: a tile [HEADS, WIDTH] and, beside it, the partner of each value in its pair.
+A program rotates some heads of one token: it loads a tile [HEADS, WIDTH] and a second one with each value's partner.
 """
 
 import triton
@@ -9,8 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, INTERLEAVED: tl.constexpr):
-    """Heads [HEADS, 1] of the token at x, rotated by its cos and sin, float32; columns from turned_width on are as they
-    were.
+    """Rotate heads [HEADS, 1] of the token at x by its cos and sin, in float32.
+
+    Columns from turned_width on are unchanged.
     """
     inside = (head < heads) & (column < width)
     own = tl.load(x + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -30,18 +31,19 @@ def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, I
 
 @triton.jit
 def rotate(
-    x, cos, sin, out, tokens, heads, width, turned_width, batch_stride, token_stride, head_stride, cos_batch_stride, cos_token_stride,
+    x, cos, sin, out, tokens, heads, width, turned_width,
+    batch_stride, token_stride, head_stride, cos_batch_stride, cos_token_stride,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """x [B, T, N, D] by cos and sin [B or 1, T, E] into out, which is contiguous."""
+    """Rotate x [B, T, N, D] by cos and sin [B or 1, T, E] into out, which is contiguous."""
     place = tl.program_id(0).to(tl.int64)
     batch, token = place // tokens, place % tokens
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     turn = batch * cos_batch_stride + token * cos_token_stride
     y = turned(
-        x + batch * batch_stride + token * token_stride, head, heads, column, width, cos + turn, sin + turn, turned_width, head_stride,
-        INTERLEAVED,
+        x + batch * batch_stride + token * token_stride, head, heads, column, width,
+        cos + turn, sin + turn, turned_width, head_stride, INTERLEAVED,
     )  # fmt: skip
     tl.store(
         out + (place * heads + head) * width + column,
@@ -52,15 +54,15 @@ def rotate(
 
 @triton.jit
 def rotate_append(
-    qkv, cos, sin, keys, values, out, start, tokens, heads, kv_heads, width, turned_width, capacity, batch_stride, token_stride,
-    head_stride, cos_batch_stride, cos_token_stride, key_batch_stride, key_head_stride, key_token_stride, value_batch_stride,
-    value_head_stride, value_token_stride,
+    qkv, cos, sin, keys, values, out, start, tokens, heads, kv_heads, width, turned_width, capacity,
+    batch_stride, token_stride, head_stride, cos_batch_stride, cos_token_stride,
+    key_batch_stride, key_head_stride, key_token_stride, value_batch_stride, value_head_stride, value_token_stride,
     INTERLEAVED: tl.constexpr, START_IS_THERE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """qkv [B, T, H + 2K, D]: queries into out [B, H, T, D], keys and values to the caches [B, K, S, D] from `start` on.
+    """Rotate qkv [B, T, H + 2K, D]; write queries to out [B, H, T, D], keys and values to the caches at `start`.
 
-    Without cos nothing is rotated. START_IS_THERE: `start` points to the number. Nothing is written beyond the
-    capacity.
+    The caches are [B, K, S, D]; nothing is written beyond their capacity. Without cos nothing is rotated.
+    START_IS_THERE: `start` points to the number.
     """
     place = tl.program_id(0).to(tl.int64)
     batch, token = place // tokens, place % tokens

@@ -1,9 +1,8 @@
-"""One row of x times a weight, which is streamed once: each program walks some rows of the weight, all of its threads
-along a row.
+"""Multiply one row of x by a weight that is streamed once.
 
-Products and sums are float32; a sum over a thread's own values comes first, the sum over threads once at the end. Where
-x is to be normalised, each program reads it once more before, from the cache, and normalises what it reads: NORM, a
-BLOCK of x at once.
+Each program reads some rows of the weight, with all threads along a row. Products and sums are float32; each thread
+sums its own values first, and the sum over threads comes once at the end. With a norm (NORM), each program first reads
+x once more from the cache, a BLOCK at a time, and normalises the values that it multiplies.
 """
 
 import triton
@@ -20,8 +19,9 @@ def plain_row(
     NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """residual + act(norm(x [inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up]; with
-    SPLITS float32 parts [SPLITS, rows] of the product alone.
+    """residual + act(norm(x [inputs]) @ weight [outputs, inputs].T + bias), or act(gate) * up of [gate | up].
+
+    With SPLITS > 1, out receives float32 parts [SPLITS, outputs] of the product alone.
     """
     split = tl.program_id(1)
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
@@ -62,9 +62,7 @@ def plain_row(
 def finish(
     y, up, bias, residual, out, at, outputs, split, GATED: tl.constexpr, NAME: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Bias, activation and residual of some outputs of one row, or, where others hold the rest of the sum, the part as
-    it is.
-    """
+    """Write some outputs of one row with bias, activation and residual; with SPLITS > 1, the bare partial sums."""
     wanted = outputs // 2 if GATED else outputs
     inside = at < wanted
     if SPLITS > 1:
@@ -86,13 +84,14 @@ def finish(
 
 @triton.jit
 def quantized_row(
-    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out, inputs, outputs, row_words, groups, of_group, eps, norm_offset,
-    FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr,
-    SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
+    x, data, scale, zero, bias, norm_weight, norm_bias, residual, out,
+    inputs, outputs, row_words, groups, of_group, eps, norm_offset,
+    FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    NAME: tl.constexpr, SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The same with a dequantized weight. A tile is [OUTPUTS, SEGMENTS, words].
+    """`plain_row` with a quantized weight. A tile is [OUTPUTS, SEGMENTS, words].
 
-    `of_group` segments share a scale. TINY is faster, for x of 16 bits: values of x beyond 2**48 make infinity or NaN.
+    `of_group` segments share a scale. TINY is faster and for 16-bit x: values beyond 2**48 give infinity or NaN.
     """
     WORDS: tl.constexpr = SEGMENT // codes_in_word(FORMAT)
     split = tl.program_id(1)
@@ -103,13 +102,13 @@ def quantized_row(
     mean, inverse = moments(x + tl.zeros((1,), tl.int32), tl.full((1,), 1, tl.int1), inputs, eps, NORM, 1, BLOCK)
     for tile in range(split, tl.cdiv(inputs // SEGMENT, SEGMENTS), SPLITS):
         total += tile_of_row(
-            tile, x, data, scale, zero, norm_weight, norm_bias, at, wanted, inputs, row_words, groups, of_group, mean, inverse, norm_offset,
-            FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
+            tile, x, data, scale, zero, norm_weight, norm_bias, at, wanted, inputs, row_words, groups, of_group,
+            mean, inverse, norm_offset, FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
         )  # fmt: skip
         if GATED:
             upper += tile_of_row(
-                tile, x, data, scale, zero, norm_weight, norm_bias, wanted + at, outputs, inputs, row_words, groups, of_group, mean,
-                inverse, norm_offset, FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
+                tile, x, data, scale, zero, norm_weight, norm_bias, wanted + at, outputs, inputs, row_words, groups,
+                of_group, mean, inverse, norm_offset, FORMAT, TINY, NORM, SEGMENT, OUTPUTS, SEGMENTS,
             )  # fmt: skip
     y, up = tl.sum(tl.sum(total, 2), 1), tl.sum(tl.sum(upper, 2), 1)
     finish(y, up, bias, residual, out, at, outputs, split, GATED, NAME, SPLITS)
@@ -117,11 +116,12 @@ def quantized_row(
 
 @triton.jit
 def tile_of_row(
-    tile, x, data, scale, zero, norm_weight, norm_bias, at, end, inputs, row_words, groups, of_group, mean, inverse, norm_offset,
+    tile, x, data, scale, zero, norm_weight, norm_bias, at, end, inputs, row_words, groups, of_group,
+    mean, inverse, norm_offset,
     FORMAT: tl.constexpr, TINY: tl.constexpr, NORM: tl.constexpr,
     SEGMENT: tl.constexpr, OUTPUTS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The products of one tile of the inputs with the rows `at` of the weight, those before `end`, not yet added up."""
+    """The unsummed products of one tile of the inputs with those rows `at` of the weight that are before `end`."""
     CODES: tl.constexpr = codes_in_word(FORMAT)
     WORDS: tl.constexpr = SEGMENT // CODES
     STRIDE: tl.constexpr = WORDS + WORDS // 2 if FORMAT == "fp6" else WORDS

@@ -1,15 +1,14 @@
-"""Quantized weights as words of 32 bits: what the codes in a word mean, and the matrix product that is right under the
-interpreter.
+"""Decode quantized weights from 32-bit words; a matrix product that is also correct under the interpreter.
 
-A row is cut in segments of inputs within one group (ops/triton/words.py). In a segment of S inputs, with C codes in a
-word, code j of word w is input j * S / C + w: the codes at one place of neighbouring words meet neighbouring values of
-x.
+A row is split into segments of inputs within one group (ops/triton/words.py). In a segment of S inputs, with C codes in
+a word, code j of word w is input j * S / C + w: codes at the same position of consecutive words belong to consecutive
+values of x.
 
-    int8   4 codes, code + 128                      fp8   4 codes as they are
-    int4   8 codes, code + 8                        fp6   8 low parts (exponent's low two bits, mantissa); then, for all
-    words of a
-                                                          segment, half as many words of high parts (sign, exponent's
-                                                          high bit)
+    int8   4 codes, code + 128
+    int4   8 codes, code + 8
+    fp8    4 codes, unchanged
+    fp6    8 low parts (exponent's low two bits, mantissa); after all words of a segment, half as many words of high
+           parts (sign, exponent's high bit)
 """
 
 import triton
@@ -20,7 +19,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, total):
-    """total + a @ b, float32. The interpreter's product of bfloat16 operands is wrong: there they are converted."""
+    """total + a @ b in float32. The interpreter multiplies bfloat16 wrongly, so there the operands are converted."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -33,7 +32,7 @@ def codes_in_word(FORMAT):
 
 @triton.jit
 def half_of(pair, UPPER: tl.constexpr):
-    """One of the two float16 in 32 bits, as float32."""
+    """One of the two float16 values in a 32-bit word, as float32."""
     if UPPER:
         pair = pair >> 16
     return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -41,19 +40,20 @@ def half_of(pair, UPPER: tl.constexpr):
 
 @triton.jit
 def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Code J of each word as float32, less its offset, times `unit`: what the format says, exactly."""
+    """Code J of each word minus its offset, as float32. Times `unit` it is exactly the format's value."""
     if FORMAT == "plain":
         return word.to(tl.float32)
-    elif (FORMAT == "int8") | (FORMAT == "int4"):  # in the mantissa of 2**(23 - AT), which is taken off with the offset
+    elif (FORMAT == "int8") | (FORMAT == "int4"):
+        # Put the code into the mantissa of 2**(23 - AT), then subtract that power and the offset.
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
         DOWN: tl.constexpr = (16 if FORMAT == "int8" else 12) if BITS * (J + 1) > 20 else 0
         AT: tl.constexpr = BITS * J - DOWN
         code = ((word >> DOWN if DOWN > 0 else word) & (((1 << BITS) - 1) << AT)) | ((150 - AT) << 23)
         return code.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + offset(FORMAT))
-    elif FORMAT == "fp8":  # sign, exponent and mantissa to their places in float16, whose bias is larger by 8
+    elif FORMAT == "fp8":  # move sign, exponent and mantissa to their bits in float16, whose bias is larger by 8
         pair = word << 8 if J % 2 == 0 else word
         return half_of((pair & -2147450880) | ((pair >> 1) & 0x3F803F80), J >= 2)
-    else:  # likewise, larger by 12
+    else:  # fp6: the same; the bias is larger by 12
         low = word << (8 - 4 * (J % 4)) if J % 4 < 2 else word >> (4 * (J % 4) - 8)
         pair = (
             (low & 0x0F000F00)
@@ -65,12 +65,11 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Code J of each word, offset and all, as a tiny float32, in as few instructions as there are: for x times
-    `tiny_scale`.
+    """Code J of each word, including its offset, as a tiny float32, in the fewest instructions.
 
-    The lowest 24 bits of a float32 alone are an integer times 2**-149, across the border of the subnormal numbers: one
-    mask takes a code out of a word, without a shift. fp8 has the place of its exponent in float32's, whose bias is
-    larger by 120.
+    x is multiplied by `tiny_scale` to compensate. A float32 with only its lowest 24 bits set is an integer times
+    2**-149, also beyond the subnormal range. So one mask extracts a code from a word without a shift. The exponent of
+    fp8 goes into that of float32, whose bias is larger by 120.
     """
     if (FORMAT == "int8") | (FORMAT == "int4"):
         BITS: tl.constexpr = 32 // codes_in_word(FORMAT)
@@ -85,7 +84,7 @@ def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.constexpr_function
 def tiny_scale(J, FORMAT):
-    """What x is multiplied by for tiny_value J: all products then have the same factor, and x may be as large as 2**48."""
+    """The factor of x for tiny_value J: it gives all products one common factor and allows x up to 2**48."""
     if FORMAT == "fp6":
         return 1.0
     bits = 4 if FORMAT == "int4" else 8
@@ -94,13 +93,13 @@ def tiny_scale(J, FORMAT):
 
 @triton.constexpr_function
 def offset(FORMAT):
-    """What an integer code is stored with added to it."""
+    """The offset that is added to a stored integer code."""
     return {"int8": 128.0, "int4": 8.0}.get(FORMAT, 0.0)
 
 
 @triton.constexpr_function
 def unit(FORMAT, TINY):
-    """What 1 in a value is worth, in steps of the scale; of products where TINY."""
+    """The factor from `value`, or from the products if TINY, to steps of the scale."""
     if TINY:
         return {"int8": 2.0**73, "int4": 2.0**73, "fp8": 2.0**44, "fp6": 2.0**12}[FORMAT]
     return {"fp8": 2.0**8, "fp6": 2.0**12}.get(FORMAT, 1.0)
@@ -108,5 +107,5 @@ def unit(FORMAT, TINY):
 
 @triton.constexpr_function
 def zero_unit(FORMAT):
-    """What 1 in the zero point is worth, in codes."""
+    """The factor from a stored zero point to codes."""
     return 1.0 if FORMAT == "int8" else 0.0625
