@@ -26,7 +26,7 @@ _spec.loader.exec_module(kernels)
 
 
 def torch_root() -> Path | None:
-    """The installed PyTorch, also seen from an isolated build: it lies in the environment that is being installed into."""
+    """The PyTorch in the target environment, which an isolated build can see too; None if there is none."""
     roots = [Path(sysconfig.get_paths()[name]) / "torch" for name in ("purelib", "platlib")]
     return next((root for root in roots if (root / kernels.HEADER).exists()), None)
 

@@ -23,6 +23,7 @@ from infuse.weights.state import dequantized
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError", "NotAvailable",
-    "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "dequantized", "init_inference", "plan",
+    "CheckpointError", "ConfigError", "ContextLimitError", "InferenceConfig", "InferenceEngine", "InfuseError",
+    "NotAvailable", "OutOfMemory", "ProofError", "RankError", "SpecMismatch", "UnsupportedCall", "dequantized",
+    "init_inference", "plan",
 ]  # fmt: skip

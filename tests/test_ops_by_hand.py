@@ -193,7 +193,15 @@ def test_every_activation_has_a_name_of_transformers() -> None:
 
 
 def test_linear_by_hand() -> None:
+    """residual + act(norm(x) @ weight.T + bias); activations by transformers' own functions."""
     for case in cases("linear"):
-        x, weight, bias = case.args
-        wanted = torch.einsum("...i,oi->...o", x.double(), weight.double()) + (0 if bias is None else bias.double())
+        x, weight, bias, norm, norm_weight, norm_bias, eps, offset, activation, gated, residual = case.args
+        wanted = x.double()
+        if norm is not None:
+            wanted = norm_by_hand(x, norm_weight, norm_bias, eps, offset, norm == "layer")
+        wanted = torch.einsum("...i,oi->...o", wanted, weight.double()) + (0 if bias is None else bias.double())
+        if activation is not None:
+            gate, up = wanted.chunk(2, -1) if gated else (wanted, 1)
+            wanted = ACT2FN[activation](gate) * up
+        wanted = wanted if residual is None else residual.double() + wanted
         assert_near(ops.linear.reference(*case.args), wanted, torch.float32, case.label)

@@ -56,7 +56,8 @@ def obtain(*, again: bool = False) -> Path | str:
             return _built(root, again)
         except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system has no locks
             problems.append(f"{root}: {error}")
-    return f"the C++ kernels are not built: no folder to keep them in ({'; '.join(problems)}); INFUSE_CACHE_DIR names another"
+    tried = "; ".join(problems)
+    return f"the C++ kernels are not built: no folder to keep them in ({tried}); INFUSE_CACHE_DIR names another"
 
 
 def _built(root: Path, again: bool) -> Path | str:
