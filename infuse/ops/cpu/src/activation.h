@@ -55,7 +55,8 @@ void activate_range(const ActivationArgs& a, int64_t begin, int64_t end) {
     return;
   }
   for (int64_t i = begin; i < end;) {  // [begin, end) may start and end anywhere in a row
-    const int64_t row = i / a.columns, column = i - row * a.columns, left = end - i < a.columns - column ? end - i : a.columns - column;
+    const int64_t row = i / a.columns, column = i - row * a.columns,
+        left = end - i < a.columns - column ? end - i : a.columns - column;
     const T* gate = x + row * 2 * a.columns + column;
     for (int64_t c = 0; c < left; c += Vec::width) {
       const int n = int(left - c < Vec::width ? left - c : Vec::width);

@@ -1,6 +1,6 @@
-// AMX: eight registers of 16 rows of 64 bytes, and products of bf16 pairs in them. Intel calls the registers tiles; here
-// a tile is a block of weights (tile.h). Each thread configures its registers before use and releases them afterwards,
-// since other libraries (oneDNN in PyTorch) use them too.
+// AMX: eight registers of 16 rows of 64 bytes, and products of bf16 pairs in them. Intel calls the registers tiles;
+// here a tile is a block of weights (tile.h). Each thread configures its registers before use and releases them
+// afterwards, since other libraries (oneDNN in PyTorch) use them too.
 //
 // This code has run only on an emulator of these instructions; its speed on a processor with AMX has not been measured.
 #pragma once
@@ -27,7 +27,8 @@ static_assert(sizeof(AmxConfiguration) == 64);
 class AmxRegisters {
  public:
   AmxRegisters() {
-    static constexpr AmxConfiguration whole = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    static constexpr AmxConfiguration whole =
+        {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     asm volatile("ldtilecfg %0" : : "m"(whole) : "memory");
   }
   ~AmxRegisters() { asm volatile("tilerelease" : : : "memory"); }
@@ -62,7 +63,8 @@ struct AmxRows {
 // sums[16 * Blocks][32] = x y over `steps` steps of the depth; y is [pairs][32] in rows of y_row words. With four sums
 // and four operands, each loaded operand is used twice.
 template <int Blocks>
-inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums, int64_t sum_row) {
+inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums,
+                         int64_t sum_row) {
   amx_zero<0>();
   amx_zero<1>();
   if constexpr (Blocks == 2) amx_zero<2>(), amx_zero<3>();
@@ -88,8 +90,10 @@ inline void amx_multiply(const AmxRows& x, const uint32_t* y, int64_t y_row, int
 }
 
 // The same for up to 32 rows.
-inline void amx_multiply(int64_t rows, const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums, int64_t sum_row) {
-  rows > kAmxRows ? amx_multiply<2>(x, y, y_row, steps, sums, sum_row) : amx_multiply<1>(x, y, y_row, steps, sums, sum_row);
+inline void amx_multiply(int64_t rows, const AmxRows& x, const uint32_t* y, int64_t y_row, int64_t steps, float* sums,
+                         int64_t sum_row) {
+  rows > kAmxRows ? amx_multiply<2>(x, y, y_row, steps, sums, sum_row)
+      : amx_multiply<1>(x, y, y_row, steps, sums, sum_row);
 }
 
 }  // namespace INFUSE_ISA

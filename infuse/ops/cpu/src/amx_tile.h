@@ -54,7 +54,8 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
       for (int64_t step = 0; step < amx_steps(a); ++step) {
         const int64_t i = step * 2 * kAmxPairs, left = row < a.rows ? a.inputs - i : 0;
         uint32_t* to = block + (step * kAmxRows + r) * kAmxPairs;
-        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(Elements<bf16>::first_words(int(left < 32 ? left : 32)), x + row * a.inputs + i));
+        _mm512_store_si512(to,
+            _mm512_maskz_loadu_epi16(Elements<bf16>::first_words(int(left < 32 ? left : 32)), x + row * a.inputs + i));
       }
     }
   }
@@ -64,7 +65,8 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first, int64_t rows) {
   alignas(64) float sums[2 * kAmxRows][kTileOutputs];
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * block_words(a);
-  amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, block_words(a)}, tile, kTileOutputs, amx_steps(a), sums[0], kTileOutputs);
+  amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, block_words(a)}, tile, kTileOutputs, amx_steps(a), sums[0],
+      kTileOutputs);
   write_sums<bf16>(a, sums[0], rows, o, first);
 }
 
@@ -81,7 +83,8 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
   for (int64_t first = 0; first < a.rows; first += 2 * kAmxRows) {
     const int64_t rows = a.rows - first < 2 * kAmxRows ? a.rows - first : 2 * kAmxRows;
     tile = tiles;
-    for (int64_t o = begin; o < end; o += tile_columns(a), tile += tile_words(a)) multiply_tile(a, tile, o, first, rows);
+    for (int64_t o = begin; o < end; o += tile_columns(a), tile += tile_words(a)) multiply_tile(a, tile, o, first,
+        rows);
   }
 }
 

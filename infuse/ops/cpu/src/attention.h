@@ -36,7 +36,8 @@ struct Partial {
 struct Scratch {
   int64_t rows, width;
   float* start;
-  Scratch(const AttentionArgs& a, int64_t part) : rows(padded_rows(a)), width(padded_width(a)), start(a.scratch + part * floats(a)) {}
+  Scratch(const AttentionArgs& a, int64_t part) : rows(padded_rows(a)), width(padded_width(a)),
+                                                 start(a.scratch + part * floats(a)) {}
   static int64_t line(int64_t n) { return (n + 15) / 16 * 16; }  // of 64 bytes
   static int64_t partial_floats(int64_t rows, int64_t width) { return rows * width + 3 * line(rows); }
   static int64_t floats(const AttentionArgs& a) {
@@ -154,7 +155,8 @@ void weigh_row(const Partial& state, int64_t r, float block_largest, int count, 
   const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity minus -infinity is NaN
   keep = now == before ? 1.0f : exp_of(before - now);
   Vec total;
-  for (int i = 0; i < count; i += Vec::width) total = total + Weights<T>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
+  for (int i = 0; i < count; i += Vec::width) total = total +
+      Weights<T>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
   state.total[r] = state.total[r] * keep + total.sum();
   state.largest[r] = now;
 }
@@ -185,21 +187,23 @@ void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scrat
 
 inline void clear(const Scratch& scratch, const Partial& state) {
   std::memset(state.sums, 0, size_t(scratch.rows * scratch.width) * sizeof(float));
-  for (int64_t r = 0; r < scratch.rows; ++r) state.largest[r] = -kInfinity, state.total[r] = state.allowed[r] = 0.0f, scratch.keep()[r] = 1.0f;
+  for (int64_t r = 0; r < scratch.rows; ++r) state.largest[r] = -kInfinity, state.total[r] = state.allowed[r] = 0.0f,
+      scratch.keep()[r] = 1.0f;
 }
 
 template <class T, int ROWS>
 void score_rows(const AttentionArgs& a, const Scratch& scratch, const T* k, int count) {
   const auto* q = reinterpret_cast<const typename Products<T>::Query*>(scratch.queries());
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    score_keys<T, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width, scratch.scores() + r * kScoreStep, kScoreStep);
+    score_keys<T, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width,
+        scratch.scores() + r * kScoreStep, kScoreStep);
   }
 }
 template <class T, int ROWS>
 void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const T* v, int count) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    const ValueBlock<T> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep, state.sums + r * scratch.width,
-                                 scratch.width, scratch.keep() + r};
+    const ValueBlock<T> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep,
+                                 state.sums + r * scratch.width, scratch.width, scratch.keep() + r};
     add_values<T, ROWS>(block);
   }
 }
@@ -210,7 +214,8 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
   const T* k = static_cast<const T*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
   const T* v = static_cast<const T*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
   scratch.rows == 1 ? score_rows<T, 1>(a, scratch, k, count)
-                    : scratch.rows == 2 ? score_rows<T, 2>(a, scratch, k, count) : score_rows<T, kRows>(a, scratch, k, count);
+                    : scratch.rows == 2 ? score_rows<T, 2>(a, scratch, k, count)
+                    : score_rows<T, kRows>(a, scratch, k, count);
   const int64_t group = group_of(a), rows = rows_of(a);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0;  // else one adjustment serves all heads
   Adjustment with;
@@ -221,7 +226,8 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     weigh_row<T>(state, r, adjusted_scores(a, with, count, scores), count, scores, scratch.keep()[r]);
   }
   scratch.rows == 1 ? add_rows<T, 1>(a, scratch, state, v, count)
-                    : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count) : add_rows<T, kRows>(a, scratch, state, v, count);
+                    : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count)
+                    : add_rows<T, kRows>(a, scratch, state, v, count);
 }
 
 // Divides and rounds. A fully masked row is zeros; a row whose allowed scores are all -infinity is NaN, as in softmax.
@@ -232,7 +238,8 @@ void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch
     const float total = state.total[r];
     const Vec scale(total != 0 ? 1.0f / total : state.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
     const float* sums = Finished<T>::row(state.sums + r * scratch.width, a.width, scratch.room());
-    T* out = static_cast<T*>(a.out) + ((head.b * a.tokens + r / group) * a.heads + head.n * group + r % group) * a.width;
+    T* out = static_cast<T*>(a.out) +
+             ((head.b * a.tokens + r / group) * a.heads + head.n * group + r % group) * a.width;
     for (int64_t c = 0; c < a.width; c += Vec::width) {
       store(out + c, load(sums + c, Vec::width) * scale, int(a.width - c < Vec::width ? a.width - c : Vec::width));
     }
@@ -278,7 +285,8 @@ template <class T>
 void combine_parts(const AttentionArgs& a) {
   const int64_t per_head = blocks_per_head(a);
   for (int64_t part = 0; part + 1 < a.parts;) {
-    const int64_t begin = part_begin(a, part), end = part_begin(a, part + 1), head = end / per_head, head_end = (head + 1) * per_head;
+    const int64_t begin = part_begin(a, part), end = part_begin(a, part + 1), head = end / per_head,
+        head_end = (head + 1) * per_head;
     int64_t next = part + 1;
     if (begin < end && end % per_head) {
       const Scratch scratch(a, part);

@@ -52,7 +52,8 @@ inline Vec sum_each(const Vec (&x)[Vec::width]) {
     const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
     quads[j] = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
   }
-  return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+  return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+      _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 #else
   Vec sums;
   for (int i = 0; i < Vec::width; ++i) sums.v[i] = x[i].sum();
@@ -62,8 +63,8 @@ inline Vec sum_each(const Vec (&x)[Vec::width]) {
 
 // scores[r * score_step + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
 template <class T, int ROWS>
-void score_keys(const T* k, int64_t k_step, int count, int64_t width, const typename Products<T>::Query* q, int64_t q_step, float* scores,
-                int64_t score_step) {
+void score_keys(const T* k, int64_t k_step, int count, int64_t width, const typename Products<T>::Query* q,
+                int64_t q_step, float* scores, int64_t score_step) {
   using P = Products<T>;
   constexpr int KEYS = Vec::width / ROWS;
   for (int i = 0; i < count; i += KEYS) {
@@ -148,8 +149,10 @@ template <class T, int ROWS>
 void add_values(const ValueBlock<T>& b) {
   constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // the sums use half of the 32 or 16 registers
   int64_t c = 0;
-  for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<T, ROWS, COLUMNS>(b, c, Vec::width);
-  for (; c < b.width; c += Vec::width) add_columns<T, ROWS, 1>(b, c, int(b.width - c < Vec::width ? b.width - c : Vec::width));
+  for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<T, ROWS, COLUMNS>(b, c,
+      Vec::width);
+  for (; c < b.width; c += Vec::width) add_columns<T, ROWS, 1>(b, c,
+      int(b.width - c < Vec::width ? b.width - c : Vec::width));
 }
 
 #if defined(__AVX512BF16__)
@@ -191,7 +194,8 @@ void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
     __m512i values[SUMS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) {
-      const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g), odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
+      const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g),
+          odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
       values[2 * g] = _mm512_unpacklo_epi16(even, odd), values[2 * g + 1] = _mm512_unpackhi_epi16(even, odd);
     }
 #pragma GCC unroll 4

@@ -64,7 +64,8 @@ inline int64_t queries_of_tile(const AttentionArgs& a) {
   const int64_t queries = kTileQueries / group_of(a);
   return queries < a.tokens ? queries : a.tokens;
 }
-inline int64_t tiles_per_head(const AttentionArgs& a) { return (a.tokens + queries_of_tile(a) - 1) / queries_of_tile(a); }
+inline int64_t tiles_per_head(const AttentionArgs& a) { return (a.tokens + queries_of_tile(a) - 1) /
+    queries_of_tile(a); }
 inline int64_t attention_tiles(const AttentionArgs& a) { return a.batch * a.kv_heads * tiles_per_head(a); }
 
 // Consecutive queries from t on, for all heads of one key head, as rows of (query, head).
@@ -76,7 +77,8 @@ struct Rows {
 inline void load_tile_queries(const AttentionArgs& a, const Rows& of, const Tile& tile) {
   const int64_t group = group_of(a);
   for (int64_t r = 0; r < of.rows; ++r) {
-    const bf16* q = static_cast<const bf16*>(a.q) + of.head.b * a.q_b + (of.head.n * group + r % group) * a.q_n + (of.t + r / group) * a.q_t;
+    const bf16* q = static_cast<const bf16*>(a.q) + of.head.b * a.q_b + (of.head.n * group + r % group) * a.q_n +
+        (of.t + r / group) * a.q_t;
     uint32_t* to = tile.q + r * tile.depth;
     std::memset(to + a.width / 2, 0, size_t(tile.depth - a.width / 2) * sizeof(uint32_t));
     std::memcpy(to, q, size_t(a.width) * sizeof(bf16));
@@ -147,8 +149,8 @@ inline void add_tile_values(const Tile& tile, int64_t row, int64_t rows, int cou
 
 // sums[r][two registers] += x[r][i] times y[i], summed over `depth` pairs.
 template <int R>
-[[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step, int64_t depth,
-                                                __m512 (&sums)[R][2]) {
+[[gnu::always_inline]] inline void add_products(const uint32_t* x, int64_t x_step, const uint32_t* y, int64_t y_step,
+                                                int64_t depth, __m512 (&sums)[R][2]) {
   for (int64_t i = 0; i < depth; ++i) {
     const __m512bh y0 = pairs_at(y + i * y_step), y1 = pairs_at(y + i * y_step + Vec::width);
 #pragma GCC unroll 8
@@ -180,7 +182,8 @@ void add_values_tile(const Tile& tile, int64_t row, int count, const float (&kee
     float* to = tile.sums + row * tile.columns + c;
     for (int r = 0; r < R; ++r) {
       for (int half = 0; half < 2; ++half) {
-        sums[r][half] = _mm512_mul_ps(_mm512_load_ps(to + r * tile.columns + half * Vec::width), _mm512_set1_ps(keep[r]));
+        sums[r][half] =
+            _mm512_mul_ps(_mm512_load_ps(to + r * tile.columns + half * Vec::width), _mm512_set1_ps(keep[r]));
       }
     }
     add_products<R>(tile.weights, kPairs, tile.v + c, tile.columns, (count + 1) / 2, sums);
@@ -221,17 +224,20 @@ inline float weigh_tile_row(const Tile& tile, int64_t row, int r, float block_la
     const Vec exponent = fma(load(scores + i, Vec::width), factor, base) * log2_e;
     const Vec weight = i < written ? coarse_exp2(larger(Vec(-160.0f), exponent)) : Vec();
     total = total + weight;
-    _mm256_store_si256(reinterpret_cast<__m256i*>(tile.weights + r * kPairs + i / 2), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tile.weights + r * kPairs + i / 2),
+        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
   }
   tile.total[row + r] = tile.total[row + r] * keep + total.sum();
   tile.largest[row + r] = now;
   return keep;
 }
 
-inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile, int64_t row, int64_t rows, int64_t key, int count) {
+inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile, int64_t row, int64_t rows,
+                        int64_t key, int count) {
   const int64_t group = group_of(a);
   score_tile_rows(tile, row, rows, count);
-  const bool each_head = a.mask.n != 0 || a.bias.n != 0, each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
+  const bool each_head = a.mask.n != 0 || a.bias.n != 0,
+      each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
   Adjustment with;
   float keep[kStepRows];
   for (int r = 0; r < rows; ++r) {
@@ -254,9 +260,11 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
   for (int64_t r = 0; r < of.rows; ++r) {
     const float total = tile.total[r];
     const Vec scale(total != 0 ? 1.0f / total : tile.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
-    bf16* out = static_cast<bf16*>(a.out) + ((of.head.b * a.tokens + of.t + r / group) * a.heads + of.head.n * group + r % group) * a.width;
+    bf16* out = static_cast<bf16*>(a.out) +
+        ((of.head.b * a.tokens + of.t + r / group) * a.heads + of.head.n * group + r % group) * a.width;
     for (int64_t c = 0; c < a.width; c += Vec::width) {
-      store(out + c, load(tile.sums + r * tile.columns + c, Vec::width) * scale, int(a.width - c < Vec::width ? a.width - c : Vec::width));
+      store(out + c, load(tile.sums + r * tile.columns + c, Vec::width) * scale,
+          int(a.width - c < Vec::width ? a.width - c : Vec::width));
     }
   }
 }
@@ -265,7 +273,8 @@ inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile)
 // keys and values are prefetched, since the others are read sequentially.
 inline void fetch_tile(const AttentionArgs& a, int64_t index) {
   if (index >= attention_tiles(a)) return;
-  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
+  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a),
+      t = index % per_head * queries;
   const Head head(a, index / per_head);
   const auto fetch = [&](const void* from, int64_t step, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) prefetch(static_cast<const bf16*>(from) + r * step);
@@ -283,7 +292,8 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
   const AmxRegisters configured;
 #endif
   const Tile tile(a, scratch);
-  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a), t = index % per_head * queries;
+  const int64_t per_head = tiles_per_head(a), queries = queries_of_tile(a), group = group_of(a),
+      t = index % per_head * queries;
   const int64_t count_t = a.tokens - t < queries ? a.tokens - t : queries;
   const Rows of = {Head(a, index / per_head), t, count_t * group};
   load_tile_queries(a, of, tile);
@@ -308,7 +318,8 @@ inline void attend_tile(const AttentionArgs& a, int64_t index, void* scratch) {
 #endif
 
 inline AttentionKernels attention_kernels() {
-  AttentionKernels made = {rotary, activate, attend, combine, attention_blocks, Scratch::floats, nullptr, nullptr, nullptr};
+  AttentionKernels made =
+      {rotary, activate, attend, combine, attention_blocks, Scratch::floats, nullptr, nullptr, nullptr};
 #if defined(__AVX512BF16__)
   made.tile = attend_tile, made.tiles = attention_tiles, made.tile_bytes = tile_bytes;
 #endif

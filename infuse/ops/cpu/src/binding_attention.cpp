@@ -137,8 +137,8 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries; without tiles, PyTorch's fused
-// attention runs.
+// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries; without tiles, PyTorch's
+// fused attention runs.
 constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Minimum size of the keys and values that one thread reads.
 constexpr int64_t kGrainBytes = 1 << 17;

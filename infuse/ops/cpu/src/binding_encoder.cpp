@@ -1,6 +1,6 @@
 // An encoder layer over many tokens in one call, with the kernels that layers/program.py calls part by part. If there
-// are enough sequences for all threads, each thread runs some of them through the whole layer: intermediate results stay
-// in its core's caches, and no thread waits at the end of a part.
+// are enough sequences for all threads, each thread runs some of them through the whole layer: intermediate results
+// stay in its core's caches, and no thread waits at the end of a part.
 #include <atomic>
 
 #include "binding_layer.h"
@@ -11,9 +11,9 @@
 namespace infuse {
 namespace {
 
-// Tokens that a thread runs through the layer at once. With fewer, tiles of weights are filled too often; with more, the
-// results of a part leave the cache before the next part reads them (2 to 8 sequences of 128 tokens over 384 columns
-// take equally long, 32 take 14 % more).
+// Tokens that a thread runs through the layer at once. With fewer, tiles of weights are filled too often; with more,
+// the results of a part leave the cache before the next part reads them (2 to 8 sequences of 128 tokens over 384
+// columns take equally long, 32 take 14 % more).
 constexpr int64_t kChunkTokens = 512;
 constexpr int64_t kLeastTokens = 128;  // per thread; with fewer, the threads share each part
 

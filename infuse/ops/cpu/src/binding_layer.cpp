@@ -1,6 +1,6 @@
-// A layer over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small products,
-// which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches, calling a
-// part from Python costs 15 to 30 us, of which 3 are computation.
+// A layer over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small
+// products, which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches,
+// calling a part from Python costs 15 to 30 us, of which 3 are computation.
 #include "binding_layer.h"
 
 #include "binding_linear.h"
@@ -91,8 +91,8 @@ struct StepMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C]. None if a kernel does not support the arguments; the step then counts as
-// not done.
+// The layer's result [B, T, C] for x [B, T, C]. None if a kernel does not support the arguments; the step then counts
+// as not done.
 Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
                  Tensor values, int64_t start, bool causal, int64_t window, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);

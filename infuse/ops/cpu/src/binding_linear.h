@@ -109,8 +109,8 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
   });
 }
 
-// Many rows: arranges x, then computes all outputs (or gates) tile by tile, each thread with its own tiles. If `threads`
-// is 1, the caller may itself be one of many threads that process other rows.
+// Many rows: arranges x, then computes all outputs (or gates) tile by tile, each thread with its own tiles. If
+// `threads` is 1, the caller may itself be one of many threads that process other rows.
 inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel,
                               int64_t threads = torch::stable::get_num_threads()) {
   const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);

@@ -45,8 +45,8 @@ bool multiply_integers(LinearArgs& a, int64_t columns, int64_t threads) {
   return finite;
 }
 
-// With an activation (act >= 0) as in tiled_linear. None if there are more rows than these kernels are fast for; with an
-// activation, also if there are too few rows for tiles, or if a panel would hold both gates and up values.
+// With an activation (act >= 0) as in tiled_linear. None if there are more rows than these kernels are fast for; with
+// an activation, also if there are too few rows for tiles, or if a panel would hold both gates and up values.
 std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std::optional<Tensor> zero,
                                        std::optional<Tensor> bias, int64_t code, int64_t outputs, int64_t act,
                                        bool gated) {

@@ -1,6 +1,6 @@
 // Collectives of ranks on one host through shared memory, as PyTorch operators. region.h describes how ranks meet. An
-// operation returns Outcome::waiting when its time slice is over and continues when called again, so that the caller can
-// check for signals, ended processes and timeouts. Tensors must be contiguous and on the CPU, which
+// operation returns Outcome::waiting when its time slice is over and continues when called again, so that the caller
+// can check for signals, ended processes and timeouts. Tensors must be contiguous and on the CPU, which
 // parallel/shared_memory.py ensures.
 #include <string>
 #include <vector>

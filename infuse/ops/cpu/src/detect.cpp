@@ -39,21 +39,22 @@ bool avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 bool avx512() {
-  return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
 bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 [[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
 
-// Whether the processor has AMX for bf16, the system saves its registers on thread switches, and it permits this process
-// to use them: on Linux a process must ask once.
+// Whether the processor has AMX for bf16, the system saves its registers on thread switches, and it permits this
+// process to use them: on Linux a process must ask once.
 Found amx() {
   constexpr int kConfiguration = 17, kData = 18;  // XSAVE state numbers, in XCR0 and for arch_prctl
   constexpr long kAskPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
   static const Found found = [] {
     unsigned a, b, c, d;
-    if (!avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return Found::missing;
+    if (!avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) ||
+        !(d >> 22 & 1)) return Found::missing;
     if (!(saved_states() >> kConfiguration & 1) || !(saved_states() >> kData & 1)) return Found::refused;
 #if defined(__linux__)
     return syscall(SYS_arch_prctl, kAskPermission, kData) == 0 ? Found::yes : Found::refused;
@@ -121,7 +122,8 @@ const char* level_names() {
     for (const Level& level : kLevels) {
       const Found found = level.found();
       text += std::string(text.empty() ? "" : "\n") + level.name;
-      text += found == Found::yes ? "" : found == Found::missing ? " missing" : found == Found::refused ? " refused" : " unbuilt";
+      text += found == Found::yes ? "" : found == Found::missing ? " missing"
+              : found == Found::refused ? " refused" : " unbuilt";
     }
     return text;
   }();

@@ -73,7 +73,8 @@ struct Elements<bf16> {
   static constexpr int block = 32;
   static __mmask32 first_words(int n) { return n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1; }
   static __m512bh pairs(__m512i bits) { return reinterpret_cast<__m512bh>(bits); }
-  static void arrange(const bf16* x, int n, X* to) { _mm512_store_si512(to, _mm512_maskz_loadu_epi16(first_words(n), x)); }
+  static void arrange(const bf16* x, int n, X* to) { _mm512_store_si512(to,
+      _mm512_maskz_loadu_epi16(first_words(n), x)); }
   static Weights weights(const bf16* w, int n) {
     return pairs(n >= 32 ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(first_words(n), w));
   }

@@ -1,5 +1,5 @@
-// x as integers times a scale, for products with integer codes (panels.h): the rounding, and the byte order that matches
-// the four codes of a word.
+// x as integers times a scale, for products with integer codes (panels.h): the rounding, and the byte order that
+// matches the four codes of a word.
 #pragma once
 
 #include <cmath>

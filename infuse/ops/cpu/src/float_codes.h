@@ -33,9 +33,9 @@ constexpr uint16_t bf16_bits(float exact) { return uint16_t(std::bit_cast<uint32
 
 // Two codes of each row as a pair of bf16.
 //
-// fp8, from the lower or the upper byte of each half. A shift by 4 puts exponent and mantissa at their bits in bf16, and
-// 120 is added to the exponent. If the exponent is 0, a table value for the mantissa is added instead, which gives the
-// subnormal's value.
+// fp8, from the lower or the upper byte of each half. A shift by 4 puts exponent and mantissa at their bits in bf16,
+// and 120 is added to the exponent. If the exponent is 0, a table value for the mantissa is added instead, which gives
+// the subnormal's value.
 inline __m512i fp8_pair(__m512i d, bool upper) {
   struct alignas(64) Added {
     uint16_t to[32] = {};
@@ -66,8 +66,8 @@ inline __m512i fp6_pair(__m512i d) {
 
 #elif defined(__AVX2__)
 
-// Codes at the top of 32 bits → values, through fp16 and the factor `lacking` for the difference of the exponents' bias.
-// The conversion from fp16 keeps subnormals, whatever the processor does with those of float32.
+// Codes at the top of 32 bits → values, through fp16 and the factor `lacking` for the difference of the exponents'
+// bias. The conversion from fp16 keeps subnormals, whatever the processor does with those of float32.
 template <int exponent, int mantissa>
 inline Vec half_values(__m256i d, float lacking) {
   constexpr int kept = ((1 << (exponent + mantissa)) - 1) << (10 - mantissa) | 0x8000;

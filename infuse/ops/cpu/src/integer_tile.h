@@ -57,7 +57,8 @@ void arrange_integer_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
     uint32_t* to = static_cast<uint32_t*>(a.scratch) + first_row * integer_row_words(a);
-    for (int64_t r = 0; r < count; ++r) arrange_bytes<T, C>(a, static_cast<const T*>(a.x) + (first_row + r) * a.inputs, count, r, to);
+    for (int64_t r = 0; r < count; ++r) arrange_bytes<T, C>(a, static_cast<const T*>(a.x) + (first_row + r) * a.inputs,
+        count, r, to);
   }
 }
 
@@ -82,7 +83,8 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * integer_row_words(a);
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
-  const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left, *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
+  const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left,
+      *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
   const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
   alignas(64) float rows[R][kTileOutputs] = {};
   for (int64_t g = 0; g < groups; ++g) {
@@ -98,15 +100,18 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
         low[r] = dot_quads(low[r], w0, bytes), high[r] = dot_quads(high[r], w1, bytes);
       }
     }
-    const Vec scale0 = load(left_scale + g * kPanelRows, kPanelRows), scale1 = load(right_scale + g * kPanelRows, kPanelRows);
-    const float *scales = reinterpret_cast<const float*>(header + kScale * R), *sums = reinterpret_cast<const float*>(header + kSum * R);
+    const Vec scale0 = load(left_scale + g * kPanelRows, kPanelRows),
+        scale1 = load(right_scale + g * kPanelRows, kPanelRows);
+    const float *scales = reinterpret_cast<const float*>(header + kScale * R),
+        *sums = reinterpret_cast<const float*>(header + kSum * R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Vec scale(scales[r]);
       Vec sum0 = _mm512_cvtepi32_ps(low[r]), sum1 = _mm512_cvtepi32_ps(high[r]);
       if constexpr (zeros) {  // before scaling: the two parts may be far larger than their difference
         const Vec moved(-kZeroUnit<C> * sums[r]);
-        sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0), sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
+        sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0),
+            sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
       }
       sum0 = fma(sum0 * scale0, scale, load(rows[r], Vec::width));
       sum1 = fma(sum1 * scale1, scale, load(rows[r] + kPanelRows, Vec::width));
@@ -128,7 +133,8 @@ void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t
       const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
       with_rows<kIntegerRows>(count, [&, first_row = first_row](auto R) {
         constexpr int rows = decltype(R)::value;
-        a.zero ? multiply_integer_tile<T, C, rows, true>(a, tile, o, first_row) : multiply_integer_tile<T, C, rows, false>(a, tile, o, first_row);
+        a.zero ? multiply_integer_tile<T, C, rows, true>(a, tile, o, first_row)
+            : multiply_integer_tile<T, C, rows, false>(a, tile, o, first_row);
       });
     }
   }
@@ -137,7 +143,8 @@ void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t
 // Calls run(T(), std::integral_constant<Code, code>) for the type and the code of `a`, which must be an integer code.
 template <class F>
 void with_integers(const LinearArgs& a, const F& run) {
-  with_type(a.type, [&](auto t) { a.code == Code::int8 ? run(t, CodeOf<Code::int8>()) : run(t, CodeOf<Code::int4>()); });
+  with_type(a.type, [&](auto t) { a.code == Code::int8 ? run(t, CodeOf<Code::int8>())
+      : run(t, CodeOf<Code::int4>()); });
 }
 
 inline TileKernels integer_tile_kernels() {

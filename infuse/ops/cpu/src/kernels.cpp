@@ -1,5 +1,5 @@
-// All kernels of one instruction set. Compiled once for each set: INFUSE_ISA names the namespace, and the compiler flags
-// select the instructions.
+// All kernels of one instruction set. Compiled once for each set: INFUSE_ISA names the namespace, and the compiler
+// flags select the instructions.
 #include "kernels.h"
 
 #include "attention_tiles.h"

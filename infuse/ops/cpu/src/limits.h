@@ -1,5 +1,5 @@
-// Numbers of rows (tokens of all sequences) and values at which another algorithm multiplies. Python reads them from the
-// operator `limits`: infuse/native/__init__.py.
+// Numbers of rows (tokens of all sequences) and values at which another algorithm multiplies. Python reads them from
+// the operator `limits`: infuse/native/__init__.py.
 #pragma once
 
 #include <cstdint>

@@ -35,7 +35,8 @@ inline PanelKernels panel_kernels() {
       kMostRows,
       [](const LinearArgs& a) {
         return with_format(a, [&](auto t, auto code) {
-          return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) + (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
+          return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) +
+              (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
       [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {

@@ -33,7 +33,8 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
     if (a.residual) {
       const T* residual = static_cast<const T*>(a.residual) + row * C;
       T* sum = static_cast<T*>(a.sum) + row * C;
-      over_columns(C, [&](int64_t c, int n, int chain) { store_coarse(sum + c, load(x + c, n) + load(residual + c, n), n); });
+      over_columns(C, [&](int64_t c, int n, int chain) { store_coarse(sum + c, load(x + c, n) + load(residual + c, n),
+          n); });
       x = sum;  // the sum is rounded to the type before it is normalised
     }
     float mean = 0;
@@ -53,7 +54,8 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       }
       squares[chain] = fma(d, d, squares[chain]);
     });
-    const Vec scale(1.0f / std::sqrt(sum_of(squares) / float(C) + a.eps)), shift(a.centred ? mean : 0.0f), offset(a.offset);
+    const Vec scale(1.0f / std::sqrt(sum_of(squares) / float(C) + a.eps)), shift(a.centred ? mean : 0.0f),
+        offset(a.offset);
     T* y = static_cast<T*>(a.y) + row * C;
     over_columns(C, [&](int64_t c, int n, int chain) {
       Vec out = (load(x + c, n) - shift) * scale;

@@ -14,7 +14,8 @@ int64_t arranged_bytes(const LinearArgs& a) {
 }
 
 // The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points are multiplied with them.
-inline float* group_sums(const LinearArgs& a, int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
+inline float* group_sums(const LinearArgs& a,
+                         int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
 // Arranges blocks [begin_block, end_block) of up to `most` rows of x.
 template <class T, Code C>
@@ -48,13 +49,15 @@ struct PanelRow {
   template <Code C>
   static PanelRow of(const LinearArgs& a, int64_t o) {
     const int64_t panel = o / kPanelRows, lane = o % kPanelRows, scales = panel * a.groups * kPanelRows + lane;
-    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> + 4 * lane;
+    const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> +
+                           4 * lane;
     return {codes, reinterpret_cast<const bf16*>(a.scale) + scales, a.zero ? a.zero + scales : nullptr};
   }
   template <Code C>
   float value(int64_t i, int64_t g) const {
     uint32_t words[kUnitWords<C>];
-    for (int w = 0; w < kUnitWords<C>; ++w) std::memcpy(words + w, codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
+    for (int w = 0; w < kUnitWords<C>; ++w) std::memcpy(words + w,
+        codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
     const float shift = zero ? float(zero[g * kPanelRows]) * kZeroUnit<C> : 0.0f;
     return (value_in<C>(words, int(i % kUnit<C>)) - shift) * widen(scale[g * kPanelRows]);
   }
@@ -167,7 +170,8 @@ void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
     for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
       const auto [first, count] = row_block(a.rows, kMostRows, b);
-      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, C, decltype(rows)::value>(a, panel, first); });
+      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, C, decltype(rows)::value>(a, panel,
+          first); });
     }
   }
 }

@@ -97,14 +97,15 @@ template <Code C>
   // -8 ... 7, twice: the permutation reads five bits of its index, and the highest belongs to the next code
   if constexpr (C == Code::int4) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-        short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000), short(0xbf80),
-        0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
+        short(0xc100), short(0xc0e0), short(0xc0c0), short(0xc0a0), short(0xc080), short(0xc040), short(0xc000),
+        short(0xbf80), 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(d.words[0], unsigned(4 * pair)), table);
   }
   if constexpr (C == Code::fp8) return fp8_pair(d.words[0], pair != 0);
   if constexpr (C == Code::fp6) {
     if (pair < 6) return fp6_pair(pair % 2 ? _mm512_srli_epi16(d.words[pair / 2], 6) : d.words[pair / 2]);
-    const __m512i lower = _mm512_srli_epi16(d.words[pair - 6], 12), upper = _mm512_srli_epi16(d.words[2], unsigned(2 * pair - 4));
+    const __m512i lower = _mm512_srli_epi16(d.words[pair - 6], 12),
+        upper = _mm512_srli_epi16(d.words[2], unsigned(2 * pair - 4));
     return fp6_pair(_mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(0x30), 0xf8));  // lower | upper & 0x30
   }
 }
@@ -117,7 +118,8 @@ template <Code C>
     return _mm512_permutexvar_ps(_mm512_srli_epi32(d.words[0], unsigned(bit_of(4, j))), table);
   } else {
     const __m512i pair = float_pair<C>(d, j / 2);
-    return _mm512_castsi512_ps(j % 2 ? _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000))) : _mm512_slli_epi32(pair, 16));
+    return _mm512_castsi512_ps(j % 2 ? _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000)))
+        : _mm512_slli_epi32(pair, 16));
   }
 }
 
@@ -136,8 +138,10 @@ template <Code C>
     const int pair = j / 2, half = 16 * (j % 2);
     if (pair < 6) return half_values<3, 2>(_mm256_slli_epi32(d.words[pair / 2], 26 - 6 * (pair % 2) - half), 4096.0f);
     const __m256i lower = half ? _mm256_srli_epi32(d.words[pair - 6], 2) : _mm256_slli_epi32(d.words[pair - 6], 14);
-    const __m256i upper = _mm256_slli_epi32(d.words[2], 30 - 2 * pair - half), lower_bits = _mm256_set1_epi32(0x3c000000);
-    return half_values<3, 2>(_mm256_or_si256(_mm256_and_si256(lower_bits, lower), _mm256_andnot_si256(lower_bits, upper)), 4096.0f);
+    const __m256i upper = _mm256_slli_epi32(d.words[2], 30 - 2 * pair - half),
+        lower_bits = _mm256_set1_epi32(0x3c000000);
+    return half_values<3, 2>(_mm256_or_si256(_mm256_and_si256(lower_bits, lower),
+        _mm256_andnot_si256(lower_bits, upper)), 4096.0f);
   }
 }
 

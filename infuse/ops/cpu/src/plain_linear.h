@@ -11,8 +11,8 @@ int64_t arranged_columns(int64_t inputs) {
   return (inputs + P::block - 1) / P::block * P::block;
 }
 
-// Stores each block of rows of x as [inputs / block][rows][block], so that it is read sequentially (and, if the width is
-// a power of two, does not map to one cache set). Rows are padded with zeros.
+// Stores each block of rows of x as [inputs / block][rows][block], so that it is read sequentially (and, if the width
+// is a power of two, does not map to one cache set). Rows are padded with zeros.
 template <class T>
 void arrange_plain(const LinearArgs& a) {
   using P = Elements<T>;
@@ -22,7 +22,8 @@ void arrange_plain(const LinearArgs& a) {
     typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * stride;
     for (int64_t i = 0; i < a.inputs; i += P::block) {
       for (int64_t r = first; r < first + count; ++r, to += P::block) {
-        P::arrange(static_cast<const T*>(a.x) + r * a.inputs + i, int(a.inputs - i < P::block ? a.inputs - i : P::block), to);
+        P::arrange(static_cast<const T*>(a.x) + r * a.inputs + i,
+            int(a.inputs - i < P::block ? a.inputs - i : P::block), to);
       }
     }
   }
@@ -67,7 +68,8 @@ void plain_block(const LinearArgs& a, int64_t o, int64_t r) {
   using X = typename Elements<T>::X;
   const int64_t stride = arranged_columns<Elements<T>>(a.inputs);
   float sums[N][R];
-  dot_rows<T, N, R>(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, static_cast<const X*>(a.scratch) + r * stride, sums);
+  dot_rows<T, N, R>(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs,
+      static_cast<const X*>(a.scratch) + r * stride, sums);
   const T* bias = static_cast<const T*>(a.bias);
   T* y = static_cast<T*>(a.y) + r * a.outputs + o;
   for (int i = 0; i < R; ++i) {

@@ -142,7 +142,8 @@ inline Grid asymmetric_int4(const QuantizeArgs& a, const float* values, const Ex
     Grid grid;
     grid.scale = at_least_smallest(bf16_towards_zero(Vec(a.candidates[2 * c + 1]) * half));
     grid.zero = within(Vec(-128.0f), Vec(112.0f), nearest(Vec(16.0f) * (Vec(7.0f) - top / grid.scale))) / Vec(16.0f);
-    const Vec above = e.high - (Vec(7.0f) - grid.zero) * grid.scale, below = (Vec(-8.0f) - grid.zero) * grid.scale - e.low;
+    const Vec above = e.high - (Vec(7.0f) - grid.zero) * grid.scale,
+        below = (Vec(-8.0f) - grid.zero) * grid.scale - e.low;
     const Vec both = (above + below) * Vec(0.7071067f);  // at most the root of the sum of their squares
     if (!search.hopeless(larger(both, larger(above, below)) - off)) search.offer(grid);
   }
@@ -183,7 +184,8 @@ void write_group(const QuantizeArgs& a, const T* w, int64_t group, float scale, 
     case Grids::int4_asymmetric: {
       write_codes(w, N, scale, zero, -8.0f, 7.0f, reinterpret_cast<int8_t*>(unpacked));
       uint8_t* to = data + group * (N / 2);
-      for (int64_t i = 0; i < N / 2; ++i) to[i] = uint8_t(((unpacked[2 * i] + 8) & 15) | (unpacked[2 * i + 1] + 8) << 4);
+      for (int64_t i = 0; i < N / 2; ++i) to[i] =
+          uint8_t(((unpacked[2 * i] + 8) & 15) | (unpacked[2 * i + 1] + 8) << 4);
       return;
     }
     case Grids::fp8: return Fp8Grid::write(w, N, scale, data + group * N);
@@ -192,7 +194,8 @@ void write_group(const QuantizeArgs& a, const T* w, int64_t group, float scale, 
       uint8_t* to = data + group * (N / 4) * 3;
       for (int64_t i = 0; i < N / 4; ++i) {
         const uint8_t* four = unpacked + 4 * i;
-        const uint32_t bits = uint32_t(four[0]) | uint32_t(four[1]) << 6 | uint32_t(four[2]) << 12 | uint32_t(four[3]) << 18;
+        const uint32_t bits = uint32_t(four[0]) | uint32_t(four[1]) << 6 | uint32_t(four[2]) << 12 |
+            uint32_t(four[3]) << 18;
         to[3 * i] = uint8_t(bits), to[3 * i + 1] = uint8_t(bits >> 8), to[3 * i + 2] = uint8_t(bits >> 16);
       }
       return;

@@ -44,7 +44,8 @@ struct FloatGrid {
   // Writes the codes of one group.
   template <class T>
   static void write(const T* w, int64_t length, float scale, uint8_t* to) {
-    const Vec none(0.0f), normal(smallest_normal), first_normal_code(float(1 << mantissa)), negative(float(1 << (exponent + mantissa)));
+    const Vec none(0.0f), normal(smallest_normal), first_normal_code(float(1 << mantissa)),
+        negative(float(1 << (exponent + mantissa)));
     for (int64_t i = 0; i < length; i += Vec::width) {
       const int n = int(length - i < Vec::width ? length - i : Vec::width);
       const Vec steps = load(w + i, n) / Vec(scale), magnitude = rounded(absolute(steps));
@@ -53,7 +54,8 @@ struct FloatGrid {
       const Vec moved = where_less(magnitude, normal, magnitude + normal, magnitude);
       const Vec sign = where_less(steps, none, where_less(none, magnitude, negative, none), none);  // never -0
       float values[Vec::width], added[Vec::width];
-      store(values, moved, Vec::width), store(added, where_less(magnitude, normal, sign - first_normal_code, sign), Vec::width);
+      store(values, moved, Vec::width),
+          store(added, where_less(magnitude, normal, sign - first_normal_code, sign), Vec::width);
       uint8_t codes[Vec::width];
       for (int j = 0; j < Vec::width; ++j) {
         int32_t bits;

@@ -3,10 +3,10 @@
 //   Header | Post of rank 0, 1, ... | Place of rank 0, 1, ... | two buffers of rank 0, two of rank 1, ...
 //
 // An operation is one or more turns. In a turn, a rank fills its buffer, posts a sequence number, waits until all ranks
-// have posted it, and reads the others' buffers. Turns alternate between the two buffers, so no second meeting is needed
-// before a buffer is refilled: a rank in turn t + 2 has seen all ranks post in turn t + 1, which each rank does only
-// after it has finished reading in turn t. For the same reason no rank is more than one number ahead of another, so two
-// slots are enough for the data posted with a number.
+// have posted it, and reads the others' buffers. Turns alternate between the two buffers, so no second meeting is
+// needed before a buffer is refilled: a rank in turn t + 2 has seen all ranks post in turn t + 1, which each rank does
+// only after it has finished reading in turn t. For the same reason no rank is more than one number ahead of another,
+// so two slots are enough for the data posted with a number.
 #pragma once
 
 #include <sched.h>
@@ -115,7 +115,8 @@ class Patience {
 // The region as one rank sees it during one call.
 class Meeting {
  public:
-  Meeting(void* region, int64_t rank, int64_t slice_us) : base_(static_cast<char*>(region)), rank_(rank), slice_us_(slice_us) {}
+  Meeting(void* region, int64_t rank, int64_t slice_us) : base_(static_cast<char*>(region)), rank_(rank),
+      slice_us_(slice_us) {}
 
   int64_t ranks() const { return header().ranks; }
   int64_t rank() const { return rank_; }

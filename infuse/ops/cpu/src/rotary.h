@@ -36,8 +36,10 @@ void turn_neighbours(const T* x, const C* cos, const C* sin, T* y, int64_t width
 template <class T>
 T* rotary_target(const RotaryArgs& a, int64_t b, int64_t t, int64_t n) {
   if (n < a.heads) return static_cast<T*>(a.q) + b * a.q_b + t * a.q_t + n * a.q_n;
-  if (n < a.heads + a.kv_heads) return static_cast<T*>(a.keys) + b * a.keys_b + (n - a.heads) * a.keys_n + (a.start + t) * a.keys_t;
-  return static_cast<T*>(a.values) + b * a.values_b + (n - a.heads - a.kv_heads) * a.values_n + (a.start + t) * a.values_t;
+  if (n < a.heads + a.kv_heads) return static_cast<T*>(a.keys) + b * a.keys_b + (n - a.heads) * a.keys_n +
+      (a.start + t) * a.keys_t;
+  return static_cast<T*>(a.values) + b * a.values_b + (n - a.heads - a.kv_heads) * a.values_n +
+         (a.start + t) * a.values_t;
 }
 
 template <class T, class C>

@@ -37,7 +37,8 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 4
       for (int j = 0; j < kUnit<C>; j += 2, to += kTileOutputs) {
-        const __m512i even = rounded((codes<C>(d, j) - shift) * scale), odd = rounded((codes<C>(d, j + 1) - shift) * scale);
+        const __m512i even = rounded((codes<C>(d, j) - shift) * scale),
+            odd = rounded((codes<C>(d, j + 1) - shift) * scale);
         _mm512_store_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
       }
     }

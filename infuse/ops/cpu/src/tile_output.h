@@ -37,11 +37,13 @@ inline void store_both(bf16* to, Vec low, Vec high, int left) {
 // Writes the sums of one tile: outputs from o on, or act(gate) * up for gates from o on. The up values come after all
 // gates.
 template <class T, class Activate>
-void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row, const Activate& act) {
+void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row,
+                const Activate& act) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;
   const T* bias = static_cast<const T*>(a.bias);
   T* to = static_cast<T*>(a.y) + first_row * columns + o;
-  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs), beyond = a.gated ? left : left - kPanelRows;
+  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs),
+      beyond = a.gated ? left : left - kPanelRows;
   const Vec low_bias = bias ? load(bias + o, left) : Vec();
   const Vec high_bias = bias && beyond > 0 ? load(bias + (a.gated ? columns : kPanelRows) + o, beyond) : Vec();
   for (int64_t r = 0; r < rows; ++r, sums += kTileOutputs, to += columns) {

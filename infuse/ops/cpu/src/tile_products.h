@@ -67,9 +67,11 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
     fill(o, tile);
     const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
     for (int64_t b = 0; b < blocks; ++b) {
-      if (next != o) fetch_half(a, next, b, blocks), fetch_half(a, a.gated ? columns + next : next + kPanelRows, b, blocks);
+      if (next != o) fetch_half(a, next, b, blocks),
+          fetch_half(a, a.gated ? columns + next : next + kPanelRows, b, blocks);
       const auto [first_row, count] = row_block(a.rows, kTileRows, b);
-      with_rows<kTileRows>(count, [&, first_row = first_row](auto R) { multiply_tile<decltype(R)::value>(a, tile, o, first_row); });
+      with_rows<kTileRows>(count, [&, first_row = first_row](auto R) { multiply_tile<decltype(R)::value>(a, tile, o,
+          first_row); });
     }
   }
 }
@@ -94,7 +96,8 @@ inline void plain_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uin
 }
 
 inline TileKernels plain_tile_kernels() {
-  return {kTileRows, tile_x_bytes, arrange_tile_rows, tile_bytes, tile_columns, most_tiles, chunk_rows, plain_tile_rows};
+  return {kTileRows, tile_x_bytes, arrange_tile_rows, tile_bytes, tile_columns, most_tiles, chunk_rows,
+      plain_tile_rows};
 }
 inline TileKernels panel_tile_kernels() {
   TileKernels made = plain_tile_kernels();

@@ -20,7 +20,8 @@ template <Code C, class F>
 void over_chunks(const LinearArgs& a, const F& run) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   for (int64_t g = 0; g < units; g += in_group) {
-    for (int64_t u = 0; u < in_group; u += kChunkUnits) run(g + u, in_group - u < kChunkUnits ? in_group - u : kChunkUnits);
+    for (int64_t u = 0; u < in_group; u += kChunkUnits) run(g + u,
+        in_group - u < kChunkUnits ? in_group - u : kChunkUnits);
   }
 }
 
@@ -64,7 +65,8 @@ struct UnitDot {
 #pragma GCC unroll 16
       for (int j = 0; j < kUnit<C>; ++j) {
         const Vec w = codes<C>(d, j);
-        for (int r = 0; r < R; ++r) this->partial[j % this->chains][r] = fma(w, Vec(x[j * R + r]), this->partial[j % this->chains][r]);
+        for (int r = 0; r < R; ++r) this->partial[j % this->chains][r] =
+            fma(w, Vec(x[j * R + r]), this->partial[j % this->chains][r]);
       }
       x += kUnit<C> * R;
     }
@@ -104,8 +106,8 @@ struct UnitDot<bf16, C> {
 
 #if defined(__AVX512VNNI__)
 
-// Integer codes with x as 16-bit integers times a scale per chunk, in steps of 1/32639 of the chunk's largest value. The
-// rounding error is a hundredth of that of rounding the chunk's weights to 8 bits. Each integer has two digits,
+// Integer codes with x as 16-bit integers times a scale per chunk, in steps of 1/32639 of the chunk's largest value.
+// The rounding error is a hundredth of that of rounding the chunk's weights to 8 bits. Each integer has two digits,
 // 256 * high + low; one instruction multiplies four codes of a row with four digits and adds them, exactly.
 //
 //   chunk → [R] of {start of the low sums, scale},
@@ -134,13 +136,15 @@ struct IntegerDot {
         const __m512i value = fixed(load(from + i, n));
         sum = _mm512_add_epi32(sum, value);
         const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-        const __m128i highs = in_quads<C>(high), lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
+        const __m128i highs = in_quads<C>(high),
+            lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
         const __m128i both[] = {_mm_unpacklo_epi32(highs, lows), _mm_unpackhi_epi32(highs, lows)};  // two quads each
         for (int q = 0; q < n / 4; q += quads, quad += 2 * R * quads) {
           if (quads == 2) {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(quad), both[q / 2]);
           } else {
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(quad), q % 2 ? _mm_unpackhi_epi64(both[q / 2], both[q / 2]) : both[q / 2]);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(quad),
+                q % 2 ? _mm_unpackhi_epi64(both[q / 2], both[q / 2]) : both[q / 2]);
           }
         }
       });
@@ -183,7 +187,8 @@ struct IntegerDot {
     }
     Vec total(int r) const {
       __m512i highs = high[0][r], lows = low[0][r];
-      for (int c = 1; c < chains; ++c) highs = _mm512_add_epi32(highs, high[c][r]), lows = _mm512_add_epi32(lows, low[c][r]);
+      for (int c = 1; c < chains; ++c) highs = _mm512_add_epi32(highs, high[c][r]),
+          lows = _mm512_add_epi32(lows, low[c][r]);
       float scale;
       std::memcpy(&scale, header + 2 * r + 1, 4);
       return Vec(_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows))) * Vec(scale);

@@ -88,7 +88,8 @@ inline __mmask16 first(int n) { return n >= 16 ? __mmask16(0xffff) : __mmask16((
 inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline Vec load(const bf16* p, int n) {
   const bool whole = __builtin_constant_p(n) && n >= 16;  // the compiler does not optimise away a full mask
-  const __m256i bits = whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)) : _mm256_maskz_loadu_epi16(first(n), p);
+  const __m256i bits = whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                             : _mm256_maskz_loadu_epi16(first(n), p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 inline Vec load(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }

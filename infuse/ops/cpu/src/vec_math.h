@@ -10,15 +10,16 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 // smaller(limit, x) and larger(limit, x) return x if x is NaN: the second operand decides, as in x86's min and max.
-// nearest(x): the nearest integer, ties to even; |x| < 2^22. apart(x): x, but the compiler must not merge it into an fma
-// with later operations. swap_blocks<S>(a, b): in a, lanes whose number has bit S set take lane - S of b; in b, the
+// nearest(x): the nearest integer, ties to even; |x| < 2^22. apart(x): x, but the compiler must not merge it into an
+// fma with later operations. swap_blocks<S>(a, b): in a, lanes whose number has bit S set take lane - S of b; in b, the
 // other lanes take lane + S of a.
 #if defined(__AVX512F__)
 
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a.v, b.v); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
 inline Vec absolute(Vec x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x.v); }
-inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm512_or_ps(magnitude.v, _mm512_and_ps(_mm512_set1_ps(-0.0f), x.v)); }
+inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm512_or_ps(magnitude.v,
+    _mm512_and_ps(_mm512_set1_ps(-0.0f), x.v)); }
 // yes if a < b, else no, per lane.
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v);
@@ -33,7 +34,8 @@ inline Vec apart(Vec x) {
   asm("" : "+v"(x.v));
   return x;
 }
-inline Vec bf16_towards_zero(Vec x) { return _mm512_and_ps(x.v, _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000)))); }
+inline Vec bf16_towards_zero(Vec x) { return _mm512_and_ps(x.v,
+    _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000)))); }
 inline Vec nearest_bf16(Vec x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(x.v)), 16));
 }
@@ -54,13 +56,16 @@ inline void swap_blocks(Vec& a, Vec& b) {
 inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a.v, b.v); }
 inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a.v, b.v); }
 inline Vec absolute(Vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v); }
-inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm256_or_ps(magnitude.v, _mm256_and_ps(_mm256_set1_ps(-0.0f), x.v)); }
-inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)); }
+inline Vec with_sign_of(Vec magnitude, Vec x) { return _mm256_or_ps(magnitude.v,
+    _mm256_and_ps(_mm256_set1_ps(-0.0f), x.v)); }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return _mm256_blendv_ps(no.v, yes.v,
+    _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)); }
 inline Vec power(Vec n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23));
 }
 inline Vec times_power(Vec x, Vec n) {  // in two steps, since 2^n alone may not be a normal number
-  const Vec half = _mm256_round_ps(_mm256_mul_ps(n.v, _mm256_set1_ps(0.5f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec half =
+      _mm256_round_ps(_mm256_mul_ps(n.v, _mm256_set1_ps(0.5f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return x * power(half) * power(n - half);
 }
 inline Vec swapped_pairs(Vec x) { return _mm256_permute_ps(x.v, 0xB1); }
@@ -70,9 +75,11 @@ inline Vec apart(Vec x) {
   asm("" : "+x"(x.v));
   return x;
 }
-inline Vec bf16_towards_zero(Vec x) { return _mm256_and_ps(x.v, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000)))); }
+inline Vec bf16_towards_zero(Vec x) { return _mm256_and_ps(x.v,
+    _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000)))); }
 inline Vec nearest_bf16(Vec x) {
-  const __m256i bits = _mm256_castps_si256(x.v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bits = _mm256_castps_si256(x.v),
+      odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
   return bf16_towards_zero(_mm256_castsi256_ps(_mm256_add_epi32(bits, up)));
 }
@@ -88,7 +95,8 @@ inline void swap_blocks(Vec& a, Vec& b) {
   const __m256 x = a.v, y = b.v;
   if constexpr (S == 4) a = _mm256_permute2f128_ps(x, y, 0x20), b = _mm256_permute2f128_ps(x, y, 0x31);
   if constexpr (S == 2) a = _mm256_shuffle_ps(x, y, 0x44), b = _mm256_shuffle_ps(x, y, 0xEE);
-  if constexpr (S == 1) a = _mm256_blend_ps(x, _mm256_moveldup_ps(y), 0xAA), b = _mm256_blend_ps(_mm256_movehdup_ps(x), y, 0xAA);
+  if constexpr (S == 1) a = _mm256_blend_ps(x, _mm256_moveldup_ps(y), 0xAA),
+      b = _mm256_blend_ps(_mm256_movehdup_ps(x), y, 0xAA);
 }
 
 #else
