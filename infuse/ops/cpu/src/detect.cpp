@@ -40,7 +40,8 @@ bool avx2() {
 }
 bool avx512() {
   return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 

@@ -15,7 +15,7 @@ int64_t arranged_bytes(const LinearArgs& a) {
 
 // The sums of the groups of x, [rows][groups], stored after the arranged x. Zero points are multiplied with them.
 inline float* group_sums(const LinearArgs& a,
-                         int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
+    int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
 // Arranges blocks [begin_block, end_block) of up to `most` rows of x.
 template <class T, Code C>
