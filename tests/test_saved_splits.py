@@ -273,31 +273,33 @@ def test_scales_of_rows_of_several_ranks_are_not_merged(quant: str, tmp_path: Pa
 def test_several_interpretations_are_refused(tmp_path: Path, ranks: Ranks) -> None:
     """They come to the same on the ranks that saved, and not on those that read."""
     saved("per head", tmp_path, 2, ranks, INT8)
-    readings = json.loads((tmp_path / "infuse.json").read_text())["readings"]
+    interpretations = json.loads((tmp_path / "infuse.json").read_text())["interpretations"]
     plan = infuse.plan(make("per head"), dtype="fp32", tensor_parallel={"tp_size": 2})
     step = next(step for step in plan.steps if step.path == "layers.0")
     names = [name for one in (step, *step.others) for name in one.whole.interpretations]  # type: ignore[union-attr]
-    assert set(readings["layers.0"]) < set(names)
-    changed(tmp_path, readings=dict.fromkeys(readings, names))
+    assert set(interpretations["layers.0"]) < set(names)
+    changed(tmp_path, interpretations=dict.fromkeys(interpretations, names))
     for told, unharmed in ranks.run(2, refused_by_rank, "per head", str(tmp_path)):
         assert unharmed and "or not one alone for so many ranks: layers.0, layers.1; load the original" in told
 
 
-def test_an_index_of_other_readings_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+def test_an_index_of_other_interpretations_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     saved("blocks", tmp_path, 2, ranks, INT8)
     index = json.loads((tmp_path / "infuse.json").read_text())
-    assert index["readings"].keys() == {"layers.0", "layers.1"}
+    assert index["interpretations"].keys() == {"layers.0", "layers.1"}
     assert index["steps"].keys() == {
         "head",
         *(f"layers.{layer}.{name}" for layer in (0, 1) for name in ("qkv", "proj", "up", "down")),
     }
-    changed(tmp_path, readings={"layers.0": ["0"], "layers.1": ["0"]})
+    changed(tmp_path, interpretations={"layers.0": ["0"], "layers.1": ["0"]})
     for told, unharmed in ranks.run(2, refused_by_rank, "blocks", str(tmp_path)):
-        assert unharmed and "2 layers that ranks share were saved in a reading that is not this version's" in told
-    changed(tmp_path, readings=["layers.0"])
+        assert (
+            unharmed and "2 layers that ranks share were saved in an interpretation that is not this version's" in told
+        )
+    changed(tmp_path, interpretations=["layers.0"])
     assert all(
         "corrupt" in told and unharmed for told, unharmed in ranks.run(2, refused_by_rank, "blocks", str(tmp_path))
     )
-    changed(tmp_path, readings=index["readings"])
+    changed(tmp_path, interpretations=index["interpretations"])
     for told, unharmed in ranks.run(2, refused_by_rank, "grouped", str(tmp_path)):
         assert unharmed and "not this model's" in told

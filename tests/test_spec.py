@@ -18,7 +18,7 @@ import infuse
 from infuse.architectures import SPECS, Bound, bind_any, specs_for
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.part import COLUMN, ROW
-from infuse.architectures.ranks import Part, layer_part
+from infuse.architectures.ranks import RankShare, layer_part
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 
@@ -331,7 +331,7 @@ def test_ranks_together_have_all_of_every_parameter(name: str, size: int) -> Non
             assert_covered(parameter.target, parts)
 
 
-def assert_covered(target: str, parts: list[Part]) -> None:
+def assert_covered(target: str, parts: list[RankShare]) -> None:
     """One rank or more has each position of the target; shapes and cuts of a rank agree."""
     held = [fill for part in parts for fill in part.fills if fill.target == target]
     cuts = [fill.cut for fill in held if fill.cut is not None]

@@ -24,7 +24,7 @@ Plain = TypeVar("Plain", LinearShape, EmbeddingShape)
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShare:
     """One rank's shape and fills."""
 
     shape: Shape
@@ -33,7 +33,7 @@ class Part:
 
 def layer_part(
     shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
-) -> Part:
+) -> RankShare:
     """Part of a layer for `mesh.tp_rank`. SpecMismatch lists everything that the ranks cannot share.
 
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
@@ -53,14 +53,14 @@ def layer_part(
             cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
     if differences:
         raise SpecMismatch(f"tensor parallelism over {mesh.tp} ranks", differences)
-    return Part(replace(shape, **own), _cut_fills(fills, cuts))
+    return RankShare(replace(shape, **own), _cut_fills(fills, cuts))
 
 
-def plain_part(shape: Plain, mesh: Mesh, grain: int) -> Part:
+def plain_part(shape: Plain, mesh: Mesh, grain: int) -> RankShare:
     """A rank's outputs of a linear, or its rows of an embedding. A head and its tied embedding get the same rows."""
     share = share_of(shape, mesh, grain=grain, multiples={})
     cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
-    return Part(shape.of_rank(share), _cut_fills(shape.fills, cuts))
+    return RankShare(shape.of_rank(share), _cut_fills(shape.fills, cuts))
 
 
 def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str, int]) -> Share:

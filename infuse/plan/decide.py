@@ -20,7 +20,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
-from infuse.architectures.ranks import Part, Shape, layer_part, plain_part
+from infuse.architectures.ranks import RankShare, Shape, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
@@ -140,7 +140,7 @@ class _Decision:
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
         if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
-        parts = [Part(bound.shape, bound.fills)]
+        parts = [RankShare(bound.shape, bound.fills)]
         if self.mesh.tp > 1:
             multiples = {matrix.weight: self.formats.multiple(fill, path, matrix.inputs) for fill, matrix in made}
             parts = [
@@ -179,7 +179,7 @@ class _Decision:
             self.left.append(Left(path, f"whole on each rank: {mismatch}"))
         self.linears(module, path)
 
-    def chosen(self, parts: list[Part], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
+    def chosen(self, parts: list[RankShare], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
         """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
         own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
@@ -204,7 +204,9 @@ class _Decision:
                 )
                 if not split:
                     continue
-            parts = [plain_part(shape, rank, self.grain) for rank in ranks] if split else [Part(shape, shape.fills)]
+            parts = (
+                [plain_part(shape, rank, self.grain) for rank in ranks] if split else [RankShare(shape, shape.fills)]
+            )
             own, fills, whole = self.chosen(parts, shape, name)
             if unlike:  # the embedding stays whole, and the head copies its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
@@ -230,7 +232,7 @@ class _Decision:
         self.steps = [step for step in self.steps if step.path != path]
         whole = embedding_shape(self.model.get_submodule(path))
         assert whole is not None, path
-        part = plain_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else Part(whole, whole.fills)
+        part = plain_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else RankShare(whole, whole.fills)
         fills = tuple(replace(fill, format=format) for fill in part.fills)
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import specs_for
-from infuse.architectures.ranks import Part
+from infuse.architectures.ranks import RankShare
 from infuse.config import keys as config_keys
 from infuse.parallel.mesh import Mesh
 from infuse.plan.formats import Formats
@@ -43,7 +43,7 @@ class Splits:
         """
         return path in self.layers and (path in self._named or not specs_for(self.layers[path]))
 
-    def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[Part, list[Part]]]]:
+    def parts(self, path: str, config: Any, formats: Formats) -> tuple[Roles, list[tuple[RankShare, list[RankShare]]]]:
         """Roles of the layer's linears and, for each interpretation, the whole and every rank's part.
 
         SpecMismatch if the layer cannot be split.

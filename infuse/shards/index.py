@@ -84,7 +84,7 @@ class SavedFile(_Record):
 class SavedIndex(_Record):
     """The contents of the index: the executed `steps` by path, and one file per rank.
 
-    `readings` names the proven interpretation of each layer without a spec that ranks split.
+    `interpretations` names the proven interpretation of each layer without a spec that ranks split.
     """
 
     format: str
@@ -93,7 +93,7 @@ class SavedIndex(_Record):
     format_of_weights: Format
     quant: Quant
     steps: dict[str, SavedStep]
-    readings: dict[str, tuple[str, ...]]
+    interpretations: dict[str, tuple[str, ...]]
     files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
 
     @property

@@ -83,10 +83,10 @@ def _at_saved_depth(
 def _is_deeper(step: Step, index: SavedIndex) -> bool:
     """True if the layer was saved at a shallower depth: proof failed, a policy applied, or one rank held it whole."""
     if step.depth == SPLIT:
-        return step.path not in index.readings
+        return step.path not in index.interpretations
     if step.depth != BLOCK or step.path in index.steps:
         return False
-    return step.path in index.readings or any(path.startswith(f"{step.path}.") for path in index.steps)
+    return step.path in index.interpretations or any(path.startswith(f"{step.path}.") for path in index.steps)
 
 
 def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...]:
@@ -96,7 +96,7 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
         if step.depth != SPLIT:
             chosen.append(step)
             continue
-        names = set(index.readings[step.path])
+        names = set(index.interpretations[step.path])
         found = [
             one
             for one in (step, *step.others)
@@ -108,8 +108,8 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
             faults.append(step.path)
     if faults:
         raise CheckpointError(
-            f"{len(faults)} layers that ranks share were saved in a reading that is not this version's, not this "
-            f"model's, or not one alone for so many ranks: {', '.join(faults)}; {_INSTEAD}"
+            f"{len(faults)} layers that ranks share were saved in an interpretation that is not this version's, not "
+            f"this model's, or not one alone for so many ranks: {', '.join(faults)}; {_INSTEAD}"
         )
     return tuple(chosen)
 

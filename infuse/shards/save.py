@@ -45,7 +45,7 @@ def save(
     ranks split, the index has its interpretation, and each quantized linear as a step, as for a single rank.
     """
     steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
-    readings = {
+    interpretations = {
         step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)
     }
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
@@ -58,7 +58,7 @@ def save(
         "format_of_weights": config.weight_format,
         "quant": quant,
         "steps": steps,
-        "readings": readings,
+        "interpretations": interpretations,
     }
     write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
 

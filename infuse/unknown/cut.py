@@ -13,7 +13,7 @@ from torch import nn
 from infuse.architectures.packing import BLOCKS, FOUR_PARTS, Fill, block_starts
 from infuse.architectures.part import COLUMN, ROW, Matrix
 from infuse.architectures.plain import linears
-from infuse.architectures.ranks import Part
+from infuse.architectures.ranks import RankShare
 from infuse.architectures.split import Count, SplitShape, TablePart
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
@@ -26,7 +26,7 @@ MOST_INTERPRETATIONS = 24  # each one has to be proven
 
 def split_parts(
     module: nn.Module, roles: Roles, config: Any, mesh: Mesh, *, grain: int, multiple: Callable[[str, int], int]
-) -> list[tuple[Part, list[Part]]]:
+) -> list[tuple[RankShare, list[RankShare]]]:
     """Return, for each distinct interpretation of the layer, the whole and the part of each rank.
 
     A row linear's inputs are split in multiples of `multiple(path, inputs)`. Raises SpecMismatch if no interpretation
@@ -38,7 +38,7 @@ def split_parts(
     choices = [chain.interpretations() for chain in chains]
     if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
         raise SpecMismatch(name, wrong)
-    found: dict[tuple[Part, tuple[Part, ...]], list[str]] = {}
+    found: dict[tuple[RankShare, tuple[RankShare, ...]], list[str]] = {}
     for chosen in _products(choices):
         with suppress(SpecMismatch) if found else nullcontext():  # raise only if the most likely one fails
             cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
@@ -48,7 +48,7 @@ def split_parts(
     return [(_named(whole, names), list(parts)) for (whole, parts), names in first]
 
 
-def _named(whole: Part, names: list[str]) -> Part:
+def _named(whole: RankShare, names: list[str]) -> RankShare:
     assert isinstance(whole.shape, SplitShape)
     return replace(whole, shape=replace(whole.shape, interpretations=tuple(names)))
 
@@ -67,7 +67,7 @@ def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretat
         yield tuple(found[numbers[kind]] for found, kind in zip(choices, kinds, strict=True))
 
 
-def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> Part:
+def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> RankShare:
     parts = [cutter.part(mesh) for cutter in cutters]
     shapes = [shape for shape, _ in parts]
     by_heads = [shape for shape in shapes if shape.all_heads]
@@ -79,7 +79,7 @@ def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> Part:
         counts=tuple(one for shape in shapes for one in shape.counts),
         attentions=tuple(path for shape in by_heads for path in shape.attentions) if alike else (),
     )
-    return Part(shape, tuple(fill for _, fills in parts for fill in fills))
+    return RankShare(shape, tuple(fill for _, fills in parts for fill in fills))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Range, Span, Tiling, taken
 from infuse.weights.pieces import Packed, Shape, tiling
-from infuse.weights.reader import Part, Stored
+from infuse.weights.reader import Slices, Stored
 from infuse.weights.safetensors_file import SafetensorsFile
 from infuse.weights.sources import Files
 from infuse.weights.torch_file import TorchFile
@@ -33,7 +33,7 @@ class TensorFile(Protocol):
     def bytes_read(self) -> int: ...
     @property
     def stored(self) -> dict[str, Stored]: ...
-    def read(self, name: str, part: Part = ()) -> Tensor: ...
+    def read(self, name: str, part: Slices = ()) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Joined:
     def dtype(self) -> torch.dtype:
         return next(iter(self.files.values())).stored[self.name].dtype
 
-    def read(self, part: Part = ()) -> Tensor:
+    def read(self, part: Slices = ()) -> Tensor:
         """Read the tensor, or `part` of it, from the files that hold it."""
         if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
             return self.files[self.spans[0].source].read(self.name, part)
@@ -212,7 +212,7 @@ def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
     if one.stored[name] != other.stored[name]:
         return False
     shape = one.stored[name].shape
-    parts: list[Part] = [
+    parts: list[Slices] = [
         (slice(i, i + _COMPARED_ROWS),) for i in range(0, shape[0] if shape else 0, _COMPARED_ROWS)
     ] or [()]
     values = ([file.read(name, part).reshape(-1).view(torch.uint8) for file in (one, other)] for part in parts)

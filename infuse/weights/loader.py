@@ -20,7 +20,7 @@ from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
 from infuse.weights.layer_source import LayerSource
 from infuse.weights.names import ModelReader
-from infuse.weights.reader import Part, tensor_at
+from infuse.weights.reader import Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import UndoLog
 
@@ -166,7 +166,7 @@ class CheckpointLoader(LayerSource):
         assert isinstance(self._reader.checkpoint, SavedShards)
         return self._reader.checkpoint.part(name, cut).to(self._device)
 
-    def value(self, name: str, part: Part = ()) -> Tensor:
+    def value(self, name: str, part: Slices = ()) -> Tensor:
         return self._reader.read(name, part).to(self._device)
 
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
@@ -223,7 +223,7 @@ class LayerReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(tensor_at(self._module, name).shape)
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         held = tensor_at(self._module, name)
         if held.is_meta:
             return self._loader.value(f"{self._path}.{name}", part)

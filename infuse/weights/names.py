@@ -17,7 +17,7 @@ from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Joined, TensorSource, in_words
 from infuse.weights.pieces import Packed, packed_qkv
-from infuse.weights.reader import Part
+from infuse.weights.reader import Slices
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
 _COMPARED_ROWS = 4096  # read per step when comparing tied tables that the checkpoint stores twice
@@ -48,7 +48,7 @@ class ModelReader:
     tensors: dict[str, Joined] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         """Read the tensor `name` of the model, or `part` of it; only the bytes of the part are read."""
         return self.tensors[name].read(part)
 
@@ -212,7 +212,7 @@ def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
 def _equal(reader: ModelReader, first: str, second: str) -> bool:
     """True if both names have the same values; compared in parts."""
     rows = reader.tensors[first].shape[0] if reader.tensors[first].shape else 0
-    parts: list[Part] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
+    parts: list[Slices] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
     return all(torch.equal(reader.read(first, part), reader.read(second, part)) for part in parts)
 
 

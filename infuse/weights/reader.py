@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-Part = tuple[slice, ...]  # slices of the leading axes, step 1; () is the whole tensor
+Slices = tuple[slice, ...]  # slices of the leading axes, step 1; () is the whole tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Reader(Protocol):
     """Tensors by name. `part` selects a slice, so that a rank reads only its shard."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, part: Part = ()) -> Tensor: ...
+    def read(self, name: str, part: Slices = ()) -> Tensor: ...
 
 
 class LiveReader:
@@ -35,7 +35,7 @@ class LiveReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(tensor_at(self._module, name).shape)
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         found = tensor_at(self._module, name)
         return found[part] if part else found
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from infuse import memory
 from infuse.errors import CheckpointError
-from infuse.weights.reader import Part, Stored
+from infuse.weights.reader import Slices, Stored
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -119,7 +119,7 @@ class SafetensorsFile:
     def _nbytes(self, name: str) -> int:
         return math.prod(self.stored[name].shape) * self.stored[name].dtype.itemsize
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         """Read the tensor, or `part` of it, into its own memory; other rows and columns are not read.
 
         A whole tensor is usually kept, so it is allocated on huge pages.

@@ -21,7 +21,7 @@ from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
-from infuse.weights.reader import Part
+from infuse.weights.reader import Slices
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
@@ -166,7 +166,7 @@ class _Given:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         found = self._tensors[name].detach()
         found = found[part] if part else found
         return found if self._device is None else found.to(self._device)

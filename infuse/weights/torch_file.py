@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError
-from infuse.weights.reader import Part, Stored
+from infuse.weights.reader import Slices, Stored
 
 _INNER = ("module", "model", "state_dict")  # keys under which training checkpoints keep the model's tensors
 # Bytes read before the file is remapped: pages stay resident until then. Remapping takes about a millisecond.
@@ -30,7 +30,7 @@ class TorchFile:
         self._tensors = self._open()
         self.stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
-    def read(self, name: str, part: Part = ()) -> Tensor:
+    def read(self, name: str, part: Slices = ()) -> Tensor:
         """Read the tensor, or `part` of it, into its own memory."""
         if self._since > _MAPPED_BYTES and self._mapped:
             self._tensors, self._since = self._open(), 0
