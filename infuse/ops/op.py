@@ -1,8 +1,7 @@
 """An op: one contract, one reference in plain PyTorch, a fake for tracing, cases, and any number of bodies.
 
-Making a plan chooses the bodies, which are then called directly. While torch.compile or torch.export traces, the same
-call becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls another
-registered op.
+A plan chooses the bodies, which are then called directly. While torch.compile or torch.export traces, the same call
+becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that body. No op calls a registered op.
 """
 
 from __future__ import annotations

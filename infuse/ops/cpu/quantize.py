@@ -1,7 +1,6 @@
 """ops/quantize.py in C++ (src/quantize.h): search each group's grid among the candidates of infuse/quant.
 
-Scales, zeros and codes equal the reference's, except when the errors of two candidates differ only by the order of
-summation.
+Scales, zeros and codes equal the reference's, unless two candidates' errors differ only by the order of summation.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ constexpr int64_t kBuffers = 3;
 
 // The sizes that a program needs, and whether the kernels for many tokens support it.
 struct Demand {
-  int64_t read, inner = 0, heads = 1;  // values per token: the widest matrix input; all between a part's matrices
+  int64_t read, inner = 0, heads = 1;  // read, inner: values per token, of the widest input and between matrices
   bool codes = false, taken = true;
 
   Demand(const Program& program, int64_t columns) : read(columns) {

@@ -33,8 +33,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return y;
 }
 
-// Many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half if gated. None if tiles are
-// not supported.
+// Many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half if gated. None without tiles.
 std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t act, bool gated) {
   const TileKernels& kernel = kernels().linear.tiles;
   if (!kernel.multiply || left_to_pytorch()) return std::nullopt;

@@ -87,8 +87,7 @@ void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   torch::stable::parallel_for(0, blocks, 1, arrange);
 }
 
-// For more rows than the cores' caches hold: each thread takes chunks of rows and multiplies each by all outputs (or
-// gates).
+// For more rows than the cores' caches hold: each thread takes chunks of rows and computes all outputs (or gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   std::atomic<int64_t> next{0};

@@ -14,8 +14,7 @@ Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, 
 std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias,
                                     double eps, double offset, bool centred);
 
-// binding_linear.cpp, binding_panels.cpp: few rows. x, y, bias, rows and type must be set; the weight is as in the
-// operator's schema.
+// binding_linear.cpp, binding_panels.cpp: few rows. x, y, bias, rows and type must be set; weights as in the schema.
 void stream_linear(LinearArgs& a, const Tensor& weight);
 void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
                    int64_t code, int64_t outputs);

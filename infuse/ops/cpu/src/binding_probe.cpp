@@ -14,8 +14,8 @@ namespace {
 // the system suspends does not delay the others.
 constexpr int64_t kPieceBytes = 4 << 20;
 
-// The exclusive or of the 64-bit words of x, which must be contiguous with a multiple of 8 bytes. All of PyTorch's
-// threads read.
+// The exclusive or of the 64-bit words of x, read by all of PyTorch's threads. x must be contiguous, and its bytes a
+// multiple of 8.
 int64_t read_bytes(Tensor x) {
   const int64_t bytes = x.numel() * int64_t(x.element_size());
   STD_TORCH_CHECK(x.is_contiguous() && bytes % 8 == 0,

@@ -1,5 +1,5 @@
 // Products of many rows of x with tiles of integer codes, with x rounded to 8 bits if the weight's format allows it. An
-// instruction does twice the operations of bf16, and more on processors without bf16 instructions.
+// instruction does twice the operations of one for bf16; without bf16 instructions the gain is larger.
 //
 //   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows],
 //          then [group's inputs / 4][rows] of four bytes

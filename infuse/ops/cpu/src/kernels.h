@@ -1,5 +1,4 @@
-// The kernels as a table of function pointers, one table per instruction set. Plain pointers and sizes, without
-// PyTorch.
+// The kernels as a table of function pointers, one table per instruction set. Plain pointers and sizes, no PyTorch.
 //
 // Suffixes: R rows, C columns (the last axis), row strides in elements. bf16 and fp16 are passed as uint16_t.
 #pragma once

@@ -9,7 +9,7 @@
 
 namespace infuse {
 
-// Inputs of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31.
+// Most inputs of a group whose x is rounded to 8 bits: 255 * 127 * 65536 is below 2^31.
 constexpr int64_t kMostIntegerInputs = 1 << 16;
 
 // y[R, O] = x[R, I] @ w[O, I].T + bias[O]. A plain weight has the type of x. A quantized one is stored in panels
@@ -33,8 +33,8 @@ struct LinearArgs {
   Act act;
 
   bool* finite;  // if x is rounded to 8 bits: any thread sets it to false if x is not finite
-  // In products by tiles: the bytes of a weight row; the distance, in outputs or gates, to the next tile that the same
-  // thread is likely to take.
+  // In products by tiles. row_bytes: of a weight row. ahead: distance, in outputs or gates, to the next tile that the
+  // same thread is likely to take.
   int64_t row_bytes, ahead;
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes

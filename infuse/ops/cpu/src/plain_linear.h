@@ -29,8 +29,8 @@ void arrange_plain(const LinearArgs& a) {
   }
 }
 
-// sums[n][r] = the product of weight row n with row r of x. If there are few sums, each has several chains, so that
-// additions overlap.
+// sums[n][r] = the product of weight row n with row r of x. Few sums have several chains each, so that additions
+// overlap.
 template <class T, int N, int R>
 void dot_rows(const T* w, int64_t inputs, const typename Elements<T>::X* x, float (&sums)[N][R]) {
   using P = Elements<T>;

@@ -1,5 +1,4 @@
-// The search for each group's grid: infuse/quant/integer.py operation by operation, so that scales, zeros and codes are
-// the same.
+// The search for each group's grid: infuse/quant/integer.py operation by operation, with the same scales, zeros, codes.
 //
 // Each lane is a group: the values of `width` groups are transposed, and one number per group there is a Vec here. Only
 // the squared errors are summed in another order. Candidates that cannot win are skipped (`hopeless`).

@@ -1,5 +1,4 @@
-// The search for each group's scale of fp8 and fp6, and their codes: infuse/quant/floating.py operation by operation,
-// like quantize.h.
+// The search for each group's scale, and the codes, for fp8 and fp6: infuse/quant/floating.py operation by operation.
 #pragma once
 
 #include "kernels.h"
@@ -27,8 +26,7 @@ inline Vec power_below(Vec x) {
 #endif
 }
 
-// A grid with `exponent` and `mantissa` bits, smallest normal value 2^lowest and largest value `most`: GRIDS in
-// floating.py.
+// A grid of GRIDS in floating.py: `exponent` and `mantissa` bits, smallest normal value 2^lowest, largest value `most`.
 template <int exponent, int mantissa, int lowest, int most>
 struct FloatGrid {
   static constexpr float smallest_normal = 1.0f / (1 << -lowest);
@@ -49,8 +47,7 @@ struct FloatGrid {
     for (int64_t i = 0; i < length; i += Vec::width) {
       const int n = int(length - i < Vec::width ? length - i : Vec::width);
       const Vec steps = load(w + i, n) / Vec(scale), magnitude = rounded(absolute(steps));
-      // Exponent and mantissa of float32, minus an offset, are the code. For subnormals, add the smallest normal value
-      // first.
+      // The code is exponent and mantissa of float32 minus an offset. Subnormals need the smallest normal value added.
       const Vec moved = where_less(magnitude, normal, magnitude + normal, magnitude);
       const Vec sign = where_less(steps, none, where_less(none, magnitude, negative, none), none);  // never -0
       float values[Vec::width], added[Vec::width];
@@ -66,7 +63,8 @@ struct FloatGrid {
     }
   }
 
-  // The scale with the least squared error; if equal, the first. Each candidate is the grid value of the largest value.
+  // The scale with the least squared error; if equal, the first. A candidate is the grid value that the largest value
+  // is scaled to.
   static Vec best_scale(const QuantizeArgs& a, const float* values, Vec largest_value) {
     constexpr int together = 4;  // as in Search of quantize.h
     Vec best, least(__builtin_inff());

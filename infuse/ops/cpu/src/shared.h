@@ -18,8 +18,7 @@ void sum_arrays_of(const SumArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// Sums in float32 in the order of `from` and rounds once, so that every rank gets the same bits. `to` may be one of the
-// arrays.
+// Sums in float32 in the order of `from` and rounds once, so that every rank gets the same bits. `to` may be in `from`.
 inline void sum_arrays(const SumArgs& a, int64_t begin, int64_t end) {
   if (a.type == Type::f32) {
     sum_arrays_of<float>(a, begin, end);

@@ -34,8 +34,7 @@ inline void store_both(bf16* to, Vec low, Vec high, int left) {
 }
 #endif
 
-// Writes the sums of one tile: outputs from o on, or act(gate) * up for gates from o on. The up values come after all
-// gates.
+// Writes the sums of one tile: outputs from o on, or act(gate) * up for gates from o on; up values follow all gates.
 template <class T, class Activate>
 void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row,
                 const Activate& act) {

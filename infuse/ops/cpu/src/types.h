@@ -1,5 +1,4 @@
-// The element types, the codes of quantized weights and the activations of the kernels. bf16 and fp16 are passed as
-// uint16_t.
+// Element types, codes of quantized weights, and activations. bf16 and fp16 are passed as uint16_t.
 #pragma once
 
 #include <cstdint>

@@ -21,8 +21,7 @@ def scaled(y, weight, bias, at, inside, offset):
 def moments(x_row, real, columns, eps, NORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The means (0 for an RMS norm) and 1 / standard deviations of the rows, [ROWS] each.
 
-    `x_row` [ROWS] points to the rows; `real` marks the valid ones. Reads BLOCK columns at once, and nothing if NORM is
-    None.
+    `x_row` [ROWS] points to the rows; `real` marks the valid ones. Reads BLOCK columns at once; nothing without NORM.
     """
     mean = tl.zeros((ROWS,), tl.float32)
     inverse = tl.zeros((ROWS,), tl.float32)
