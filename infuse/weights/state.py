@@ -142,8 +142,8 @@ class Original:
         if any(fill.cut is not None for fill in self.fills):
             raise UnsupportedCall(
                 f"{what} needs whole tensors, and this rank holds a part of {self.path or 'the model'}. Save with "
-                "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`, which any number of ranks "
-                "reads; load with checkpoint=FOLDER"
+                "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`; as many ranks "
+                "load it with checkpoint=FOLDER"
             )
 
 
