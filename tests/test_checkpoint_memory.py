@@ -26,7 +26,7 @@ SHAPE = dict(
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
 MB = 1e6
 # What a load takes beside tensors: torch's own code and workspaces, and memory that is free but not given back yet.
-SPARE_BYTES = 14 * MB
+SPARE_BYTES = 12 * MB
 
 LOAD = """
 import json, sys
@@ -90,11 +90,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_peak_memory_is_the_result_and_one_layer(form: str, keys: dict, folders: dict[str, Path]) -> None:
     command = [sys.executable, "-c", LOAD, str(folders[form]), json.dumps(keys), json.dumps(SHAPE), json.dumps(SMALL)]
     # With a fixed threshold the C library gives freed tensors back at once; else it keeps up to some 40 MB for later.
+    # oneDNN keeps the code of the products that the proof ran, on processors with AMX 10 MB of it.
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
     }
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -86,7 +86,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
 
 @pytest.mark.parametrize(
     ("dtype", "capability"),
-    [(torch.float32, 80), (torch.bfloat16, 80), (torch.bfloat16, 90), (torch.float16, 90)],
+    [(torch.float32, 80), (torch.bfloat16, 80), (torch.float16, 80), (torch.bfloat16, 90)],  # 80 has less shared memory
     ids=str,
 )
 def test_every_kernel_compiles(dtype: torch.dtype, capability: int) -> None:

@@ -95,14 +95,11 @@ def attend(
     real = token < tokens
     q_at = q + batch * q_batch_stride + head * q_head_stride + token * q_token_stride
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < width)[None, :], other=0.0)
-
     keys = tl.load(length).to(tl.int32) if LENGTH_IS_THERE else length
     query = keys - tokens + token  # the query's position among the keys
     begin, end = key_range(keys, tokens, window, CAUSAL, WINDOWED, GROUP, ROWS, KEYS, SPLITS)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    seen = tl.zeros((ROWS,), tl.int32)
-    part = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+    highest, part = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+    total, seen = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.int32)
     k_at = k + batch * k_batch_stride + kv_head * k_head_stride
     v_at = v + batch * v_batch_stride + kv_head * v_head_stride
     for first in range(begin, end, KEYS):
@@ -130,7 +127,6 @@ def attend(
         )  # fmt: skip
         seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
         highest, total, part = added(scores, v_tile, highest, total, part)
-
     # If all allowed scores are -inf, the result is NaN, as in softmax; a fully masked row is zeros.
     total = tl.where((highest == float("-inf")) & (seen == 1), float("nan"), total)
     at = (batch * tokens + token) * kv_heads * GROUP + head
