@@ -312,6 +312,10 @@ def test_calls_that_are_no_steps() -> None:
     embedded = dict(inputs_embeds=torch.randn(3, 1, exact.config.hidden_size))
     assert calls([longer, step, step, step, step]) == (1, 1, 2), "the first is no step, those after it are"
     assert calls([four_axes, step, step, step]) == (0, 0, 3)
+    hiding = [torch.zeros(3, 1, 1, PROMPT + place) for place in range(1, 6)]
+    for mask in hiding:
+        mask[..., 1:3] = torch.finfo(mask.dtype).min
+    assert calls([dict(step, attention_mask=mask) for mask in hiding]) == (0, 0, 0), "graphs take masks of two axes"
     assert calls([embedded] * 4) == (0, 0, 0)
     assert calls([dict(step, return_dict=False)] * 4) == (1, 0, 0), "a tuple is found out once"
     assert calls([dict(step, position_ids=torch.ones(3, 1, dtype=torch.long), use_cache=False)] * 4) == (1, 1, 2)
