@@ -25,6 +25,7 @@ from infuse import ops
 from infuse.device import cpu_features
 from infuse.native import described, isa, kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
+from infuse.ops.cpu.linear import takes_tiles
 
 LEVEL = "avx512_amx"
 
@@ -36,6 +37,15 @@ runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the proce
 
 
 # ---- the kernels ----
+
+
+@pytest.mark.skipif(isinstance(kernels(), str) or takes_tiles(), reason="test_encoder_call.py runs as it is")
+@pytest.mark.skipif(isa() != LEVEL, reason="the processor has no AMX")
+def test_encoders_go_in_one_call_over_our_tiles() -> None:
+    """PyTorch's own products are preferred with AMX, so test_encoder_call.py has to ask for ours."""
+    file = str(Path(__file__).with_name("test_encoder_call.py"))
+    code, out, err = run_at_level(f"{LEVEL}!", "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", file)
+    assert code == 0 and "passed" in out and "skipped" not in out, out[-3000:] + err[-3000:]
 
 
 @pytest.fixture(scope="module")
