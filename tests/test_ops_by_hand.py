@@ -50,6 +50,37 @@ def test_norm_by_hand(name: str) -> None:
             assert torch.equal(out[0], x)
 
 
+def experts_by_hand(args: tuple) -> Tensor:
+    """One token, one route at a time, in float64, as the definition reads."""
+    x, index, weights, up, up_bias, down, down_bias, *gate = (
+        arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args
+    )
+    act, gated, limit, limit_after, offset, first = gate
+    width, function = x.shape[1], ACT2FN[{"gelu_tanh": "gelu_pytorch_tanh"}.get(act, act)]
+    count = len(down) // width
+    bias = [torch.zeros(len(m), dtype=torch.float64) if b is None else b for m, b in ((up, up_bias), (down, down_bias))]
+    out = torch.zeros_like(x)
+    for t, k in torch.cartesian_prod(*(torch.arange(n) for n in index.shape)).tolist():
+        e = int(index[t, k]) - first
+        if not 0 <= e < count:
+            continue
+        h = up.view(count, -1, width)[e] @ x[t] + bias[0].view(count, -1)[e]
+        if gated:
+            g, h = h[: len(h) // 2], h[len(h) // 2 :]
+            g = function(g.clamp(max=limit) if limit and not limit_after else g)
+            g, h = (g.clamp(max=limit), h.clamp(-limit, limit)) if limit else (g, h)
+            h = g * (h + offset)
+        else:
+            h = function(h)
+        out[t] += weights[t, k] * (down.view(count, width, -1)[e] @ h + bias[1].view(count, -1)[e])
+    return out
+
+
+def test_experts_by_hand() -> None:
+    for case in cases("experts"):
+        assert_near(ops.experts(*case.args), experts_by_hand(case.args), torch.float32, case.label)
+
+
 def attention_by_hand(
     q: Tensor,
     k: Tensor,

@@ -158,14 +158,27 @@ class Op:
         chosen = self.bodies[name]
         if chosen.layout is None:
             return chosen.function, args
-        # In every op a quantized weight has these arguments: data, scale, zero, its two sizes, format.
         names = [argument.name for argument in getattr(torch.ops.infuse, self.name).default._schema.arguments]
-        data, text = names.index("data"), names.index("format")
-        (codes, scale, zero), shape = args[data : data + 3], args[text - 2 : text]
-        laid = chosen.layout.prepare(QuantizedWeight(codes, scale, zero, shape, quant_format(args[text])))
-        if laid is None:
-            return self.reference, args
-        return chosen.function, (*args[:data], laid.data, laid.scale, laid.zero, *args[data + 3 :])
+        into = list(args)
+        for data in (at for at, name in enumerate(names) if name == "data" or name.endswith("_data")):
+            text, shape = self._described(names, data, args)
+            codes, scale, zero = args[data : data + 3]
+            laid = chosen.layout.prepare(QuantizedWeight(codes, scale, zero, shape, quant_format(text)))
+            if laid is None:
+                return self.reference, args
+            into[data : data + 3] = laid.data, laid.scale, laid.zero
+        return chosen.function, tuple(into)
+
+    def _described(self, names: list[str], data: int, args: tuple) -> tuple[str, tuple[int, int]]:
+        """The format and the shape of the quantized weight whose codes are the argument `data`.
+
+        Ops with one weight take both its sizes before `format`; experts take the inner width alone.
+        """
+        if names[data] == "data":
+            text = names.index("format")
+            return args[text], args[text - 2 : text]
+        inputs = args[0].shape[1] if names[data] == "up_data" else args[names.index("inner")]
+        return args[names.index(names[data].replace("data", "format"))], (args[data + 1].shape[0], inputs)
 
     def fake(self, function: Callable) -> Callable:
         """Declare the shape and dtype of the result for tracing. It must be contiguous, like the result of `run`."""
