@@ -43,13 +43,9 @@ class Loaded:
 
 
 def load(
-    model: nn.Module,
-    config: InferenceConfig,
-    device: Device,
-    mesh: Mesh = ONE,
-    group: Group = LOCAL,
+    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, group: Group = LOCAL,
     progress: Progress | None = None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Plan, and execute the plan with `config`'s checkpoint: on one rank of `mesh` its part, in step with its `group`.
 
     On CheckpointError, ConfigError or ProofError, `model` still has all its tensors and modules, on all ranks. Loading

@@ -20,14 +20,7 @@ from rich.table import Table
 
 from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
 from infuse.cli.messages import FAILED, WRONG_USE, bar, fail, remarks, without_tracebacks
-from infuse.cli.model_folder import (
-    copy_rest,
-    empty_model,
-    load_generative,
-    read_config,
-    read_tokenizer,
-    start_engine,
-)
+from infuse.cli.model_folder import copy_rest, empty_model, load_generative, read_config, read_tokenizer, start_engine
 from infuse.cli.ranks import as_ranks, rank_device
 
 if TYPE_CHECKING:
@@ -42,8 +35,7 @@ app = typer.Typer(
 )
 
 Folder = Annotated[
-    Path,
-    typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need its weights too."),
+    Path, typer.Argument(metavar="MODEL_DIR", help="Folder with config.json; generate and bench need its weights too.")
 ]
 DtypeName = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16, float16, int8. Default: the best for the device.")

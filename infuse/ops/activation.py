@@ -6,6 +6,7 @@ Suffixes: R rows, I inner width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -14,29 +15,16 @@ from torch import Tensor
 
 from infuse.ops.op import Case, op
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016, the sigmoid form
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()  # So et al. 2021 (Primer)
-
-
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "silu": F.silu,
         "gelu": F.gelu,
-        "gelu_tanh": _gelu_tanh,
-        "quick_gelu": _quick_gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016, the sigmoid form
         "relu": F.relu,
-        "relu2": _relu2,
+        "relu2": lambda x: F.relu(x).square(),  # So et al. 2021 (Primer)
         "tanh": torch.tanh,
-    }  # fmt: skip
+    }
 )
 
 
@@ -64,12 +52,8 @@ def _half_of_x(x: Tensor, name: str) -> Tensor:
 
 
 @activation.cases
+@gated_activation.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for name in _FUNCTIONS:
         for shape in ((2, 3, 34), (1, 8), (0, 8)):
             yield Case(f"{name} {shape}", (torch.randn(shape, dtype=dtype, device=device) * 4, name))
-
-
-@gated_activation.cases
-def _gated_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    yield from _cases(dtype, device)

@@ -15,15 +15,9 @@ from infuse.ops.op import Case, op
 
 
 def attention_weights(
-    q_BHTD: Tensor,
-    k_BKLD: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
+    q_BHTD: Tensor, k_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
     softcap: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """softmax of scale * q k^T, then soft-capped, biased and masked: [B, H, T, L] in float32.
 
     A row whose keys are all masked is all zeros. `mask` is bool (True: attend) or additive, broadcastable to
@@ -63,17 +57,9 @@ def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.
     " float scale, bool causal, int window, float softcap) -> Tensor"
 )
 def attention(
-    q_BHTD: Tensor,
-    k_BKLD: Tensor,
-    v_BKLD: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    length: Tensor | None = None,
-) -> Tensor:
+    q_BHTD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float,
+    causal: bool, window: int, softcap: float, length: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; computed in float32.
 
     A body called directly, not through the registered op, also takes `length`, an int64 tensor with one element: only
@@ -99,17 +85,9 @@ def cut(
 
 @attention.implement("torch")
 def _attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    length: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
+    softcap: float, length: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """PyTorch's scaled_dot_product_attention; the reference for soft caps, which it does not support."""
     if length is not None:
         k, v, mask, bias = cut(k, v, mask, bias, int(length))
@@ -152,17 +130,7 @@ def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) 
 
 
 @attention.fake
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 

@@ -69,15 +69,9 @@ def _linear(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: T
 
 
 def _embedding(
-    index: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    rows: int,
-    width: int,
-    format: str,
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return data.index_select(0, index.reshape(-1)).to(dtype).view(*index.shape, width)
 
 

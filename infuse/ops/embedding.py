@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +18,9 @@ from infuse.quant.parse import quant_format
     " ScalarType dtype) -> Tensor"
 )
 def quantized_embedding(
-    index: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    rows: int,
-    width: int,
-    format: str,
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """dequantize(data, scale, zero)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
     # index_select refuses indices out of range, negative ones too, as nn.Embedding does.
@@ -37,17 +32,9 @@ def quantized_embedding(
 
 
 @quantized_embedding.fake
-def _fake(
-    index: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    rows: int,
-    width: int,
-    format: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return scale.new_empty(*index.shape, width, dtype=dtype)
+def _fake(index: Tensor, data: Tensor, *given: Any) -> Tensor:
+    (width, _, dtype) = given[-3:]
+    return data.new_empty(*index.shape, width, dtype=dtype)
 
 
 @quantized_embedding.cases

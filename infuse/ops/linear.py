@@ -87,16 +87,9 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any)
     f" str format, {_AROUND}) -> Tensor"
 )
 def quantized_linear(
-    x_RI: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias_O: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    *around: Any,
-) -> Tensor:
+    x_RI: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias_O: Tensor | None, outputs: int, inputs: int,
+    format: str, *around: Any,
+) -> Tensor:  # fmt: skip
     """`linear` with a dequantized weight: data, scale and zero are the buffers of a QuantizedWeight in `format`."""
     chosen = quant_format(format)
     weight_OI = chosen.dequantize(QuantizedWeight(data, scale, zero, (outputs, inputs), chosen), x_RI.dtype)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.op import Case, op
+from infuse.ops.op import Case, CaseMaker, op
 
 
 @op("rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor")
@@ -89,19 +90,15 @@ def _layer_norm_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
 
 
 @add_rms_norm.implement("torch")
-def _add_rms_norm_torch(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_torch(x: Tensor, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, _rms_norm_torch(total, weight, eps, offset)
+    return total, _rms_norm_torch(total, *given)
 
 
 @add_layer_norm.implement("torch")
-def _add_layer_norm_torch(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
+def _add_layer_norm_torch(x: Tensor, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return total, _layer_norm_torch(total, weight, bias, eps, offset)
+    return total, _layer_norm_torch(total, *given)
 
 
 @rms_norm.fake
@@ -136,12 +133,6 @@ def _rms_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield Case(label, (x, weight, 1e-6, offset))
 
 
-@add_rms_norm.cases
-def _add_rms_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for label, x, weight, offset in _inputs(dtype, device):
-        yield Case(label, (x, torch.randn_like(x), weight, 1e-6, offset))
-
-
 @layer_norm.cases
 def _layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for label, x, weight, offset in _inputs(dtype, device):
@@ -149,8 +140,14 @@ def _layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield Case(label, (x, weight, bias, 1e-5, offset))
 
 
-@add_layer_norm.cases
-def _add_layer_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for label, x, weight, offset in _inputs(dtype, device):
-        bias = None if weight is None else torch.randn_like(weight)
-        yield Case(label, (x, torch.randn_like(x), weight, bias, 1e-5, offset))
+def _after_addition(cases: CaseMaker) -> CaseMaker:
+    def made(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+        for case in cases(dtype, device):
+            x, *given = case.args
+            yield Case(case.label, (x, torch.randn_like(x), *given))
+
+    return made
+
+
+add_rms_norm.cases(_after_addition(_rms_cases))
+add_layer_norm.cases(_after_addition(_layer_cases))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +39,9 @@ def rotary(x_BTND: Tensor, cos_BTE: Tensor, sin_BTE: Tensor, interleaved: bool) 
     " bool interleaved) -> Tensor"
 )
 def rotary_append(
-    qkv_BTND: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    start: int | Tensor,
-    heads: int,
-    interleaved: bool,
-) -> Tensor:
+    qkv_BTND: Tensor, cos: Tensor | None, sin: Tensor | None, keys_BKSD: Tensor, values_BKSD: Tensor,
+    start: int | Tensor, heads: int, interleaved: bool,
+) -> Tensor:  # fmt: skip
     """Rotate queries and keys, write keys and values to the cache at [start, start + T).
 
     Returns the queries [B, H, T, D]. Without cos and sin nothing is rotated. The cache must have room: start + T <= S.
@@ -92,20 +87,12 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @rotary_append.implement("torch")
 def _rotary_append_torch(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    start: int | Tensor,
-    heads: int,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int | Tensor, heads: int,
     interleaved: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The reference without its last copy: a body called directly may return a view."""
-    kv_heads = keys.shape[1]
-    if cos is None or sin is None:
-        turned = qkv
-    else:
+    kv_heads, turned = keys.shape[1], qkv
+    if cos is not None and sin is not None:
         turned = _rotary_torch(qkv.narrow(2, 0, heads + kv_heads), cos, sin, interleaved)
     turned = turned.transpose(1, 2)
     _write(keys, turned.narrow(1, heads, kv_heads), start)
@@ -120,14 +107,7 @@ def _rotary_fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 
 @rotary_append.fake
 def _append_fake(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    start: int,
-    heads: int,
-    interleaved: bool,
+    qkv: Tensor, cos: Any, sin: Any, keys: Tensor, values: Tensor, start: Any, heads: int, *_: Any
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], heads, qkv.shape[1], qkv.shape[3])
 
@@ -157,11 +137,10 @@ def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         qkv = torch.randn(batch, tokens, heads + 2 * kv_heads, width, dtype=dtype, device=device)
         keys, values = (torch.randn(batch, kv_heads, 16, width, dtype=dtype, device=device) for _ in range(2))
         cos, sin = _turns(batch, tokens, width, dtype, device)
-        for interleaved in (False, True):
-            yield Case(
-                f"{tuple(qkv.shape)} at {start} {interleaved=}",
-                (qkv, cos, sin, keys.clone(), values.clone(), start, heads, interleaved),
-            )
-        yield Case(
-            f"{tuple(qkv.shape)} at {start} plain", (qkv, None, None, keys.clone(), values.clone(), start, heads, False)
-        )
+        for what, turns, pairs in (
+            ("halves", (cos, sin), False),
+            ("pairs", (cos, sin), True),
+            ("plain", (None, None), False),
+        ):
+            args = (qkv, *turns, keys.clone(), values.clone(), start, heads, pairs)
+            yield Case(f"{tuple(qkv.shape)} at {start} {what}", args)

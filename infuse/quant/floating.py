@@ -84,23 +84,13 @@ class FloatFormat(QuantFormat):
     """
 
     def __post_init__(self) -> None:
-        assert (
-            self.name in GRIDS and self.bits == int(self.name[2:]) and (self.group_size is None or self.groups is None)
-        )
+        super().__post_init__()
         if not self.symmetric:
             raise ConfigError(
                 f"{self.name} has no asymmetric form; possible: {self.name}, or int8 and int4 with :asymmetric"
             )
         if self.activation_bits != 16:
             raise ConfigError(f"{self.name} has no :a8; possible: {self.name}, or int8 and int4 with :a8")
-        for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
-        if self.group_size is not None and self.group_size % self.pack:
-            raise ConfigError(
-                f"{self.name}: four values share three bytes, so the group size is a multiple of 4, "
-                f"not {self.group_size}"
-            )
 
     def __str__(self) -> str:
         if self.groups is not None:
@@ -114,19 +104,6 @@ class FloatFormat(QuantFormat):
         """From ERRORS, at this group length or the next longer one; whole rows count as the longest."""
         length = min(self.group_size or ERROR_LENGTHS[-1], ERROR_LENGTHS[-1])
         return next(error for known, error in zip(ERROR_LENGTHS, ERRORS[self.name], strict=True) if known >= length)
-
-    def fits(self, in_features: int) -> str | None:
-        """Like QuantFormat.fits; fp6 also needs a multiple of 4 inputs in each group."""
-        if in_features % self.pack:
-            return f"{self}: four values share three bytes, and {in_features} inputs are not a multiple of 4"
-        if reason := super().fits(in_features):
-            return reason
-        if self.groups is not None and (length := in_features // self.groups) % self.pack:
-            return (
-                f"{self}: four values share three bytes, and {in_features} inputs in {self.groups} groups are {length} "
-                "for each"
-            )
-        return None
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         scale_G1 = _best_scale(w_GN, self.name)

@@ -39,6 +39,10 @@ ERROR_LENGTHS = (16, 32, 64, 128, 256, 1024, 4096, 16384)  # group lengths at wh
 # of normal ones.
 TAIL_FACTOR = 2.0
 
+# Why inputs come in multiples of QuantFormat.pack.
+_SHARED = {2: "two values share a byte", 4: "four values share three bytes"}
+_MULTIPLE = {2: "even", 4: "a multiple of 4"}
+
 
 @dataclass(frozen=True)
 class QuantFormat(ABC):
@@ -55,6 +59,17 @@ class QuantFormat(ABC):
     symmetric: bool = True
     groups: int | None = None
     activation_bits: int = 16
+
+    def __post_init__(self) -> None:
+        assert self.group_size is None or self.groups is None
+        for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
+        if self.group_size is not None and self.group_size % self.pack:
+            raise ConfigError(
+                f"{self.name}: {_SHARED[self.pack]}, so the group size must be {_MULTIPLE[self.pack]}, "
+                f"not {self.group_size}"
+            )
 
     @abstractmethod
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -83,17 +98,15 @@ class QuantFormat(ABC):
                 f"{self} quantizes floating matrices [out, in]; this is {weight.dtype} {list(weight.shape)}"
             )
         (rows, columns), groups = weight.shape, self.group_count(weight.shape[1])
-        data_dtype = torch.int8 if self.name == "int8" else torch.uint8
-        data = torch.empty(rows, columns * self.bits // 8, dtype=data_dtype, device=weight.device)
+        data = self._empty_codes(rows, columns, weight.device)
         scale = torch.empty(rows, groups, dtype=SCALE_DTYPE, device=weight.device)
         zero = None if self.symmetric else torch.empty(rows, groups, dtype=torch.int8, device=weight.device)
         if not weight.is_meta and weight.numel():
             for part in _row_blocks(weight):
                 block = weight[part].float()
                 _refuse_unstorable(block, part.start, weight)
-                for into, found in zip(
-                    (data, scale, zero), self._coded(block.reshape(-1, columns // groups)), strict=True
-                ):
+                coded = self._coded(block.reshape(-1, columns // groups))
+                for into, found in zip((data, scale, zero), coded, strict=True):
                     if into is not None and found is not None:
                         into[part] = found.reshape(len(block), -1)
         return QuantizedWeight(data, scale, zero, (rows, columns), self)
@@ -105,9 +118,8 @@ class QuantFormat(ABC):
         out = torch.empty(weight.shape, dtype=dtype, device=weight.data.device)
         if not out.is_meta and out.numel():
             for part in _row_blocks(out):
-                out[part] = self._values(
-                    weight.data[part], weight.scale[part], None if weight.zero is None else weight.zero[part]
-                )
+                zero = None if weight.zero is None else weight.zero[part]
+                out[part] = self._values(weight.data[part], weight.scale[part], zero)
         return out
 
     @torch.no_grad()
@@ -117,17 +129,16 @@ class QuantFormat(ABC):
         The inverse of `dequantize`, even if that rounded to 16 bits.
         """
         rows, columns = values.shape
-        data = torch.empty(
-            rows,
-            columns * self.bits // 8,
-            dtype=torch.int8 if self.name == "int8" else torch.uint8,
-            device=values.device,
-        )
+        data = self._empty_codes(rows, columns, values.device)
         for part in _row_blocks(values) if values.numel() else ():
             groups = values[part].float().reshape(-1, columns // scale.shape[1])
             zero_G1 = None if zero is None else zero[part].float().reshape(-1, 1)
             data[part] = self._nearest(groups, scale[part].float().reshape(-1, 1), zero_G1).reshape(len(data[part]), -1)
         return data
+
+    def _empty_codes(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        dtype = torch.int8 if self.name == "int8" else torch.uint8
+        return torch.empty(rows, columns * self.bits // 8, dtype=dtype, device=device)
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Bytes of a weight in this format, including scales and zeros. ConfigError if `fits` declines."""
@@ -151,12 +162,17 @@ class QuantFormat(ABC):
 
     def fits(self, in_features: int) -> str | None:
         """None if rows of `in_features` can be stored in this format, else the reason with its numbers."""
+        if in_features % self.pack:
+            return f"{self}: {_SHARED[self.pack]}, and {in_features} inputs are not {_MULTIPLE[self.pack]}"
         if self.group_size is not None and in_features % self.group_size:
             divisors = [str(size) for size in (128, 64, 32) if in_features % size == 0 and size != self.group_size]
             would = " or ".join(divisors) if divisors else "row"
             return f"{self}: groups of {self.group_size} do not divide {in_features} inputs ({would} would)"
         if self.groups is not None and in_features % self.groups:
             return f"{self}: {in_features} inputs do not divide into {self.groups} groups"
+        if self.groups is not None and (length := in_features // self.groups) % self.pack:
+            each = f"{in_features} inputs in {self.groups} groups are {length} for each, not {_MULTIPLE[self.pack]}"
+            return f"{self}: {_SHARED[self.pack]}, and {each}"
         return None
 
     def of_part(self, in_features: int) -> QuantFormat:
@@ -178,52 +194,6 @@ class QuantFormat(ABC):
             return self.groups
         return 1 if self.group_size is None else in_features // self.group_size
 
-    def shard(
-        self, weight: QuantizedWeight, *, outputs: range | None = None, inputs: range | None = None
-    ) -> QuantizedWeight:
-        """Copy the part of `weight` with these outputs (rows) and inputs into new buffers; None means all of them.
-
-        The values are bit-identical to that part of the whole. A part with scales of its own also equals the result of
-        quantizing that part of the original. The format stays the same, except that `groups=N` counts the groups of a
-        row, and a part has fewer. ConfigError for ranges outside the weight or with a step; for inputs that cut a
-        group, unless the row is one group, whose scale each part then keeps; and for inputs that cut a byte (4 bits:
-        even limits, 6 bits: multiples of 4).
-        """
-        assert weight.format == self, f"{weight.format} is not {self}"
-        of_outputs, of_inputs = (range(size) for size in weight.shape)
-        outputs, inputs = outputs if outputs is not None else of_outputs, inputs if inputs is not None else of_inputs
-        for what, part, whole in (("outputs", outputs, of_outputs), ("inputs", inputs, of_inputs)):
-            if part.step != 1 or not 0 <= part.start <= part.stop <= len(whole):
-                raise ConfigError(
-                    f"{self}: {what} {part} of a weight {list(weight.shape)}; possible: ranges within {whole} "
-                    "in steps of 1"
-                )
-        format, groups = self, slice(None)
-        if inputs != of_inputs:
-            groups = self._groups_of(inputs, weight)
-            if self.groups is not None:
-                format = replace(self, groups=max(1, groups.stop - groups.start))
-        rows, columns = (
-            slice(outputs.start, outputs.stop),
-            slice(*(limit * self.bits // 8 for limit in (inputs.start, inputs.stop))),
-        )
-        data, scale = weight.data[rows, columns].clone(), weight.scale[rows, groups].clone()
-        zero = None if weight.zero is None else weight.zero[rows, groups].clone()
-        return QuantizedWeight(data, scale, zero, (len(outputs), len(inputs)), format)
-
-    def _groups_of(self, inputs: range, weight: QuantizedWeight) -> slice:
-        """The groups that a part of the inputs consists of."""
-        limits, width = (inputs.start, inputs.stop), weight.shape[1]
-        asked = f"{self}: inputs {inputs.start} to {inputs.stop} of {width}"
-        if cut := [limit for limit in limits if limit % self.pack]:
-            raise ConfigError(f"{asked} cut bytes at {cut}; possible: multiples of {self.pack}")
-        if self.group_size is None and weight.scale.shape[1] == 1:
-            return slice(0, 1 if inputs else 0)
-        length = width // weight.scale.shape[1]
-        if cut := [limit for limit in limits if limit % length]:
-            raise ConfigError(f"{asked} cut groups at {cut}; possible: multiples of {length}")
-        return slice(inputs.start // length, inputs.stop // length)
-
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
@@ -238,11 +208,7 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in (self.data, self.scale, self.zero)
-            if tensor is not None
-        )
+        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zero) if tensor is not None)
 
 
 def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:

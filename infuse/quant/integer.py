@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infuse.errors import ConfigError
 from infuse.quant.format import ERROR_LENGTHS, SCALE_DTYPE, SMALLEST_SCALE, QuantFormat
 
 # Measured on N(0,1) as log2(relative error) + bits per weight, scales included (lower is better):
@@ -64,29 +63,11 @@ class IntegerFormat(QuantFormat):
     value. Asymmetric grids always include zero. Quantizing a dequantized float32 weight gives the same weight.
     """
 
-    def __post_init__(self) -> None:
-        assert (
-            self.name in DEFAULT_GROUP
-            and self.bits == int(self.name[3:])
-            and (self.group_size is None or self.groups is None)
-        )
-        for what, number in (("group size", self.group_size), ("number of groups", self.groups)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{self.name}: the {what} is {number}; it must be at least 1")
-        if self.bits == 4 and self.group_size is not None and self.group_size % 2:
-            raise ConfigError(f"int4: two values share a byte, so the group size must be even, not {self.group_size}")
-
     def __str__(self) -> str:
-        if self.groups is not None:
-            size = f":groups={self.groups}"
-        elif self.group_size is None:
-            size = ":row"
-        # Plain "int8" is unambiguous; int4 always names its group, as its quality depends on it.
-        else:
-            size = "" if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"] else f":{self.group_size}"
-        return (
-            self.name + size + ("" if self.symmetric else ":asymmetric") + (":a8" if self.activation_bits == 8 else "")
-        )
+        size = f":groups={self.groups}" if self.groups is not None else f":{self.group_size or 'row'}"
+        if self.bits == 8 and self.group_size == DEFAULT_GROUP["int8"]:
+            size = ""  # plain "int8" is unambiguous; int4 always names its group, as its quality depends on it
+        return f"{self.name}{size}{'' if self.symmetric else ':asymmetric'}{':a8' * (self.activation_bits == 8)}"
 
     @property
     def zero_unit(self) -> float:
@@ -115,22 +96,8 @@ class IntegerFormat(QuantFormat):
         of_weights = super().proof_tolerance * (2 if self.bits == 8 else 1)
         if self.activation_bits == 16:
             return of_weights
-        return math.hypot(
-            of_weights, replace(self, name="int8", bits=8, symmetric=True, activation_bits=16).proof_tolerance
-        )
-
-    def fits(self, in_features: int) -> str | None:
-        """Like QuantFormat.fits; int4 also needs an even number of inputs in each group."""
-        if self.bits == 4 and in_features % 2:
-            return f"{self}: two values share a byte, and {in_features} inputs are an odd number"
-        if reason := super().fits(in_features):
-            return reason
-        if self.bits == 4 and self.groups is not None and (length := in_features // self.groups) % 2:
-            return (
-                f"{self}: two values share a byte, and {in_features} inputs in {self.groups} groups are {length} "
-                "for each, an odd number"
-            )
-        return None
+        of_activations = replace(self, name="int8", bits=8, symmetric=True, activation_bits=16).proof_tolerance
+        return math.hypot(of_weights, of_activations)
 
     def _coded(self, w_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         scale_G1, zero_G1 = _best(w_GN, self._candidates(w_GN))

@@ -7,6 +7,7 @@ between ranks, so their index is compared instead.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,13 +35,7 @@ def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) ->
 def live_sums(model: nn.Module) -> dict[str, int]:
     """Checksum all values of each parameter and buffer; other tensor classes (quantized elsewhere) count by shape."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    found = {name: _sum(tensor) for name, tensor in tensors.items()}
-    devices = {tensor.device for tensor in found.values()}
-    on_host: dict[str, int] = {}
-    for device in devices:  # one synchronization per device
-        names = [name for name, tensor in found.items() if tensor.device == device]
-        on_host |= dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True))
-    return {name: on_host[name] for name in tensors}
+    return {name: int(_sum(tensor)) for name, tensor in tensors.items()}
 
 
 def sampled_sums(reader: ModelReader) -> dict[str, int]:
@@ -64,12 +59,8 @@ def _sampled(reader: ModelReader, name: str) -> int:
 
 def _sum(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of a plain tensor and on the order of its blocks, not within them."""
-    if (
-        type(tensor) not in (Tensor, nn.Parameter)
-        or tensor.is_meta
-        or tensor.layout != torch.strided
-        or not tensor.numel()
-    ):
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    if not plain or not tensor.numel():
         return torch.tensor(zlib.crc32(f"{type(tensor).__name__} {tuple(tensor.shape)}".encode()))
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8 or data.numel() % 8:
@@ -87,14 +78,12 @@ def _weighted(values: Tensor) -> Tensor:
 
 def _config_sum(config: Any) -> int:
     values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return zlib.crc32(repr(_public(values)).encode())
+    return zlib.crc32(json.dumps(_public(values), sort_keys=True, default=repr).encode())
 
 
-def _public(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Sorted items without private ones such as paths, which may differ between hosts."""
-    names = {str(name): value for name, value in values.items()}
-    return [
-        (name, _public(value) if isinstance(value, Mapping) else value)
-        for name, value in sorted(names.items(), key=lambda item: item[0])
-        if not name.startswith("_") and name not in _OWN
-    ]
+def _public(value: Any) -> Any:
+    """The value without private entries such as paths, which may differ between hosts."""
+    if not isinstance(value, Mapping):
+        return value
+    entries = ((str(name), inner) for name, inner in value.items())
+    return {name: _public(inner) for name, inner in entries if not name.startswith("_") and name not in _OWN}

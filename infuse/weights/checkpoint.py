@@ -5,10 +5,10 @@ Each name has one value: the one from the file that the index names, or the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,21 +24,12 @@ from infuse.weights.torch_file import TorchFile
 _COMPARED_ROWS = 4096  # read per step when comparing two copies of a tensor
 
 
-class TensorFile(Protocol):
-    """One open file of tensors."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def bytes_read(self) -> int: ...
-    @property
-    def stored(self) -> dict[str, Stored]: ...
-    def read(self, name: str, part: Slices = ()) -> Tensor: ...
+TensorFile = SafetensorsFile | TorchFile
 
 
 @dataclass(frozen=True)
 class Joined:
-    """One tensor assembled from the files of several ranks. `spans` are in positions of the tiling.
+    """One tensor assembled from the files of several ranks; of those that hold the same positions, `first` is read.
 
     A file may store fewer columns than positions: codes share a byte, or one scale serves a group of inputs.
     """
@@ -46,32 +37,34 @@ class Joined:
     name: str
     files: Mapping[int, TensorFile]
     tiling: Tiling
-    spans: tuple[Span, ...]
+    first: int = 0
 
-    @classmethod
-    def of(cls, name: str, files: Mapping[int, TensorFile], tiling: Tiling, first: int = 0) -> Joined:
-        """Build the tensor; if several files hold the same positions, read `first`."""
-        return cls(name, files, tiling, tiling.spans(first))
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        return self.tiling.spans(self.first)
+
+    @property
+    def stored(self) -> Stored:
+        """Shape and dtype of one of the pieces."""
+        return next(iter(self.files.values())).stored[self.name]
 
     @property
     def shape(self) -> Shape:
         """Shape of the whole tensor."""
-        stored = next(iter(self.files.values())).stored[self.name].shape
-        axis = self.tiling.axis
-        return (*stored[:axis], self.tiling.length, *stored[axis + 1 :]) if stored else ()
+        shape, axis = self.stored.shape, self.tiling.axis
+        return (*shape[:axis], self.tiling.length, *shape[axis + 1 :]) if shape else ()
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.files.values())).stored[self.name].dtype
+        return self.stored.dtype
 
     def read(self, part: Slices = ()) -> Tensor:
         """Read the tensor, or `part` of it, from the files that hold it."""
         if len(self.spans) == 1 and self.spans[0].length == self.tiling.length:
             return self.files[self.spans[0].source].read(self.name, part)
         axis = self.tiling.axis
-        slices = [*part, *(slice(None) for _ in range(axis + 1 - len(part)))]
-        start, stop, _ = slices[axis].indices(self.tiling.length)
-        return self.ranges([(start, stop)], slices)
+        start, stop, _ = (part[axis] if axis < len(part) else slice(None)).indices(self.tiling.length)
+        return self.ranges([(start, stop)], part)
 
     def ranges(self, ranges: Iterable[Range], slices: Sequence[slice] = ()) -> Tensor:
         """Read and concatenate `ranges` of the tiling's axis. `slices` covers all axes; that axis's own is ignored."""
@@ -110,52 +103,31 @@ class Pieces:
     def equals(self, other: Pieces) -> bool:
         """True if both have the same values in the same dtype, file by file."""
         pairs = zip(self.files, other.files, strict=False)
-        return len(self.files) == len(other.files) and all(
-            one is two or _same_values(self.name, one, two) for one, two in pairs
-        )
+        return len(self.files) == len(other.files) and all(one is two or self._alike(one, two) for one, two in pairs)
 
     def are_copies(self, whole: Shape) -> bool:
         """True if all files that hold the full tensor of shape `whole` have the same values."""
         first, *others = [file for file in self.files if file.stored[self.name].shape == whole] or self.files[:1]
-        return all(_same_values(self.name, first, other) for other in others)
+        return all(self._alike(first, other) for other in others)
 
     def joined(self, wanted: Shape, packed: Packed | None) -> Joined | None:
         """Join the pieces into a tensor of shape `wanted`; None if they do not fit together."""
         found = tiling(self.shapes, wanted, packed)
-        return None if found is None else Joined.of(self.name, dict(enumerate(self.files)), found)
+        return None if found is None else Joined(self.name, dict(enumerate(self.files)), found)
+
+    def _alike(self, one: TensorFile, other: TensorFile) -> bool:
+        stored = one.stored[self.name]
+        reads = (partial(one.read, self.name), partial(other.read, self.name))
+        return stored == other.stored[self.name] and same_values(stored.shape, *reads)
 
 
-class StoredTensor(Protocol):
-    """Metadata of one tensor of a checkpoint, known before it is read."""
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def are_copies(self, whole: Shape) -> bool: ...
-
-
-class TensorSource(Protocol):
-    """A checkpoint in any file format.
+class Checkpoint:
+    """All files of a checkpoint, opened with their headers read and checked. Values are read on demand.
 
     `told`: the source states that ranks saved pieces; otherwise this is inferred from the names. `in_pieces`: some
     tensor spans several files, so its layout is inferred from the shapes. `holds_replaced`: the tensors belong to
     replaced layers.
     """
-
-    form: str
-    told: bool
-    in_pieces: bool
-    holds_replaced: bool
-
-    @property
-    def pieces(self) -> Mapping[str, StoredTensor]: ...
-    def joined(self, name: str, wanted: Shape, packed: Packed | None) -> Joined | None:
-        """Return the tensor `name` of shape `wanted`; None if the stored pieces do not form it."""
-
-
-class Checkpoint:
-    """All files of a checkpoint, opened with their headers read and checked. Values are read on demand."""
 
     holds_replaced = False
 
@@ -164,12 +136,8 @@ class Checkpoint:
         opened = {path: open_file(path) for path in dict.fromkeys(files)}
         groups = [tuple(opened[path] for path in group) for group in files.groups]
         self.told = any(len(group) > 1 for group in groups)
-        if (
-            not files.where
-            and len(groups) > 1
-            and all(len(g) == 1 and g[0].stored.keys() == groups[0][0].stored.keys() for g in groups)
-        ):
-            groups = [tuple(file for group in groups for file in group)]  # same names in every file: ranks' pieces
+        if not self.told and not files.where and len({frozenset(file.stored) for (file,) in groups}) == 1:
+            groups = [tuple(file for (file,) in groups)]  # same names in every file: ranks' pieces
         self.files: tuple[TensorFile, ...] = tuple(opened.values())
         self.pieces = {name: Pieces(name, (opened[path],)) for name, path in files.where.items()}
         if absent := [f"{name} in {path}" for name, path in files.where.items() if name not in opened[path].stored]:
@@ -207,22 +175,15 @@ def open_file(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
-def _same_values(name: str, one: TensorFile, other: TensorFile) -> bool:
-    """True if both files hold the same bytes for `name`; compared in parts."""
-    if one.stored[name] != other.stored[name]:
-        return False
-    shape = one.stored[name].shape
-    parts: list[Slices] = [
-        (slice(i, i + _COMPARED_ROWS),) for i in range(0, shape[0] if shape else 0, _COMPARED_ROWS)
-    ] or [()]
-    values = ([file.read(name, part).reshape(-1).view(torch.uint8) for file in (one, other)] for part in parts)
-    return all(torch.equal(*both) for both in values)
+def same_values(shape: Shape, one: Callable[[Slices], Tensor], other: Callable[[Slices], Tensor]) -> bool:
+    """True if two tensors of `shape`, read part by part with these functions, have the same bytes."""
+    rows = shape[0] if shape else 0
+    parts: list[Slices] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
+    both = ([read(part).reshape(-1).view(torch.uint8) for read in (one, other)] for part in parts)
+    return all(torch.equal(*pair) for pair in both)
 
 
 def in_words(pieces: Sequence[Shape]) -> str:
     """Format the shapes of pieces for an error message."""
-    return (
-        str(pieces[0])
-        if len(pieces) == 1
-        else f"{len(pieces)} pieces of {', '.join(str(shape) for shape in dict.fromkeys(pieces))}"
-    )
+    distinct = ", ".join(str(shape) for shape in dict.fromkeys(pieces))
+    return distinct if len(pieces) == 1 else f"{len(pieces)} pieces of {distinct}"

@@ -38,12 +38,7 @@ class CheckpointLoader(LayerSource):
     is_live = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        reader: ModelReader,
-        layers: Iterable[str],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, model: nn.Module, reader: ModelReader, layers: Iterable[str], dtype: torch.dtype, device: torch.device
     ):
         super().__init__(model)
         self.holds_replaced = reader.checkpoint.holds_replaced

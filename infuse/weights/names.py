@@ -6,7 +6,7 @@ Prefixes and renamed parts are resolved as in transformers, with its own renamin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
-from infuse.weights.checkpoint import Joined, TensorSource, in_words
+from infuse.weights.checkpoint import Checkpoint, Joined, in_words, same_values
 from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Slices
+from infuse.weights.saved_shards import SavedShards
 
 _FORMER_BUFFERS = ("rotary_emb.inv_freq", ".position_ids", ".masked_bias")  # older models saved them in each layer
-_COMPARED_ROWS = 4096  # read per step when comparing tied tables that the checkpoint stores twice
+TensorSource = Checkpoint | SavedShards
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
@@ -32,11 +33,9 @@ def placed(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers by path. (The state dict of a replaced model uses the original's names.)"""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        persistent = {
-            leaf: held for leaf, held in module._buffers.items() if leaf not in module._non_persistent_buffers_set
-        }
-        tensors = {**module._parameters, **persistent}
-        found |= {f"{path}.{leaf}" if path else leaf: held for leaf, held in tensors.items() if held is not None}
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{path}.{leaf}" if path else leaf] = tensor
     return found
 
 
@@ -90,20 +89,17 @@ def model_reader(
             if joined is not None:
                 reader.tensors[name] = joined
         for other in found[1:]:
-            both = found[0] in reader.tensors and other in reader.tensors
-            if both and not (checkpoint.holds_replaced or _equal(reader, found[0], other)):
-                untie = "untie it in the model's config"
-                misshaped.append(
-                    f"{other}: the model ties it to {found[0]}, the checkpoint has other values for it; {untie}"
-                )
+            one, two = reader.tensors.get(found[0]), reader.tensors.get(other)
+            if one and two and not (checkpoint.holds_replaced or same_values(one.shape, one.read, two.read)):
+                what = f"the model ties it to {found[0]}, the checkpoint has other values for it"
+                misshaped.append(f"{other}: {what}; untie it in the model's config")
     foreign, harmless = _judged(model, left)
     if not checkpoint.told:
         misshaped += [f"{name}: several files have it, with other values" for name in drifted]
     _raise_all(checkpoint.form, missing, foreign, misshaped)
     if harmless:
-        reader.notes += (
-            f"the checkpoint has {len(harmless)} tensors that the model has no place for: {', '.join(harmless)}",
-        )
+        what = f"the checkpoint has {len(harmless)} tensors that the model has no place for"
+        reader.notes += (f"{what}: {', '.join(harmless)}",)
     if drifted:
         what = f"{len(drifted)} tensors that ranks saved whole differ between them"
         reader.notes += (f"{what}; the first rank's are taken: {', '.join(drifted)}",)
@@ -131,35 +127,29 @@ def packings(model: nn.Module) -> dict[str, Packed]:
             return
         lying = {parameter.target: parameter.extents for parameter in bound.shape.parameters}
         for fill in bound.fills:
-            packed, extents = None, lying.get(fill.target, ())
+            extents = lying.get(fill.target, ())
             if fill.heads is not None:
-                packed = packed_qkv(fill.packing, fill.heads)
+                if packed := packed_qkv(fill.packing, fill.heads):
+                    found[path + fill.sources[0]] = packed
             elif len(fill.sources) == 1 and len(extents) > 1:
-                packed = Packed(tuple(extent.length for extent in extents))
-            if packed is not None:
-                found[path + fill.sources[0]] = packed
+                found[path + fill.sources[0]] = Packed(tuple(extent.length for extent in extents))
 
     visit(model, "", None)
     return found
 
 
-def _matched(
-    model: nn.Module, given: Iterable[str], expected: Mapping[str, Tensor]
-) -> tuple[dict[str, str], list[str]]:
+def _matched(model: nn.Module, given: list[str], expected: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:
     """Map names in the model to names in the checkpoint, and list the checkpoint names that match nothing."""
     names = {name: name for name in given if name in expected}
     renamed, prefix, left = _renaming(model), getattr(model, "base_model_prefix", ""), []
     for name in given:
         if name in names:
             continue
-        place = next(
-            (variant for variant in _variants(renamed(name), prefix) if variant in expected and variant not in names),
-            None,
-        )
-        if place is None:
-            left.append(name)
+        places = [place for place in _variants(renamed(name), prefix) if place in expected and place not in names]
+        if places:
+            names[places[0]] = name
         else:
-            names[place] = name
+            left.append(name)
     return names, left
 
 
@@ -207,13 +197,6 @@ def _judged(model: nn.Module, left: list[str]) -> tuple[list[str], list[str]]:
             continue
         (foreign if any(variant.startswith(lists) for variant in variants) else harmless).append(name)
     return foreign, harmless
-
-
-def _equal(reader: ModelReader, first: str, second: str) -> bool:
-    """True if both names have the same values; compared in parts."""
-    rows = reader.tensors[first].shape[0] if reader.tensors[first].shape else 0
-    parts: list[Slices] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
-    return all(torch.equal(reader.read(first, part), reader.read(second, part)) for part in parts)
 
 
 def _raise_all(form: str, missing: list[str], unexpected: list[str], misshaped: list[str]) -> None:

@@ -45,11 +45,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "U32": torch.uint32,
         "U64": torch.uint64,
         "C64": torch.complex64,
-    }
+    }  # fmt: skip
 )
 BLOCK_BYTES = 1 << 22  # unit that one thread reads and checks; large enough to be worth a thread
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
-_UNCHECKED: Checksums = MappingProxyType({})
 _T = TypeVar("_T")
 
 
@@ -60,15 +59,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def block_checksums(memory: memoryview) -> tuple[int, ...]:
     """Compute the CRC-32 of each BLOCK_BYTES of `memory`."""
-    return tuple(_by_blocks(lambda at, stop: zlib.crc32(memory[at:stop]), 0, len(memory)))
+    return tuple(_by_blocks(lambda at, stop: zlib.crc32(memory[at:stop]), len(memory)))
 
 
-def _by_blocks(work: Callable[[int, int], _T], start: int, stop: int) -> list[_T]:
-    """Call work(first, last) for each block of the bytes `start` to `stop`, on all threads.
-
-    A single thread reaches only half of the memory bandwidth.
-    """
-    limits = [(at, min(at + BLOCK_BYTES, stop)) for at in range(start, stop, BLOCK_BYTES)]
+def _by_blocks(work: Callable[[int, int], _T], size: int) -> list[_T]:
+    """Call work(first, last) for each block of `size` bytes, on all threads: one has half of the memory's bandwidth."""
+    limits = [(at, min(at + BLOCK_BYTES, size)) for at in range(0, size, BLOCK_BYTES)]
     threads = min(torch.get_num_threads(), len(limits))
     if threads < 2:
         return [work(*limit) for limit in limits]
@@ -84,7 +80,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, checksums: Checksums | None = None):
         self.path, self.bytes_read = path, 0
-        self._checksums, self._checked = _UNCHECKED if checksums is None else checksums, set[tuple[str, int]]()
+        self._checksums, self._checked = checksums or {}, set[tuple[str, int]]()
         entries, data = self._header()
         self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         unknown = sorted({entry["dtype"] for entry in entries.values()} - DTYPES.keys())
@@ -125,16 +121,14 @@ class SafetensorsFile:
         A whole tensor is usually kept, so it is allocated on huge pages.
         """
         stored = self.stored[name]
-        bounds = [
-            (part[axis] if axis < len(part) else slice(None)).indices(size)[:2]
-            for axis, size in enumerate(stored.shape)
-        ]
+        slices = (*part, *(slice(None) for _ in range(len(stored.shape) - len(part))))
+        bounds = [along.indices(size)[:2] for along, size in zip(slices, stored.shape, strict=True)]
         tensor = (torch.empty if part else memory.empty)([stop - first for first, stop in bounds], dtype=stored.dtype)
         if tensor.numel() == 0:
             return tensor
         held = bytes_of(tensor)
         if len(held) == self._nbytes(name):
-            self._compare(name, 0, _by_blocks(lambda at, stop: self._read(held[at:stop], name, at), 0, len(held)))
+            _by_blocks(lambda at, stop: self._fill_block(held[at:stop], name, at), len(held))
         else:
             self._read_part(held, name, bounds)
         self.bytes_read += len(held)
@@ -154,13 +148,10 @@ class SafetensorsFile:
         ]
         self._check(name, places[0], places[-1] + length)
         for run, place in enumerate(places):
-            self._read_run(memory[run * length : (run + 1) * length], name, place)
+            self._fill_run(memory[run * length : (run + 1) * length], name, place)
 
-    def _read_run(self, memory: memoryview, name: str, at: int) -> None:
-        if len(memory) <= BLOCK_BYTES:
-            self._fill(memory, name, at)
-        else:
-            _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), 0, len(memory))
+    def _fill_run(self, memory: memoryview, name: str, at: int) -> None:
+        _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), len(memory))
 
     def _check(self, name: str, start: int, stop: int) -> None:
         """Check the blocks that contain these bytes of a tensor, unless they were already checked."""
@@ -170,25 +161,20 @@ class SafetensorsFile:
             if (name, block) not in self._checked:
                 at = block * BLOCK_BYTES
                 memory = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes(name) - at)))
-                self._compare(name, block, [self._read(memory, name, at)])
+                self._fill_block(memory, name, at)
 
-    def _compare(self, name: str, first: int, found: Sequence[int]) -> None:
-        """Compare the checksums of blocks, starting with block `first`, with the expected ones."""
+    def _fill_block(self, memory: memoryview, name: str, at: int) -> None:
+        """Fill `memory` with the block of a tensor that starts at byte `at`, and compare any expected checksum."""
+        self._fill(memory, name, at)
         if name not in self._checksums:
             return
-        for block, value in enumerate(found, first):
-            if value != self._checksums[name][block]:
-                at = block * BLOCK_BYTES
-                raise CheckpointError(
-                    f"{self.path}: {name} is not what was saved: the checksum of its bytes from {at} on differs; "
-                    "copy the file again, or shard the model again"
-                )
-            self._checked.add((name, block))
-
-    def _read(self, memory: memoryview, name: str, at: int) -> int:
-        """Fill `memory` with the tensor's bytes starting at `at`; return their CRC-32, or 0 if none is expected."""
-        self._fill(memory, name, at)
-        return zlib.crc32(memory) if name in self._checksums else 0
+        block = at // BLOCK_BYTES
+        if zlib.crc32(memory) != self._checksums[name][block]:
+            raise CheckpointError(
+                f"{self.path}: {name} is not what was saved: the checksum of its bytes from {at} on differs; "
+                "copy the file again, or shard the model again"
+            )
+        self._checked.add((name, block))
 
     def _fill(self, memory: memoryview, name: str, at: int) -> None:
         done, place = 0, self._starts[name] + at

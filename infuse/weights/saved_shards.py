@@ -37,7 +37,7 @@ class _Opened(dict[int, TensorFile]):
 class SavedTensor(Joined):
     """One tensor of our shards. `is_cut`: split across ranks; otherwise every file that holds it holds all of it."""
 
-    is_cut: bool
+    is_cut: bool = False
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -51,7 +51,7 @@ class SavedTensor(Joined):
         if self.is_cut:
             return self
         (rank,) = self.files
-        return Joined.of(self.name, self.files, _of_one(cut.axis, cut.whole_length, rank), rank)
+        return Joined(self.name, self.files, _of_one(cut.axis, cut.whole_length, rank), rank)
 
     def fault(self, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
         """Return why `cut` of this cannot fill a tensor of `wanted` shape and `dtype` (None: any floating), or None."""
@@ -80,13 +80,9 @@ class SavedShards:
     holds_replaced = True
 
     def __init__(
-        self,
-        form: str,
-        paths: Sequence[Path],
-        tilings: Mapping[str, Tiling],
-        checksums: Sequence[Checksums],
+        self, form: str, paths: Sequence[Path], tilings: Mapping[str, Tiling], checksums: Sequence[Checksums],
         rank: int | None,
-    ):
+    ):  # fmt: skip
         self.form, self.told, self.in_pieces = form, True, False
         self.pieces: dict[str, SavedTensor] = {}
         self._opened = _Opened(paths, checksums)
@@ -97,14 +93,14 @@ class SavedShards:
             if cut is None:
                 first, file = next(iter(found.items()))
                 whole = _of_one(0, next(iter(file.stored[name].shape), 1), first)
-                self.pieces[name] = SavedTensor(name, {first: file}, whole, whole.spans(first), False)
+                self.pieces[name] = SavedTensor(name, {first: file}, whole, first)
                 continue
             if len(found) < len(opened):
                 without = ", ".join(str(file.path) for number, file in opened.items() if number not in found)
                 raise CheckpointError(f"{name} is missing in {without}")
             for number, file in found.items():
                 _check_cut(file, name, cut, number, name in tilings)
-            self.pieces[name] = SavedTensor(name, self._opened, cut, cut.spans(rank or 0), True)
+            self.pieces[name] = SavedTensor(name, self._opened, cut, rank or 0, is_cut=True)
 
     @property
     def bytes_read(self) -> int:

@@ -173,15 +173,9 @@ class _Given:
 
 
 def keep_names(
-    new: nn.Module,
-    old: nn.Module,
-    path: str,
-    fills: Iterable[Fill],
-    *,
-    dtype: torch.dtype,
-    bodies: Mapping[str, str],
+    new: nn.Module, old: nn.Module, path: str, fills: Iterable[Fill], *, dtype: torch.dtype, bodies: Mapping[str, str],
     put: Put,
-) -> None:
+) -> None:  # fmt: skip
     """Make `new`, which replaces `old` at `path` and was filled by `fills`, save and load state dicts in `old`'s form.
 
     Each hook is set by `put(mapping, key, value)`, so that the caller can undo it.

@@ -14,17 +14,9 @@ STEPS = ("norm", "norm_branch", "attention", "mlp", "add", "add_norm", "add_norm
 
 
 def layer_step(
-    x_BTC: Tensor,
-    tensors: list[Tensor],
-    turns: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    storage: tuple[Tensor, Tensor],
-    start: int,
-    causal: bool,
-    window: int,
-    numbers: tuple[Tensor, Tensor],
-) -> Tensor | None:
+    x_BTC: Tensor, tensors: list[Tensor], turns: tuple[Tensor, Tensor] | None, mask: Tensor | None, bias: Tensor | None,
+    storage: tuple[Tensor, Tensor], start: int, causal: bool, window: int, numbers: tuple[Tensor, Tensor],
+) -> Tensor | None:  # fmt: skip
     """The layer's result [B, T, C], or None if a kernel does not support the arguments.
 
     Appends the keys and values of the new tokens to `storage` (keys and values, [B, K, S, D] each) at `start`; nothing

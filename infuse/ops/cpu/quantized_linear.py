@@ -108,16 +108,9 @@ PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)
 
 @quantized_linear.implement("cpu", needs, PANELS)
 def _quantized_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    *around: Any,
-) -> Any:
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int,
+    format: str, *around: Any,
+) -> Any:  # fmt: skip
     if around:
         return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Around(*around))
     code, dtype = code_of(format), x.dtype
@@ -153,15 +146,9 @@ def _with_around(x: Tensor, weight: tuple, around: Around) -> Any:
 
 @quantized_embedding.implement("cpu", needs, PANELS)
 def _quantized_embedding(
-    index: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    rows: int,
-    width: int,
-    format: str,
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
     dtype: torch.dtype,
-) -> Any:
+) -> Any:  # fmt: skip
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")
     out = torch.empty(*index.shape, width, dtype=dtype)

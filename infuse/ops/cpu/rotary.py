@@ -21,15 +21,9 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
 
 @rotary_append.implement("cpu", needs)
 def _rotary_append(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    start: int | Tensor,
-    heads: int,
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int | Tensor, heads: int,
     interleaved: bool,
-) -> Any:
+) -> Any:  # fmt: skip
     start = int(start)
     out = kernels().rotary_append.default(qkv, cos, sin, keys, values, start, heads, interleaved)
     return rotary_append.body("torch")(qkv, cos, sin, keys, values, start, heads, interleaved) if out is None else out

@@ -21,17 +21,9 @@ NO_STRIDES = (0, 0, 0, 0)
 
 @attention.implement("triton", needs)
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    length: Tensor | None = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
+    softcap: float, length: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Reads `length` on the device. A fully masked row is zeros, also with an additive mask of -inf."""
     batch, heads, tokens, width = q.shape
     kv_heads, keys, value_width = k.shape[1], k.shape[2], v.shape[3]

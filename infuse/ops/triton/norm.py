@@ -28,15 +28,9 @@ def _takes(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
 
 
 def _normed(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    *,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, *,
     centred: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x + residual, its norm); the first is x if there is no residual."""
     x, width = x.contiguous(), x.shape[-1]
     residual = None if residual is None else residual.contiguous()

@@ -16,12 +16,7 @@ from torch import Tensor
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import FEW_ROWS, Around, quantized_linear
 from infuse.ops.triton import DTYPES, kernels, needs
-from infuse.ops.triton.configurations import (
-    DEQUANTIZED_WORDS,
-    MOST_QUANTIZED_ROWS,
-    quantized_row,
-    quantized_tiles,
-)
+from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
 from infuse.ops.triton.linear import ALONE, combine, constants, normed_before
 from infuse.ops.triton.words import CODES, WORDS, segment_of
 from infuse.quant.parse import quant_format
@@ -29,16 +24,9 @@ from infuse.quant.parse import quant_format
 
 @quantized_linear.implement("triton", needs, WORDS, fuses=True)
 def _quantized_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    format: str,
-    *given: Any,
-) -> Any:
+    x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int,
+    format: str, *given: Any,
+) -> Any:  # fmt: skip
     around, dtype, rows = Around(*given) if given else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
@@ -102,15 +90,9 @@ def dequantized(
 
 @quantized_embedding.implement("triton", needs, WORDS)
 def _quantized_embedding(
-    index: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    rows: int,
-    width: int,
-    format: str,
+    index: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, rows: int, width: int, format: str,
     dtype: torch.dtype,
-) -> Any:
+) -> Any:  # fmt: skip
     """An index out of range gives NaN: to raise an error, the host would have to wait for the device."""
     out = torch.empty(index.numel(), width, dtype=dtype, device=data.device)
     return dequantized(index.reshape(-1), data, scale, zero, out, rows, format).view(*index.shape, width)
