@@ -61,3 +61,8 @@ class OutOfMemory(InfuseError, torch.OutOfMemoryError):
 
 class NotAvailable(InfuseError, NotImplementedError):
     """The input is valid, but this version lacks the feature."""
+
+
+def in_brief(error: BaseException) -> str:
+    """The class and the first line of the text of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,8 +1,9 @@
-"""Build the empty module of a step on meta: a block, a linear, an embedding, or a rank's part of a layer."""
+"""Build the new module of a step on meta and fill it: a block, a linear, an embedding, or a rank's part of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infuse.apply.adopt import adopt
+from infuse.apply.shared import Made
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -20,6 +23,39 @@ from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import make_linear
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.step import Step
+from infuse.shards.save import packed_fill
+from infuse.weights.fill import fill_module, fill_saved, is_there
+from infuse.weights.layer_source import LayerSource
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds new modules from the values of `source`, for this rank of `group`. The model will run in `dtype`."""
+
+    source: LayerSource
+    dtype: torch.dtype
+    group: Group
+
+    def built(self, step: Step, dtype: torch.dtype | None, made: Made | None = None) -> nn.Module:
+        """Build and fill the new module in `dtype` (None: the source's).
+
+        With `made`, it shares the tensors that earlier modules made from the same weights, and is remembered there.
+        """
+        old, module = self.source.model.get_submodule(step.path), build(step, self.dtype, self.group)
+        fills = step.fills if made is None else made.share(step, module)
+        stored = []
+        if self.source.holds_replaced:
+            stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
+        computed = [fill for fill in fills if fill not in stored]
+        into = dtype or next(old.parameters()).dtype
+        fill_module(module, computed, self.source.reader(step.path), into, dict(step.bodies))
+        fill_saved(module, step.path, stored, self.source.stored, self.dtype)
+        module.train(False)
+        if not step.keeps_forward:
+            adopt(module, old, step.attn)
+        if made is not None:
+            made.remember(step, module, fills)
+        return module
 
 
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
@@ -34,39 +70,38 @@ def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> n
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    return build_part(step, partial(Sum, group))
+    return build_part(step, shape, partial(Sum, group))
 
 
-def build_part(step: Step, combine: Callable[[str], Combine]) -> nn.Module:
+def build_part(step: Step, shape: SplitShape, combine: Callable[[str], Combine]) -> nn.Module:
     """Build a rank's linears and tables of a layer on meta, at their paths in the layer.
 
     `combine(path)` returns the function that combines a row linear's outputs across ranks.
     """
-    assert isinstance(step.shape, SplitShape)
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
-    for matrix in step.shape.matrices:
+    for matrix in shape.matrices:
         combined = combine(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
         format = formats.get(matrix.weight)
-        owner, _, leaf = matrix.target.rpartition(".")
-        made = make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined)
-        _owner(root, owner).add_module(leaf, made)
-    for table in step.shape.tables:
-        owner, _, leaf = table.path.rpartition(".")
+        owner, leaf = _place(root, matrix.target)
+        owner.add_module(leaf, make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined))
+    for table in shape.tables:
+        owner, leaf = _place(root, table.path)
         empty = torch.empty(table.shape, device="meta")
         if table.buffer:
-            _owner(root, owner).register_buffer(leaf, empty)
+            owner.register_buffer(leaf, empty)
         else:
-            _owner(root, owner).register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+            owner.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
     return root
 
 
-def _owner(root: nn.Module, path: str) -> nn.Module:
-    """Return the module at `path`, creating it and its parents if missing."""
-    for name in filter(None, path.split(".")):
+def _place(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Return the owner and the name of what belongs at `path`, creating missing modules above it."""
+    *above, leaf = path.split(".")
+    for name in above:
         if name not in root._modules:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
-    return root
+    return root, leaf
 
 
 def _embedding(step: Step, shape: EmbeddingShape, dtype: torch.dtype, group: Group) -> nn.Module:

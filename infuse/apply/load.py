@@ -12,7 +12,6 @@ from torch import nn
 
 from infuse.apply.apply import Progress, carry_out
 from infuse.apply.build import build
-from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
@@ -22,7 +21,7 @@ from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
 from infuse.shards.index import SavedIndex, read_index
 from infuse.shards.plan import saved_plan
-from infuse.shards.save import is_packed, open_shards, packed_fill, packed_paths, saved_config
+from infuse.shards.save import open_shards, packed_fill, packed_paths, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
@@ -61,11 +60,10 @@ def _load(
 ) -> Loaded:
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
-    index = read_index(folder) if folder is not None else None
-    if folder is None or index is None:
-        found = _of_model(model, find_files(source, base_dir), config, device, mesh)
-    else:
+    if folder is not None and (index := read_index(folder)):
         found = _of_shards(model, folder, index, config, device, mesh)
+    else:
+        found = _of_model(model, find_files(source, base_dir), config, device, mesh)
     plan, reader = found.plan, found.reader
     if group.size > 1:
         group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
@@ -141,7 +139,7 @@ def _unread(plan: Plan) -> Callable[[str], bool]:
     """Match names that our shards lack: those of modules saved packed, and biases that another rank adds."""
     away = [f"{path}." for step in plan.steps for path in packed_paths(step)]
     for step in plan.steps:
-        if isinstance(step.whole, SplitShape) and isinstance(step.shape, SplitShape):
+        if step.keeps_forward and step.shape and step.whole:
             parts = zip(step.whole.matrices, step.shape.matrices, strict=True)
             away += [f"{step.path}.{whole.target}.bias" for whole, part in parts if whole.bias and not part.bias]
     return lambda name: name.startswith(tuple(away))
@@ -153,19 +151,16 @@ def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
     Tensors tied to one outside of these layers are read under the model's own names instead.
     """
     # A step that shares a weight has no tensors of its own.
-    packed = [step for step in plan.steps if is_packed(step) and not step.shares]
+    packed = [step for step in plan.steps if packed_paths(step) and not step.shares]
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     outside = {id(tensor) for name, tensor in held(model).items() if not name.startswith(inside)}
     wrong: list[str] = []
     for step in packed:
         old = model.get_submodule(step.path)
-        own = [
-            fill
-            for fill in step.fills
-            if packed_fill(step, fill) and id(tensor_at(old, fill.sources[0])) not in outside
-        ]
-        for name, wanted in saved_tensors(build(step, plan.dtype), step.path, own).items():
-            if fault := shards.fault(name, wanted.cut, wanted.shape, wanted.dtype):
-                wrong.append(fault)
+        packed_fills = [fill for fill in step.fills if packed_fill(step, fill)]
+        own = [fill for fill in packed_fills if id(tensor_at(old, fill.sources[0])) not in outside]
+        wanted = saved_tensors(build(step, plan.dtype), step.path, own)
+        faults = (shards.fault(name, one.cut, one.shape, one.dtype) for name, one in wanted.items())
+        wrong += [fault for fault in faults if fault]
     if wrong:
         raise CheckpointError(f"{shards.form} are not this model's:\n  " + "\n  ".join(wrong))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from infuse.apply.build import build_part
+from infuse.apply.build import Builder, build_part
 from infuse.architectures.split import SplitShape
 from infuse.dtype_cast import in_dtype
-from infuse.errors import CheckpointError, RankError
 from infuse.layers.combine import Combine, Sum
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.step import Step
@@ -21,52 +20,31 @@ from infuse.proof import compare
 from infuse.proof.cases import Case
 from infuse.unknown.install import put_part
 from infuse.weights.fill import fill_module
-from infuse.weights.reader import Reader
 from infuse.weights.undo import UndoLog
 
 
-def proven(
-    layer: nn.Module, step: Step, cases: list[Case], reader: Reader, dtype: torch.dtype, group: Group
-) -> tuple[int, str | None]:
+def proven(step: Step, cases: list[Case], builder: Builder) -> tuple[int, str | None]:
     """Return the number of the matching interpretation (0: the step itself), or the reason if none matches.
 
     The result is the same on every rank. Each rank first runs alone, without sums, so that an exception occurs before
     ranks wait for each other.
     """
-    wanted: list[compare.Expected] = []
+    trial = _Trial(builder.source.model.get_submodule(step.path), cases, builder)
 
-    def expect() -> None:
-        with _held_in_float32(layer):
-            wanted.append(compare.expected(layer, cases, dtype))
+    def agreed(look: Callable[[], str | None]) -> str | None:
+        return builder.group.any_fault(compare.attempted(look), f"the proof of {step.path}")
 
-    mismatch = _agreed(group, step, expect)
-    if mismatch is not None:
+    if mismatch := agreed(trial.expect):
         return 0, mismatch
-    trial = _Trial(layer, cases, reader, dtype, group, wanted[0])
     first = None
     for number, one in enumerate((step, *step.others)):
-        plain = replace(one, bodies=(), fills=tuple(replace(fill, format=None) for fill in one.fills))
-        mismatch = (
-            _agreed(group, step, partial(trial.run_alone, plain))
-            or _agreed(group, step, partial(trial.structure, plain))
-            or _agreed(group, step, partial(trial.result, one))
-        )
+        looks = (partial(trial.run_alone, one.plain), partial(trial.structure, one.plain), partial(trial.result, one))
+        mismatch = next((found for look in looks if (found := agreed(look))), None)
         if mismatch is None:
             return number, None
         first = first or mismatch
     more = f" (and so do {len(step.others)} other interpretations of it)" if step.others else ""
     return 0, f"{first}{more}"
-
-
-def _agreed(group: Group, step: Step, look: Callable[[], str | None]) -> str | None:
-    """Combine over all ranks the mismatches that `look` returns or raises."""
-    try:
-        mismatch = look()
-    except (CheckpointError, RankError):
-        raise
-    except Exception as error:  # the layer's own forward may raise anything when given a part
-        mismatch = f"not proven: {type(error).__name__}: {error}".partition("\n")[0]
-    return group.any_fault(mismatch, f"the proof of {step.path}")
 
 
 @contextmanager
@@ -82,16 +60,18 @@ def _held_in_float32(layer: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Trial:
-    """The inputs and expected outputs for trying interpretations of a layer."""
+    """The layer and its cases, on which interpretations are tried, and the outputs to expect."""
 
     layer: nn.Module
     cases: list[Case]
-    reader: Reader
-    dtype: torch.dtype
-    group: Group
-    wanted: compare.Expected
+    builder: Builder
+    wanted: compare.Expected = field(init=False)
+
+    def expect(self) -> None:
+        with _held_in_float32(self.layer):
+            self.wanted = compare.expected(self.layer, self.cases, self.builder.dtype)
 
     def run_alone(self, step: Step) -> None:
         with self._standing_in(step, torch.float32, lambda path: _alone, LOCAL), in_dtype(self.layer, torch.float32):
@@ -99,24 +79,27 @@ class _Trial:
                 compare.outputs(self.layer, case, torch.float32, case.caches[0])
 
     def structure(self, step: Step) -> str | None:
-        with self._standing_in(step, torch.float32, partial(Sum, self.group), self.group):
+        with self._standing_in(step, torch.float32):
             return compare.structure_mismatch(self.layer, self.cases, self.wanted)
 
     def result(self, step: Step) -> str | None:
-        with (
-            self._standing_in(step, self.dtype, partial(Sum, self.group), self.group),
-            in_dtype(self.layer, self.dtype),
-        ):
-            return compare.result_mismatch(self.layer, step, self.cases, self.wanted, self.dtype)
+        dtype = self.builder.dtype
+        with self._standing_in(step, dtype), in_dtype(self.layer, dtype):
+            return compare.result_mismatch(self.layer, step, self.cases, self.wanted, dtype)
 
     @contextmanager
     def _standing_in(
-        self, step: Step, dtype: torch.dtype, combine: Callable[[str], Combine], group: Group
+        self,
+        step: Step,
+        dtype: torch.dtype,
+        combine: Callable[[str], Combine] | None = None,
+        group: Group | None = None,
     ) -> Iterator[None]:
         """Context in which the layer runs as this rank's part of itself."""
         assert isinstance(step.shape, SplitShape)
-        part = build_part(step, combine)
-        fill_module(part, step.fills, self.reader, dtype, dict(step.bodies))
+        group = group or self.builder.group
+        part = build_part(step, step.shape, combine or partial(Sum, group))
+        fill_module(part, step.fills, self.builder.source.reader(step.path), dtype, dict(step.bodies))
         undo = UndoLog()
         try:
             put_part(self.layer, step.shape, part.train(False), undo.put, group, step.path)

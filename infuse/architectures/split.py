@@ -34,18 +34,21 @@ class Count:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """A rank's part of a layer that keeps its forward. `heads` is its range of `all_heads` (0: the layer has none).
+    """A rank's part of a layer that keeps its forward.
 
-    `matrices` belong to linears, by path in the layer. `attentions` are the paths of modules that may return
-    attention weights, `head_counts` the heads of each rank. `interpretations` names the readings of the layer that lead
-    to this split; the names do not depend on the number of ranks.
+    `matrices` belong to linears, by path in the layer. `head_counts` are the heads of each rank (empty: the layer has
+    none), `heads` is this rank's range of them. `attentions` are the paths of modules that may return attention
+    weights. `interpretations` names the readings of the layer that lead to this split, for any number of ranks.
     """
 
     matrices: tuple[Matrix, ...]
     tables: tuple[TablePart, ...] = ()
     counts: tuple[Count, ...] = ()
     heads: Range = (0, 0)
-    all_heads: int = 0
-    attentions: tuple[str, ...] = ()
     head_counts: tuple[int, ...] = ()
+    attentions: tuple[str, ...] = ()
     interpretations: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def all_heads(self) -> int:
+        return sum(self.head_counts)

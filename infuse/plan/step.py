@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from infuse.architectures.layer import LayerShape
@@ -48,6 +48,26 @@ class Step:
     def depth(self) -> str:
         """How much of the module is replaced, in the words of the plan's text."""
         return _DEPTHS[type(self.shape)]
+
+    @property
+    def keeps_forward(self) -> bool:
+        """True for a layer without a spec: ranks share its linears, and its own forward stays."""
+        return isinstance(self.shape, SplitShape)
+
+    @property
+    def is_layer(self) -> bool:
+        """True for a whole layer, not a single linear or embedding. If it is refused, its linears can be tried."""
+        return isinstance(self.shape, (LayerShape, SplitShape))
+
+    @property
+    def interpretations(self) -> tuple[str, ...]:
+        """Names of the interpretation of a layer that keeps its forward; empty for others."""
+        return self.whole.interpretations if isinstance(self.whole, SplitShape) else ()
+
+    @property
+    def plain(self) -> Step:
+        """The step with reference bodies and without quantization."""
+        return replace(self, bodies=(), fills=tuple(replace(fill, format=None) for fill in self.fills))
 
     @property
     def kind(self) -> tuple:

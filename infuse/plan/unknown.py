@@ -49,13 +49,12 @@ class Splits:
         SpecMismatch if the layer cannot be split.
         """
         refuse_shared(self._model, path, self._shared)
-        roles = self._roles.of(path)
+        roles, layer = self._roles.of(path), self._model.get_submodule(path)
 
         def multiple(linear: str, inputs: int) -> int:
             format = formats.of(f"{path}.{linear}")
             return 1 if format is None else format.of_part(inputs).group_size or format.pack
 
-        layer = self._model.get_submodule(path)
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.model_inputs import StopModel, random_inputs, watched
-from infuse.errors import CheckpointError
+from infuse.errors import CheckpointError, in_brief
 from infuse.plan.found import model_around
 from infuse.proof.shortened import shortened
 
@@ -99,7 +99,7 @@ def find_callers(
         except CheckpointError:
             raise
         except Exception as error:  # the user's model may raise anything; the linear is still proven alone
-            reasons |= dict.fromkeys(waiting, f"{type(error).__name__}: {error}".partition("\n")[0])
+            reasons |= dict.fromkeys(waiting, in_brief(error))
         else:
             found |= {f"{prefix}{path}": caller for path, caller in calls.items()}
             reasons = {path: reason for path, reason in reasons.items() if path not in found}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.dtype_cast import in_dtype
-from infuse.errors import UnsupportedCall
+from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case
 from infuse.proof.sessions import our_cache, plain_sessions, session_inputs
@@ -73,6 +73,16 @@ def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expecte
         rounded = [outputs(layer, case, dtype, case.caches[0]) for case in cases]
     errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
     return Expected(exact, errors)
+
+
+def attempted(look: Callable[[], str | None]) -> str | None:
+    """Return the mismatch that `look` returns. Any exception of the user's model or of a body counts as one."""
+    try:
+        return look()
+    except (CheckpointError, RankError):
+        raise
+    except Exception as error:
+        return f"not proven: {in_brief(error)}"
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
@@ -144,9 +154,7 @@ def hook_mismatch(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Te
     Both runs use one dtype, so twice its rounding error is allowed.
     """
     for (a, dtype), (b, _) in zip(found, wanted, strict=True):
-        if (error := distance(a, b)) > 2 * _FLOOR[dtype]:
-            return (
-                f"the model differs from itself by {error:.1e} of its size in {dtype} "
-                f"({2 * _FLOOR[dtype]:.1e} is allowed)"
-            )
+        error, allowed = distance(a, b), 2 * _FLOOR[dtype]
+        if error > allowed:
+            return f"the model differs from itself by {error:.1e} of its size in {dtype} ({allowed:.1e} is allowed)"
     return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.architectures.model_inputs import SEED
+from infuse.errors import in_brief
 from infuse.proof.callers import Caller
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
 from infuse.proof.shortened import shortened
@@ -39,8 +40,7 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     try:
         found = _tensors(_run(caller))
     except Exception as error:  # it reads an attribute that the new linear lacks
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return f"{type(caller.module).__name__} around it fails with the new linear: {reason}"
+        return f"{type(caller.module).__name__} around it fails with the new linear: {in_brief(error)}"
     finally:
         holder._modules[name] = old
     if len(found) == len(wanted) and all(_same(a, b) for a, b in zip(found, wanted, strict=True)):

@@ -53,13 +53,13 @@ def write_shards(
     A file gets its final name only when complete. If one rank fails, all raise CheckpointError and no index is written.
     """
     names = [rank_file(rank, group.size) for rank in range(group.size)]
-    with group.on_all_or_none("making the folder of the shards"), _writing(folder):
+    with group.on_all_or_none("making the folder of the shards"), writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if group.rank == 0:
             (folder / SAVED).unlink(missing_ok=True)  # no valid shards until the new ones are complete
-    with group.on_all_or_none("writing the shards"), _writing(folder):
+    with group.on_all_or_none("writing the shards"), writing(folder):
         write_safetensors(folder / names[group.rank], bundles, cuts, progress)
-    with group.on_all_or_none("writing the index"), _writing(folder):
+    with group.on_all_or_none("writing the index"), writing(folder):
         if group.rank == 0:  # reads the other ranks' files and verifies that they are complete
             records = (json.loads(SafetensorsFile(folder / name).metadata[_RECORD]) for name in names)
             files = [{"name": name, **record} for name, record in zip(names, records, strict=True)]
@@ -69,11 +69,13 @@ def write_shards(
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path | str) -> Iterator[None]:
+    """Raise errors of the file system as CheckpointError with the `folder`."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{folder}: the shards cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte or a lone surrogate in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{folder}: the shards cannot be written: {reason}") from error
 
 
 def write_safetensors(

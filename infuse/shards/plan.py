@@ -14,7 +14,6 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
-from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
@@ -22,10 +21,10 @@ from infuse.parallel.slices import Tiling, taken
 from infuse.plan.decide import fallback
 from infuse.plan.formats import matrix_ops
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, SPLIT, Left, Step
+from infuse.plan.step import Left, Step
 from infuse.quant.parse import quant_format
 from infuse.shards.index import SavedIndex, SavedStep
-from infuse.shards.save import is_packed, kind_of, kind_of_linear
+from infuse.shards.save import kind_of, kind_of_linear, packed_paths
 
 _INSTEAD = "load the original checkpoint, or shard the model again for as many ranks"
 
@@ -43,7 +42,7 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Infer
         if formats is not None:
             faults += _cut_faults(step, formats, index.tilings)
             steps.append(_with_formats(step, formats, device, plan.dtype))
-        elif is_packed(step):
+        elif packed_paths(step):
             left.append(Left(step.path, "as it was saved: not replaced then"))
         else:
             steps.append(step)
@@ -53,10 +52,8 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Infer
             f"{', '.join(saved)}; shard the model again"
         )
     if faults:
-        text = "\n  ".join(faults)
-        raise CheckpointError(
-            f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}; {_INSTEAD}:\n  {text}"
-        )
+        what = f"the shards of {index.tp_size} ranks cannot be read by {plan.mesh}; {_INSTEAD}"
+        raise CheckpointError("\n  ".join([f"{what}:", *faults]))
     return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
 
 
@@ -69,22 +66,21 @@ def _at_saved_depth(
         instead = fallback(deeper, model, config, device=device, mesh=plan.mesh)
         inside = {step.path: [one for one in instead if f"{one.path}.".startswith(f"{step.path}.")] for step in deeper}
         steps = tuple(one for step in steps for one in inside.get(step.path, [step]))
-        why = {BLOCK: "as it was saved: not as a block", SPLIT: "as it was saved: whole on each rank"}
-        left += [Left(step.path, why[step.depth]) for step in deeper]
-        whole = [step.path for step in deeper if step.depth == SPLIT]
+        whole = [step.path for step in deeper if step.keeps_forward]
+        for step in deeper:
+            why = "whole on each rank" if step.keeps_forward else "not as a block"
+            left.append(Left(step.path, f"as it was saved: {why}"))
         if whole and index.tp_size == 1:
-            notes += (
-                f"{len(whole)} layers are whole on each rank, as one rank saved them, e.g. {whole[0]}; to have ranks "
-                f"share them, {_INSTEAD}",
-            )
+            what = f"{len(whole)} layers are whole on each rank, as one rank saved them, e.g. {whole[0]}"
+            notes += (f"{what}; to have ranks share them, {_INSTEAD}",)
     return replace(plan, steps=_as_interpreted(steps, index), left=tuple(left), notes=notes)
 
 
 def _is_deeper(step: Step, index: SavedIndex) -> bool:
     """True if the layer was saved at a shallower depth: proof failed, a policy applied, or one rank held it whole."""
-    if step.depth == SPLIT:
+    if step.keeps_forward:
         return step.path not in index.interpretations
-    if step.depth != BLOCK or step.path in index.steps:
+    if not step.is_layer or step.path in index.steps:
         return False
     return step.path in index.interpretations or any(path.startswith(f"{step.path}.") for path in index.steps)
 
@@ -93,15 +89,10 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
     """Return the steps, using for layers without a spec the interpretation that the index names."""
     chosen, faults = [], []
     for step in steps:
-        if step.depth != SPLIT:
-            chosen.append(step)
-            continue
-        names = set(index.interpretations[step.path])
-        found = [
-            one
-            for one in (step, *step.others)
-            if isinstance(one.whole, SplitShape) and names & set(one.whole.interpretations)
-        ]
+        found = [step]
+        if step.keeps_forward:
+            names = set(index.interpretations[step.path])
+            found = [one for one in (step, *step.others) if not names.isdisjoint(one.interpretations)]
         if len(found) == 1:
             chosen.append(replace(found[0], others=()))
         else:
@@ -116,7 +107,7 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
 
 def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | None:
     """Pop the formats that a step was saved in from `saved`, keyed by target; None if it was not saved."""
-    if step.depth != SPLIT:
+    if not step.keeps_forward:
         entry = saved.get(step.path)
         targets = {fill.target for fill, _ in step.made}
         if entry is None or not entry.formats.keys() <= targets or entry.kind != kind_of(step):
@@ -166,10 +157,8 @@ def _cut_faults(step: Step, formats: Mapping[str, str], tilings: Mapping[str, Ti
         parts = taken(saved.spans(), fill.cut.ranges if fill.cut else [(0, saved.length)])
         unit = format.group_size or format.pack
         if format.group_size is None and len(parts) > 1:
-            faults.append(
-                f"{name}: {format}: inputs of {len(parts)} ranks, each with a scale for its rows, would be merged; "
-                "formats with groups can be"
-            )
+            what = f"inputs of {len(parts)} ranks, each with a scale for its rows, would be merged"
+            faults.append(f"{name}: {format}: {what}; formats with groups can be")
         elif cut_at := sorted({end for part in parts for end in (part.start, part.stop) if end % unit}):
             what = f"groups of {unit} inputs" if format.group_size else f"bytes of {unit} inputs"
             faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}")

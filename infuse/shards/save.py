@@ -7,9 +7,10 @@ structure was proven when the shards were saved; an index with other specs or la
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,16 @@ from torch import Tensor, nn
 
 from infuse.architectures.packing import Fill
 from infuse.architectures.plain import LinearShape
-from infuse.architectures.split import SplitShape
 from infuse.config.inference import InferenceConfig
 from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.plan import Plan
-from infuse.plan.step import BLOCK, SPLIT, Step
+from infuse.plan.step import Step
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
-from infuse.shards.files import Bundle, write_shards
+from infuse.shards.files import Bundle, write_shards, writing
 from infuse.shards.index import SavedIndex
 from infuse.weights.names import placed
 from infuse.weights.saved_shards import SavedShards
@@ -45,16 +45,13 @@ def save(
     ranks split, the index has its interpretation, and each quantized linear as a step, as for a single rank.
     """
     steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
-    interpretations = {
-        step.path: list(step.whole.interpretations) for step in plan.steps if isinstance(step.whole, SplitShape)
-    }
+    interpretations = {step.path: list(step.interpretations) for step in plan.steps if step.keeps_forward}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # int8 implies the format without setting `quant`
         quant["format"] = config.weight_format
-    dtype = str(plan.dtype).removeprefix("torch.")
     index = {
         "model": plan.model,
-        "dtype": dtype,
+        "dtype": str(plan.dtype).removeprefix("torch."),
         "format_of_weights": config.weight_format,
         "quant": quant,
         "steps": steps,
@@ -67,7 +64,7 @@ def cuts(plan: Plan) -> dict[str, Cut]:
     """How this rank's tensors are cut, by their stored names."""
     found: dict[str, Cut] = {}
     for step in plan.steps:
-        for fill in step.fills if step.shape is not None else ():
+        for fill in step.fills:
             if fill.cut is not None:
                 turned = fill.transposed and not packed_fill(step, fill)
                 found[f"{step.path}.{fill.target}"] = replace(fill.cut, axis=1 - fill.cut.axis) if turned else fill.cut
@@ -106,14 +103,10 @@ def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
 
 def check_folder(folder: str) -> None:
     """Create `folder`; CheckpointError if shards cannot be written there."""
-    try:
+    with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte or a lone surrogate in the name
-        raise CheckpointError(
-            f"{folder}: the shards cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"{folder}: the shards cannot be written: no permission")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("no permission")
 
 
 def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
@@ -157,14 +150,9 @@ def as_stored(format: str) -> QuantFormat:
 
 def packed_paths(step: Step) -> tuple[str, ...]:
     """Paths of a step's new modules whose tensors differ from the original's; these are read back as saved."""
-    if step.depth == SPLIT:
+    if step.keeps_forward:
         return tuple(f"{step.path}.{matrix.target}" for fill, matrix in step.made if fill.format)
-    return (step.path,) if step.shape is not None and (step.depth == BLOCK or step.formats) else ()
-
-
-def is_packed(step: Step) -> bool:
-    """True if any tensor of the step is read back as saved."""
-    return bool(packed_paths(step))
+    return (step.path,) if step.is_layer or step.formats else ()
 
 
 def packed_fill(step: Step, fill: Fill) -> bool:
@@ -174,24 +162,37 @@ def packed_fill(step: Step, fill: Fill) -> bool:
 
 def _entries(step: Step) -> dict[str, dict[str, Any]]:
     """The step's entries in the index, by path."""
-    if step.depth != SPLIT:
-        return {step.path: {"kind": kind_of(step), "formats": step.formats}} if is_packed(step) else {}
+    paths = packed_paths(step)
+    if not step.keeps_forward:
+        return {path: {"kind": kind_of(step), "formats": step.formats} for path in paths}
+    fills = [fill for fill, _ in step.made if fill.format]
     return {
-        f"{step.path}.{matrix.target}": {"kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}}
-        for fill, matrix in step.made
-        if fill.format
+        path: {"kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}}
+        for path, fill in zip(paths, fills, strict=True)
     }
 
 
 def kind_of(step: Step) -> str:
     """Digest of what the stored tensors of all ranks mean together: the whole shape, and how matrices are made."""
     fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
-    return hashlib.sha256(repr((step.depth, step.whole or step.shape, fills)).encode()).hexdigest()[:16]
+    told = json.dumps([step.depth, _told(step.whole or step.shape), _told(fills)], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _told(value: Any) -> Any:
+    """The value for JSON: of dataclasses, the class and the fields that are not as by default."""
+    if isinstance(value, tuple):
+        return [_told(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    told = {one.name: getattr(value, one.name) for one in fields(value) if one.compare}
+    defaults = {one.name: one.default for one in fields(value)}
+    return [type(value).__name__, {name: _told(one) for name, one in told.items() if one != defaults[name]}]
 
 
 def kind_of_linear(step: Step, fill: Fill) -> str:
     """Digest of one linear of a layer that ranks split, as it is replaced if a single rank has the layer."""
-    assert isinstance(step.whole, SplitShape)
+    assert step.whole is not None
     path = fill.target.removesuffix(".weight")
     part = next(matrix for matrix in step.whole.matrices if matrix.target == path)
     shape = LinearShape(part.inputs, part.outputs, part.bias, fill.transposed)

@@ -17,7 +17,7 @@ from infuse.architectures.ranks import RankShare
 from infuse.architectures.split import Count, SplitShape, TablePart
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import ONE, Mesh
-from infuse.parallel.slices import Cut, Range, split, split_heads, total
+from infuse.parallel.slices import Cut, Range, Span, split, split_heads, taken, total
 from infuse.unknown.interpretations import Interpretation, LayerChain, owner_of
 from infuse.unknown.roles import Roles
 
@@ -38,19 +38,17 @@ def split_parts(
     choices = [chain.interpretations() for chain in chains]
     if wrong := [chain.misfit() for chain, found in zip(chains, choices, strict=True) if not found]:
         raise SpecMismatch(name, wrong)
-    found: dict[tuple[RankShare, tuple[RankShare, ...]], list[str]] = {}
+    names: dict[tuple[RankShare, tuple[RankShare, ...]], tuple[str, ...]] = {}
     for chosen in _products(choices):
-        with suppress(SpecMismatch) if found else nullcontext():  # raise only if the most likely one fails
+        with suppress(SpecMismatch) if names else nullcontext():  # raise only if the most likely one fails
             cutters = [_Cutter(chain, one, name, grain, multiple) for chain, one in zip(chains, chosen, strict=True)]
             parts = _layer_part(cutters, ONE), tuple(_layer_part(cutters, rank) for rank in mesh.ranks())
-            found.setdefault(parts, []).append("; ".join(map(str, chosen)))
-    first = itertools.islice(found.items(), MOST_INTERPRETATIONS)
-    return [(_named(whole, names), list(parts)) for (whole, parts), names in first]
-
-
-def _named(whole: RankShare, names: list[str]) -> RankShare:
-    assert isinstance(whole.shape, SplitShape)
-    return replace(whole, shape=replace(whole.shape, interpretations=tuple(names)))
+            names[parts] = (*names.get(parts, ()), "; ".join(map(str, chosen)))
+    found = []
+    for (whole, own), interpretations in itertools.islice(names.items(), MOST_INTERPRETATIONS):
+        assert isinstance(whole.shape, SplitShape)
+        found.append((replace(whole, shape=replace(whole.shape, interpretations=interpretations)), list(own)))
+    return found
 
 
 def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretation, ...]]:
@@ -70,15 +68,16 @@ def _products(choices: list[list[Interpretation]]) -> Iterator[tuple[Interpretat
 def _layer_part(cutters: Iterable[_Cutter], mesh: Mesh) -> RankShare:
     parts = [cutter.part(mesh) for cutter in cutters]
     shapes = [shape for shape, _ in parts]
-    by_heads = [shape for shape in shapes if shape.all_heads]
-    alike = len({(shape.heads, shape.all_heads) for shape in by_heads}) == 1
-    shape = replace(
-        by_heads[0] if alike else SplitShape(()),
+    by_heads = [shape for shape in shapes if shape.head_counts]
+    alike = len({(shape.heads, shape.head_counts) for shape in by_heads}) == 1
+    shape = SplitShape(
         matrices=tuple(one for shape in shapes for one in shape.matrices),
         tables=tuple(one for shape in shapes for one in shape.tables),
         counts=tuple(one for shape in shapes for one in shape.counts),
-        attentions=tuple(path for shape in by_heads for path in shape.attentions) if alike else (),
     )
+    if alike:
+        attentions = tuple(path for one in by_heads for path in one.attentions)
+        shape = replace(shape, heads=by_heads[0].heads, head_counts=by_heads[0].head_counts, attentions=attentions)
     return RankShare(shape, tuple(fill for _, fills in parts for fill in fills))
 
 
@@ -149,10 +148,8 @@ class _Cutter:
         ]
         shape = SplitShape(tuple(matrices), tuple(tables), tuple(counts))
         if share.counts:
-            attention = owner_of(self.chain.columns)
-            shape = replace(
-                shape, heads=share.query[0], all_heads=heads, attentions=(attention,), head_counts=share.counts
-            )
+            attentions = (owner_of(self.chain.columns),)
+            shape = replace(shape, heads=share.query[0], head_counts=share.counts, attentions=attentions)
         return shape, tuple(fills)
 
     def ranges(self, share: _Share, size: int) -> tuple[Range, ...]:
@@ -163,7 +160,8 @@ class _Cutter:
             starts = block_starts(packing, heads)
             own = (*share.query, *_scaled(share.key, 1, h), *_scaled(share.key, 1, h + k))
             blocks = [block for start, stop in own for block in range(start, stop)]
-            return _joined(sorted((starts[block], starts[block] + d) for block in blocks))
+            rows = [Span(0, row, row + d) for row in sorted(starts[block] for block in blocks)]
+            return tuple((span.start, span.stop) for span in taken(rows, [(0, len(rows) * d)]))
         if size == h * d:
             return _scaled(share.query, d)
         if size == k * d:
@@ -190,14 +188,3 @@ class _Cutter:
 def _scaled(ranges: Iterable[Range], length: int, first: int = 0) -> tuple[Range, ...]:
     """Scale ranges of units to `length` positions per unit, starting at `first`."""
     return tuple((first + start * length, first + stop * length) for start, stop in ranges)
-
-
-def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Merge adjacent ranges."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)

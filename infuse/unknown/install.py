@@ -20,17 +20,14 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
 
     Each change is made by `put(mapping, key, value)`.
     """
-    for matrix in shape.matrices:
-        old, new = layer.get_submodule(matrix.target), part.get_submodule(matrix.target)
-        for module in list(layer.modules()):
-            for name, child in module._modules.items():
-                if child is old:
-                    put(module._modules, name, new)
+    places = places_of(layer)
+    for matrix, old in [(matrix, layer.get_submodule(matrix.target)) for matrix in shape.matrices]:
+        for module, name in places[id(old)]:
+            put(module._modules, name, part.get_submodule(matrix.target))
     for table in shape.tables:
         owner, _, leaf = table.path.rpartition(".")
-        module = layer.get_submodule(owner)
-        new_tensor = getattr(part.get_submodule(owner), leaf)
-        put(module._buffers if table.buffer else module._parameters, leaf, new_tensor)
+        module, own = layer.get_submodule(owner), getattr(part.get_submodule(owner), leaf)
+        put(module._buffers if table.buffer else module._parameters, leaf, own)
     for count in shape.counts:
         held = vars(layer.get_submodule(count.module))
         section, _, name = count.name.rpartition(".")
@@ -38,11 +35,20 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
     if shape.all_heads:
         handle = RemovableHandle(layer._forward_pre_hooks, extra_dict=layer._forward_pre_hooks_with_kwargs)
         put(layer._forward_pre_hooks_with_kwargs, handle.id, True)
-        put(layer._forward_pre_hooks, handle.id, partial(_give_own_heads, *shape.heads, shape.all_heads))
+        put(layer._forward_pre_hooks, handle.id, partial(_give_own_heads, shape))
     for path in shape.attentions if group.size > 1 else ():
         hooks = layer.get_submodule(path)._forward_hooks
         gather = partial(_return_all_heads, group, shape.head_counts, f"weights of {what}.{path}")
         put(hooks, RemovableHandle(hooks).id, gather)
+
+
+def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place of each module inside `root`, by the module's id: the modules that hold it, and its names in them."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, child in module._modules.items():
+            places.setdefault(id(child), []).append((module, name))
+    return places
 
 
 class _OwnCount:
@@ -60,19 +66,18 @@ class _OwnCount:
         setattr(self._config, name, value)
 
 
-def _give_own_heads(
-    first: int, last: int, heads: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict]:
+def _give_own_heads(shape: SplitShape, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
     """Forward pre-hook: slice this rank's heads from masks and biases, [B, heads, T, L] or [B heads, T, L]."""
+    own_heads, heads = slice(*shape.heads), shape.all_heads
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor) or value is hidden or heads == 1:
             return value
         if value.dim() == 4 and value.shape[1] == heads:
-            return value[:, first:last]
+            return value[:, own_heads]
         if value.dim() == 3 and hidden is not None and value.shape[0] == hidden.shape[0] * heads:
-            return value.unflatten(0, (-1, heads))[:, first:last].flatten(0, 1)
+            return value.unflatten(0, (-1, heads))[:, own_heads].flatten(0, 1)
         return value
 
     return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}

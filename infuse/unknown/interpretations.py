@@ -18,13 +18,8 @@ from infuse.architectures.plain import LinearShape, linear_shape
 from infuse.unknown.roles import Chain
 
 _HEAD_KEYS = (
-    "num_attention_heads",
-    "num_heads",
-    "n_head",
-    "n_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-)
+    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTH_WORDS = ("dim", "size", "width", "embed", "hidden", "inner", "channels", "d_model", "d_ff")
 _KV_WORDS = ("kv", "key_value")
@@ -79,11 +74,6 @@ class LayerChain(Chain):
         """Number of inputs of the row linears."""
         return self.shapes[self.rows[0]].inputs
 
-    @property
-    def top(self) -> str:
-        """Path of the smallest module that contains all linears."""
-        return owner_of((*self.columns, *self.rows))
-
     def interpretations(self) -> list[Interpretation]:
         """Return the interpretations that fit, most likely first; empty if none does.
 
@@ -136,9 +126,10 @@ class LayerChain(Chain):
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of the chain that are not plain linears, with their paths in the layer."""
-        for name, module in self.layer.get_submodule(self.top).named_modules():
+        top = owner_of((*self.columns, *self.rows))
+        for name, module in self.layer.get_submodule(top).named_modules(prefix=top):
             if linear_shape(module) is None:
-                yield ".".join(part for part in (self.top, name) if part), module
+                yield name, module
 
     def counts(self, config: bool = False) -> Iterator[tuple[str, str, int]]:
         """Yield the int attributes of the chain's modules (module path, name, value); with `config`, of configs too."""

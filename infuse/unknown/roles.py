@@ -8,6 +8,7 @@ added to the residual.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,15 +63,11 @@ def policy_problems(policy: Policy | None, model: nn.Module) -> list[str]:
         paths = dict.fromkeys(path for layer in layers for path, _ in linears(layer) if path)
         cls = key.__name__ if isinstance(key, type) else key
         if not layers:
-            known = dict.fromkeys(type(layer).__name__ for layer in layer_paths(model).values())
-            problems.append(
-                f"injection_policy: there is no {cls} in the model; its layers are {', '.join(known) or 'none'}"
-            )
+            known = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layer_paths(model).values()))
+            problems.append(f"injection_policy: there is no {cls} in the model; its layers are {known or 'none'}")
         elif unknown := [name for name in names if not any(matches(path, name) for path in paths)]:
-            problems.append(
-                f"injection_policy: {cls} has no linear {' or '.join(map(repr, unknown))}; "
-                f"its linears: {', '.join(paths) or 'none'}"
-            )
+            asked = " or ".join(map(repr, unknown))
+            problems.append(f"injection_policy: {cls} has no linear {asked}; its linears: {', '.join(paths) or 'none'}")
     return problems
 
 
@@ -92,10 +89,7 @@ def _layers(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 class ModelRoles:
-    """Roles of the linears in `layers` of a model.
-
-    They come from a policy, from the model's own tensor-parallel plan, or from a trace on meta.
-    """
+    """Roles of the linears in `layers` of a model: from a policy, its own tensor-parallel plan, or a trace on meta."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], policy: Policy | None = None):
         self._model, self._layers, self._policy = model, layers, policy
@@ -182,9 +176,8 @@ def _settled(trace: Trace, fixed: Mapping[str, str]) -> tuple[Chain, ...]:
         misread = flow.misread - whole
         if fixed and misread:
             first = next(name for name in trace.linears if name in misread)
-            raise SpecMismatch(
-                "roles", [f"{first} would read a part of what a column linear makes; name what closes it as row"]
-            )
+            what = f"{first} would read a part of what a column linear makes; name what closes it as row"
+            raise SpecMismatch("roles", [what])
         if not (misread | flow.returned) - whole:
             return flow.chains()
         whole |= misread | flow.returned
@@ -194,24 +187,23 @@ class _Flow:
     """Track the origin of each traced value: column linears whose outputs no row linear has summed yet."""
 
     def __init__(self, trace: Trace, fixed: Mapping[str, str]):
-        made: dict[int, frozenset[str]] = {}
-        self.fed: dict[str, frozenset[str]] = {}  # row → its columns
+        made: dict[int, set[str]] = defaultdict(set)
+        self.fed: dict[str, set[str]] = defaultdict(set)  # row → its columns
         self.misread: set[str] = set()
-        none: frozenset[str] = frozenset()
         for event in trace.events:
-            reads = none.union(*(made.get(number, none) for number in event.reads))
+            reads = set[str]().union(*(made[number] for number in event.reads))
             if not event.linear:
                 for number in event.writes:
-                    made[number] = reads | (made.get(number, none) if number not in event.reads else none)
+                    made[number] = made[number] | reads
                 continue
             role = fixed.get(event.linear) or (ROW if reads else COLUMN)
             if role == ROW and reads:
-                self.fed[event.linear] = self.fed.get(event.linear, none) | reads
+                self.fed[event.linear] |= reads
             elif reads:  # a whole or column linear would read a partial value, as would everything after it
                 self.misread.add(event.linear)
             for number in event.writes:
-                made[number] = frozenset((event.linear,)) if role == COLUMN else none
-        self.returned = set(none.union(*(made.get(number, none) for number in trace.returns)))
+                made[number] = {event.linear} if role == COLUMN else set()
+        self.returned = set[str]().union(*(made[number] for number in trace.returns))
         self.order = trace.linears
 
     def chains(self) -> tuple[Chain, ...]:
@@ -223,7 +215,7 @@ class _Flow:
                 joined.remove(other)
                 rows, columns = rows | other[0], columns | other[1]
             joined.append((rows, columns))
-        return tuple(
-            Chain(tuple(n for n in self.order if n in columns), tuple(n for n in self.order if n in rows))
-            for rows, columns in joined
-        )
+        return tuple(Chain(self._in_order(columns), self._in_order(rows)) for rows, columns in joined)
+
+    def _in_order(self, names: set[str]) -> tuple[str, ...]:
+        return tuple(name for name in self.order if name in names)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infuse.architectures.model_inputs import model_inputs, watched
+from infuse.architectures.part import named
 from infuse.architectures.plain import linear_shape
 
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values
@@ -46,10 +47,7 @@ class Trace:
 
 
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
-    """Trace the first call of each layer, by path, leaving out layers that a run on meta does not reach.
-
-    The model is unchanged.
-    """
+    """Trace the first call of each layer, by path, leaving out layers that a run on meta does not reach."""
     tracer = _Tracer()
     training = {module: module.training for module in model.modules()}
     try:
@@ -62,18 +60,6 @@ def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace
         for module, was_training in training.items():
             module.training = was_training
     return tracer.done
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each module's tensors once: functional_call would restore those of repeated modules as meta tensors."""
-    for path, module in model.named_modules():
-        for leaf, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                yield f"{path}.{leaf}" if path else leaf, value
-
-
-def _on_meta(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(like, dtype=dtype if like.is_floating_point() else like.dtype, device="meta")
 
 
 class _Tracer(TorchDispatchMode):
@@ -94,7 +80,12 @@ class _Tracer(TorchDispatchMode):
         def make(kind: str, shape: tuple[int, ...]) -> Tensor:
             return torch.empty(shape, dtype=dtype if kind == "values" else torch.long, device="meta")
 
-        tensors = {name: _on_meta(value, dtype) for name, value in _all_tensors(model)}
+        tensors = {}  # each module's once: functional_call would restore those of repeated modules as meta tensors
+        for path, module in model.named_modules():
+            for leaf, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is not None:
+                    kept = dtype if value.is_floating_point() else value.dtype
+                    tensors[named(path, leaf)] = torch.empty_like(value, dtype=kept, device="meta")
         try:
             inputs = model_inputs(model, make)
             inputs.pop("attention_mask", None)  # models branch on its values

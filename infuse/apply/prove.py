@@ -1,0 +1,205 @@
+"""Prove the steps of a plan before anything is swapped, one of each kind or all of them, on all ranks in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from infuse import interrupts
+from infuse.apply.build import Builder
+from infuse.apply.unknown import proven, together
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.errors import CheckpointError, ProofError, in_brief
+from infuse.layers.hook import hook_name, ran
+from infuse.plan.decide import fallback
+from infuse.plan.found import model_around, traits
+from infuse.plan.plan import Plan
+from infuse.plan.step import LINEAR, Left, Step
+from infuse.proof import compare
+from infuse.proof.callers import Caller, find_callers, proven_alone
+from infuse.proof.cases import Case, matrix_cases, recorded_cases
+from infuse.proof.in_place import in_place_mismatch
+from infuse.proof.sessions import block_sessions, decodes, model_sessions
+from infuse.shards.save import packed_paths
+
+_RECORDED_AT_ONCE = 3  # steps recorded per run; each holds some hundred rows of hidden states in memory
+
+
+@dataclass
+class Proofs:
+    """The verdict on each step of a plan and, for refused layers, on the steps that are tried instead."""
+
+    plan: Plan
+    config: InferenceConfig
+    builder: Builder
+    steps: list[Step] = field(default_factory=list)
+    refused: dict[tuple, str] = field(default_factory=dict)
+    interpretations: dict[tuple, int] = field(default_factory=dict)
+    callers: dict[str, Caller] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.builder.source.model
+
+    def key(self, step: Step) -> tuple:
+        """Key of a step: steps with equal keys replace modules of one kind alike and get the same verdict."""
+        if self.config.verify == "all":
+            return (step.path, step.depth)
+        return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
+
+    def run(self, progress: Callable[[int, int, str], None] | None) -> None:
+        """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
+        self.steps = candidates = list(self.plan.steps)
+        # The interpretation of a layer that keeps its forward is chosen by its proof, also under verify="off".
+        off = self.config.verify == "off"
+        wanted = [step for step in candidates if not self._was_proven(step) and (step.keeps_forward or not off)]
+        self._prove(wanted, progress)
+        while refused := [step for step in candidates if step.is_layer and self.key(step) in self.refused]:
+            device = Device.of(self.builder.source.device)
+            candidates = fallback(refused, self.model, self.config, device=device, mesh=self.plan.mesh)
+            self._prove(candidates, None)
+            self.steps += candidates
+
+    def accepted(self) -> tuple[list[Step], list[Left]]:
+        """The steps that are not refused, in the proven interpretation, and the refused ones with the reason."""
+        accepted: list[Step] = []
+        left: list[Left] = []
+        for step in self.steps:
+            reason = self.refused.get(self.key(step))
+            if step.shares and all(other.path != step.shares for other in accepted):
+                reason = reason or f"{step.shares}, whose weight it shares, was refused"
+            if reason is None:
+                chosen = (step, *step.others)[self.interpretations.get(self.key(step), 0)]
+                accepted.append(replace(chosen, others=()))
+            else:
+                left.append(Left(step.path, f"refused: {reason}"))
+        return accepted, left
+
+    def _was_proven(self, step: Step) -> bool:
+        """True if the step was proven when saved; a tensor split across ranks is not read whole just for a proof."""
+        shared = step.keeps_forward or any(fill.cut for fill in step.fills)
+        return self.builder.source.holds_replaced and (shared or step.shape is None or bool(packed_paths(step)))
+
+    def _prove(self, candidates: Sequence[Step], progress: Callable[[int, int, str], None] | None) -> None:
+        steps = list({self.key(step): step for step in reversed(candidates)}.values())[::-1]  # the first of each kind
+        cases: dict[str, list[Case] | str] = {}
+        # Linears are proven in their callers only on one rank, since ranks would have to synchronize in every call,
+        # and only on a live model, since a checkpoint's dtypes differ from the model's.
+        in_place = self.builder.group.size == 1 and self.builder.source.is_live
+        called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
+        for done, step in enumerate(steps):
+            interrupts.check()
+            if done % _RECORDED_AT_ONCE == 0:
+                cases = self._cases(steps[done : done + _RECORDED_AT_ONCE])
+            if step.depth == LINEAR and called:  # late: recorded arguments take no memory during proofs of blocks
+                self.callers, reasons = find_callers(self.model, called, self.builder.source.running)
+                self.notes, called = [*self.notes, *proven_alone(reasons)], []
+            mismatch = self._mismatch(step, cases.pop(step.path, []))
+            if mismatch is not None:
+                if self.config.verify == "strict":
+                    raise ProofError(f"{step.path}: {mismatch}")
+                self.refused[self.key(step)] = mismatch
+            if progress:
+                progress(done + 1, len(steps), "proving")
+        self.refused |= together([(step, self.key(step)) for step in candidates], self.refused)
+
+    def _cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
+        """The cases of each step by path, or the reason why it has none."""
+        found: dict[str, list[Case] | str] = {}
+        by_owner: dict[tuple[str | None, bool], list[str]] = {}
+        for step in steps:
+            if step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
+                owner = None if step.keeps_forward else model_around(self.model, step.path)
+                by_owner.setdefault((owner, decodes(step)), []).append(step.path)
+            elif step.shape is not None:
+                (matrix,) = (step.whole or step.shape).matrices
+                found[step.path] = matrix_cases(matrix, self.builder.source.device)
+        for (owner, on_cache), paths in by_owner.items():
+            model = self.model.get_submodule(owner or "")
+            layers = {path: self.model.get_submodule(path) for path in paths}
+            reason = "the model did not call it"
+            recorded: dict[str, list[Case]] = {}
+            try:
+                with self.builder.source.running():
+                    sessions = model_sessions(model) if owner is None else block_sessions(model, on_cache)
+                    recorded = recorded_cases(model, layers, sessions)
+            except CheckpointError:
+                raise
+            except Exception as error:  # the user's model may raise anything; if it cannot run, it cannot be proven
+                reason = in_brief(error)
+            for path in paths:
+                found[path] = recorded.get(path) or f"not proven: the model could not be run up to it ({reason})"
+        return found
+
+    def _mismatch(self, step: Step, cases: list[Case] | str) -> str | None:
+        """Return why any rank refuses the step; None if it is proven on all. `cases` is a reason if there are none."""
+        if isinstance(cases, str):
+            mismatch: str | None = cases
+        elif step.keeps_forward:
+            return self._split(step, cases)  # the ranks agree on each of its interpretations
+        else:
+            mismatch = compare.attempted(partial(_PROOFS[type(step.shape)], self, step, cases))
+        return self.builder.group.any_fault(mismatch, f"the proof of {step.path}")
+
+    def _split(self, step: Step, cases: list[Case]) -> str | None:
+        """Return why no interpretation of a split layer matches the original; record the one that does."""
+        with self.builder.source.loaded(step.path):
+            number, mismatch = proven(step, cases, self.builder)
+        self.interpretations[self.key(step)] = number
+        return mismatch
+
+    def _module(self, step: Step, cases: list[Case], *, structure: bool = False) -> str | None:
+        """Return why the new module's outputs for `cases` differ from the original's; None if they do not."""
+        dtype = self.plan.dtype
+        with self.builder.source.loaded(step.path):
+            wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype)
+            if structure:
+                new = self.builder.built(step.plain, dtype=None)
+                if mismatch := compare.structure_mismatch(new, cases, wanted):
+                    return mismatch
+            return compare.result_mismatch(self.builder.built(step, dtype), step, cases, wanted, dtype)
+
+    def _linear(self, step: Step, cases: list[Case]) -> str | None:
+        """Like _module, and inside the module that calls the linear, if that is known."""
+        mismatch = self._module(step, cases)  # it has no structure to verify
+        caller = self.callers.pop(step.path, None)  # pop it to free its recorded arguments
+        if mismatch or caller is None:
+            return mismatch
+        source, dtype = self.builder.source, next(self.model.get_submodule(step.path).parameters()).dtype
+        with source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
+            new = self.builder.built(step if dtype == self.plan.dtype else replace(step, bodies=()), dtype=None)
+        with source.running():
+            return in_place_mismatch(caller, new)
+
+    def _hook(self, step: Step, cases: list[Case]) -> str | None:
+        """Return why the model behaves differently with our attention; None if it does not."""
+        model: Any = self.model
+        before, body = model.config._attn_implementation, dict(step.bodies)["attention"]
+        try:
+            with self.builder.source.running():
+                wanted = compare.model_outputs(model)
+                model.set_attn_implementation(hook_name(body))
+                before_ran = ran[body]
+                mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+            return mismatch or (None if ran[body] > before_ran else "the model's attention does not come through it")
+        finally:
+            model.set_attn_implementation(before)
+
+
+_PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(
+    {
+        LayerShape: partial(Proofs._module, structure=True),
+        LinearShape: Proofs._linear,
+        EmbeddingShape: Proofs._module,
+        type(None): Proofs._hook,
+    }
+)

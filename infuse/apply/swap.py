@@ -1,0 +1,72 @@
+"""Put the new modules of accepted steps into the model in place of the old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from infuse.apply.adopt import adopt
+from infuse.apply.build import Builder, build
+from infuse.apply.shared import Made
+from infuse.architectures.adapters import merging_refused
+from infuse.architectures.split import SplitShape
+from infuse.layers.hook import install_hook
+from infuse.plan.shared import Sharing
+from infuse.plan.step import Step
+from infuse.unknown.install import places_of, put_part
+from infuse.weights.fill import moves
+from infuse.weights.state import keep_names
+
+
+class Swaps:
+    """The swaps of `steps` in the source's model. Layers that share weights also share the tensors made from them."""
+
+    def __init__(self, builder: Builder, steps: Iterable[Step]):
+        self._builder, self._source, self._model = builder, builder.source, builder.source.model
+        self._made = Made(Sharing(self._model, steps))
+        self._places = places_of(self._model)  # some models use one layer in several places
+
+    def swap(self, step: Step) -> None:
+        """Replace the old module of `step` everywhere, or install the attention hook."""
+        if step.shape is None:
+            install_hook(self._model, dict(step.bodies)["attention"], self._source.put)
+        elif isinstance(step.shape, SplitShape):
+            self._split(step, step.shape, self._model.get_submodule(step.path))
+        else:
+            self._replace(step, self._model.get_submodule(step.path))
+
+    def _split(self, step: Step, shape: SplitShape, layer: nn.Module) -> None:
+        part = self._builder.built(step, self._builder.dtype, self._made)
+        self._keep_names(step, layer, layer)
+        for matrix in shape.matrices:
+            adopt(part.get_submodule(matrix.target), layer.get_submodule(matrix.target))
+        put_part(layer, shape, part, self._source.put, self._builder.group, step.path)
+
+    def _replace(self, step: Step, old: nn.Module) -> None:
+        parameters = dict(old.named_parameters())
+        for fill in step.fills:
+            if moves(fill) and fill.sources[0] in parameters:
+                self._source.hand_on(parameters[fill.sources[0]], self._builder.dtype)
+        if step.shares:
+            new = self._sharing(step, old)
+        else:
+            new = self._builder.built(step, self._builder.dtype, self._made)
+        self._keep_names(step, new, old)
+        for owner, name in self._places.get(id(old), ()):
+            if owner._modules[name] is old:
+                self._source.put(owner._modules, name, new)
+                for method, refusal in merging_refused(owner, step.formats).items():
+                    self._source.put(vars(owner), method, refusal)
+
+    def _sharing(self, step: Step, old: nn.Module) -> nn.Module:
+        """Build the embedding that shares the weight of its head, which has already been swapped in."""
+        new: Any = build(step, self._builder.dtype, self._builder.group)
+        new.share(self._model.get_submodule(step.shares))
+        adopt(new.train(False), old)
+        return new
+
+    def _keep_names(self, step: Step, new: nn.Module, old: nn.Module) -> None:
+        dtype, bodies = self._builder.dtype, dict(step.bodies)
+        keep_names(new, old, step.path, step.fills, dtype=dtype, bodies=bodies, put=self._source.put)
