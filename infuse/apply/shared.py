@@ -10,6 +10,7 @@ from infuse.architectures.packing import Fill
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
+from infuse.weights.reader import place_of
 
 
 class Made:
@@ -27,7 +28,7 @@ class Made:
             if held is None:
                 left.append(fill)
                 continue
-            (owner, leaf), (other, its) = _place(module, fill), held
+            (owner, leaf), (other, its) = place_of(module, fill.target), held
             if isinstance(owner, QuantizedLinear) and fill.format is not None:
                 assert isinstance(other, QuantizedLinear), fill
                 owner.share(other)
@@ -41,9 +42,4 @@ class Made:
         """Record that `fills` of `step` were made in `module`."""
         for fill in fills:
             if (key := self._sharing.key(step, fill)) is not None:
-                self._held.setdefault(key, _place(module, fill))
-
-
-def _place(module: nn.Module, fill: Fill) -> tuple[nn.Module, str]:
-    owner, _, leaf = fill.target.rpartition(".")
-    return module.get_submodule(owner), leaf
+                self._held.setdefault(key, place_of(module, fill.target))

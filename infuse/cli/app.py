@@ -79,9 +79,7 @@ def show_plan(
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Print what would be done to a model and why. Reads config.json only: no weights, no memory. With --tp: rank 0's
-    plan.
-    """
+    """Print what would be done to a model and why, without reading its weights. With --tp: rank 0's plan."""
     config = read_config(model_dir)
     with without_tracebacks():
         import infuse
@@ -91,7 +89,6 @@ def show_plan(
 
 @app.command()
 def generate(
-    context: typer.Context,
     model_dir: Folder,
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
@@ -115,7 +112,7 @@ def generate(
     if not sample and (temperature, top_p, seed) != (None, None, None):
         fail("--temperature, --top-p and --seed need --sample", WRONG_USE)
     config = read_config(model_dir, weights=True)
-    if not as_ranks(context, tp):
+    if not as_ranks(tp):
         return
     with without_tracebacks():
         import torch
@@ -141,14 +138,12 @@ def generate(
             **sampling,
         )
         seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
-        remarks().print(
-            f"{new_tokens} tokens in {seconds:.2f} s: {new_tokens / seconds:.1f} tokens/s, the prompt included"
-        )
+        rate = f"{new_tokens / seconds:.1f} tokens/s, the prompt included"
+        remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {rate}")
 
 
 @app.command()
 def bench(
-    context: typer.Context,
     model_dir: Folder,
     against: Annotated[
         Literal["eager"] | None, typer.Option(help="Time transformers' own layers too. Needs memory for both.")
@@ -170,7 +165,7 @@ def bench(
     config = read_config(model_dir, weights=True)
     if against and tp:
         fail("--against with --tp: transformers alone runs on one rank", WRONG_USE)
-    if not as_ranks(context, tp):
+    if not as_ranks(tp):
         return
     with without_tracebacks():
         import torch
@@ -195,7 +190,6 @@ def bench(
 
 @app.command()
 def shard(
-    context: typer.Context,
     model_dir: Folder,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")
@@ -210,15 +204,14 @@ def shard(
     config = read_config(model_dir, weights=True)
     if out.resolve() == model_dir.resolve():
         fail("OUT is MODEL_DIR; give another folder for the shards", WRONG_USE)
-    if not as_ranks(context, tp):
+    if not as_ranks(tp):
         return
     with without_tracebacks():
         import infuse
 
         paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
-        engine = infuse.init_inference(
-            empty_model(model_dir, config), **paths, **_settings(dtype, quant, verify, device, tp)
-        )
+        settings = _settings(dtype, quant, verify, device, tp)
+        engine = infuse.init_inference(empty_model(model_dir, config), **paths, **settings)
         if engine.group.rank == 0:
             copy_rest(model_dir, out)
         print(engine.plan)

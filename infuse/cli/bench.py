@@ -61,18 +61,15 @@ def bound(model: Any, multiplications: int) -> Speed:
     if getattr(head, "weight", None) is not table:
         tensors.pop(id(table), None)  # a step reads one row of an untied table
     step_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    rate = matmul_rate(model.dtype, device=model.device)
-    return Speed(
-        2 * multiplications / rate, step_bytes / read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best
-    )
+    bandwidth = read_bandwidth(device=model.device, size_bytes=PROBE_BYTES).best
+    return Speed(2 * multiplications / matmul_rate(model.dtype, device=model.device), step_bytes / bandwidth)
 
 
 def table(title: str, speeds: dict[str, Speed], batch: int) -> Table:
     """A row for each model and one for the bound. The ratio is how many times faster infuse is than the row."""
     ours = speeds["infuse"]
-    made = Table(
-        "", "prefill", "ratio", "decode, tokens/s", "ratio", title=title, title_justify="left", caption_justify="left"
-    )
+    columns = ("", "prefill", "ratio", "decode, tokens/s", "ratio")
+    made = Table(*columns, title=title, title_justify="left", caption_justify="left")
     for name, speed in speeds.items():
         decode = f"{batch / speed.step_seconds:,.1f}" if speed.step_seconds > 0 else "too short to time"
         prefill_ratio = _ratio(speed.prefill_seconds, ours.prefill_seconds)
@@ -89,9 +86,7 @@ def _duration(seconds: float) -> str:
     """Three digits, in a unit that suits them."""
     unit, scale = next(((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e-3)) if seconds >= scale), ("us", 1e-6))
     value = seconds / scale
-    if value >= 100:
-        return f"{value:,.0f} {unit}"
-    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def _ratio(theirs: float, ours: float) -> str:

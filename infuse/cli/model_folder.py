@@ -42,10 +42,8 @@ def model_class(config: Any) -> Any:
         return transformers.AutoModel
     found = getattr(transformers, config.architectures[0], None)
     if found is None:
-        fail(
-            f"config.json names {config.architectures[0]}, which transformers {transformers.__version__} does not have",
-            WRONG_USE,
-        )
+        version = transformers.__version__
+        fail(f"config.json names {config.architectures[0]}, which transformers {version} does not have", WRONG_USE)
     return found
 
 
@@ -68,10 +66,14 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
 
     if not (model_dir / SHARDS).is_file() and "tensor_parallel" not in settings:
         return infuse.init_inference(load_generative(model_dir, config), **settings)
-    model = empty_model(model_dir, config)
+    model = _generative(empty_model(model_dir, config))
+    return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
+
+
+def _generative(model: Any) -> Any:
     if not model.can_generate():
         fail(f"{type(model).__name__} does not generate text; `infuse plan` shows what would be done to it", WRONG_USE)
-    return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
+    return model
 
 
 def copy_rest(model_dir: Path, out: Path) -> None:
@@ -98,9 +100,7 @@ def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "au
         fail(f"the weights in {model_dir} cannot be loaded: {error}", FAILED)
     finally:
         set_tqdm_hook(before)
-    if not model.can_generate():
-        fail(f"{kind.__name__} does not generate text; `infuse plan` shows what would be done to it", WRONG_USE)
-    return model
+    return _generative(model)
 
 
 def read_tokenizer(model_dir: Path) -> Any:

@@ -12,19 +12,16 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from infuse.cli.messages import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
-def as_ranks(context: typer.Context, size: int | None) -> bool:
-    """Whether this process runs the command. If not, `size` ranks were started and have run it.
+def as_ranks(size: int | None) -> bool:
+    """Whether this process runs the command. If not, `size` ranks were started and have run the same command line.
 
     Exits with a message if a rank fails, or on Ctrl-C.
     """
@@ -36,27 +33,13 @@ def as_ranks(context: typer.Context, size: int | None) -> bool:
             warnings.simplefilter("ignore")
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         return True
-    _launch(size, [sys.executable, "-m", "infuse.cli.app", str(context.info_name), *_arguments(context)])
+    _launch(size, [sys.executable, "-m", "infuse.cli.app", *sys.argv[1:]])
     return False
 
 
 def rank_device(device: str | None) -> str | None:
     """This rank's device: of several GPUs, the one with the rank's number on this host."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
-
-
-def _arguments(context: typer.Context) -> Iterator[str]:
-    """The command's arguments, as on the command line."""
-    positional = []
-    for parameter in context.command.params:
-        value = context.params.get(str(parameter.name))
-        if parameter.param_type_name == "argument":
-            positional.append(str(value))
-        elif value is True:
-            yield parameter.opts[0]
-        elif value is not None and value is not False:
-            yield f"{parameter.opts[0]}={value}"
-    yield from ("--", *positional)
 
 
 def _launch(size: int, command: list[str]) -> None:

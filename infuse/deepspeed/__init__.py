@@ -21,15 +21,9 @@ from infuse.engine import InferenceEngine, init_inference
 from infuse.errors import ConfigError
 
 __all__ = [
-    "DeepSpeedInferenceConfig",
-    "InferenceEngine",
-    "OnDevice",
-    "add_config_arguments",
-    "default_inference_config",
-    "init_distributed",
-    "init_inference",
-    "module_inject",
-]
+    "DeepSpeedInferenceConfig", "InferenceEngine", "OnDevice", "add_config_arguments", "default_inference_config",
+    "init_distributed", "init_inference", "module_inject",
+]  # fmt: skip
 
 DeepSpeedInferenceConfig = InferenceConfig
 
@@ -65,18 +59,17 @@ def init_distributed(
     if dist_init_required is False or not torch.distributed.is_available() or torch.distributed.is_initialized():
         return
     if (rank < 0) != (world_size < 0):
-        raise ConfigError(
-            f"rank, world_size: found {rank} and {world_size}; possible: both from 0 and 1 on, or neither"
-        )
+        found = f"{rank} and {world_size}"
+        raise ConfigError(f"rank, world_size: found {found}; possible: both from 0 and 1 on, or neither")
     if rank < 0:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if init_method is None:
+    if init_method is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         init_method = "env://"  # reads the launcher's settings too
-        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-            port = os.environ.get("MASTER_PORT", str(distributed_port))
-            init_method = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
+    elif init_method is None:
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", distributed_port)
+        init_method = f"tcp://{host}:{port}"
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     torch.distributed.init_process_group(
         backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
@@ -116,7 +109,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("DeepSpeed", "accepted because scripts pass them")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="a flag for the script's own use")
-        group.add_argument(
-            f"--{name}_config", default=None, type=str, help="a JSON file; give it to init_inference as config"
-        )
+        group.add_argument(f"--{name}_config", help="a JSON file; give it to init_inference as config")
     return parser

@@ -15,13 +15,9 @@ from infuse.errors import ConfigError, NotAvailable
 from infuse.unknown.roles import row_names
 
 __all__ = [
-    "AutoTP",
-    "GroupQuantizer",
-    "ReplaceWithTensorSlicing",
-    "generic_injection",
-    "get_transformer_name",
+    "AutoTP", "GroupQuantizer", "ReplaceWithTensorSlicing", "generic_injection", "get_transformer_name",
     "replace_transformer_layer",
-]
+]  # fmt: skip
 
 
 class ReplaceWithTensorSlicing:
@@ -70,13 +66,9 @@ class ReplaceWithTensorSlicing:
 
     def _part(self, dst: torch.Tensor, src: torch.Tensor, split_into: int) -> torch.Tensor:
         """This rank's part of each of the `split_into` equal pieces of `src`, cut along its larger axis."""
-        cut = [axis for axis in range(src.dim()) if src.dim() == dst.dim() and src.shape[axis] != dst.shape[axis]]
-        if (
-            src.dim() != dst.dim()
-            or src.dim() > 2
-            or len(cut) != 1
-            or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]
-        ):
+        alike = src.dim() == dst.dim() <= 2
+        cut = [axis for axis in range(src.dim()) if src.shape[axis] != dst.shape[axis]] if alike else []
+        if len(cut) != 1 or dst.shape[cut[0]] * self.mp_size != src.shape[cut[0]]:
             raise ConfigError(
                 f"dst, src: found the shapes {tuple(dst.shape)} and {tuple(src.shape)}; possible: equal shapes of one "
                 f"or two axes, or a src that is mp_size={self.mp_size} times as large along one axis"
@@ -100,9 +92,8 @@ class GroupQuantizer:
         if not 2 <= num_bits <= 8:
             raise ConfigError(f"num_bits: found {num_bits!r}; possible: 2 to 8, the result is held in int8")
         if group_size < 1 or num_groups < 0:
-            raise ConfigError(
-                f"group_size, num_groups: found {group_size!r}, {num_groups!r}; possible: from 1, and from 0"
-            )
+            found = f"{group_size!r}, {num_groups!r}"
+            raise ConfigError(f"group_size, num_groups: found {found}; possible: from 1, and from 0")
         self.q_int8, self.group_size, self.num_bits, self.num_groups = q_int8, group_size, num_bits, num_groups
 
     def quantize(self, inputs: torch.Tensor, qkv: bool = True, count: int = 1, parallel_dim: int = 0) -> nn.Parameter:
@@ -165,14 +156,11 @@ def replace_transformer_layer(
 ) -> nn.Module:
     """Replaces layers of class `orig_layer_impl` in DeepSpeed. Raises NotAvailable here: use init_inference."""
     _check_model(model)
-    if orig_layer_impl is not None and not (
-        isinstance(orig_layer_impl, type) and issubclass(orig_layer_impl, nn.Module)
-    ):
+    is_class = isinstance(orig_layer_impl, type) and issubclass(orig_layer_impl, nn.Module)
+    if orig_layer_impl is not None and not is_class:
         raise ConfigError(f"orig_layer_impl: found {orig_layer_impl!r}; possible: a class of nn.Module, or None")
     InferenceConfig.make(config)
-    raise NotAvailable(
-        "replace_transformer_layer: this version replaces layers through infuse.init_inference(model, ...) only"
-    )
+    raise NotAvailable("replace_transformer_layer: layers are replaced through infuse.init_inference(model, ...) only")
 
 
 def generic_injection(module: Any, dtype: Any = None, enable_cuda_graph: bool = True) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from infuse.plan.formats import held_bytes
 from infuse.plan.shared import Sharing
 from infuse.plan.step import SPLIT, Step
+from infuse.weights.reader import tensor_at
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -35,7 +36,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
             again = key is not None and key in made
             made.add(key)
             total += 0 if step.shares or again else quantized.get(fill.target, 0)
-            sources = [_tensor(module, name) for name in fill.sources]
+            sources = [tensor_at(module, name) for name in fill.sources]
             seen.update(id(source) for source in sources)
             if fill.target not in quantized and not step.shares and not again:
                 numel = sum(source.numel() for source in sources)
@@ -49,8 +50,3 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
             cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
     return total
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(owner), leaf)

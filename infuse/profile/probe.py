@@ -46,13 +46,11 @@ class MemoryReader:
         self._values = empty((size_bytes // 4,), dtype=torch.float32, device=self.device).fill_(1)
         self.size_bytes = self._values.nbytes
         self._read: Callable[[Tensor], object] = torch.sum
-        self.name = "torch.sum"
-        if self.device.type == "cpu":
-            found = kernels()
-            if isinstance(found, str):
-                self.name = f"torch.sum ({found})"
-            else:
-                self._read, self.name = found.read_bytes.default, f"read_bytes ({isa()})"
+        self.name, found = "torch.sum", kernels() if self.device.type == "cpu" else ""
+        if not isinstance(found, str):
+            self._read, self.name = found.read_bytes.default, f"read_bytes ({isa()})"
+        elif found:
+            self.name = f"torch.sum ({found})"
 
     def __call__(self) -> None:
         """Read it once."""

@@ -144,12 +144,9 @@ class Profile:
         }
 
     def _ops(self) -> list[dict[str, Any]]:
-        cuda = self._device.type == "cuda"
-        rows = []
-        for event in self._profiler.key_averages():
-            micros = event.self_device_time_total if cuda else event.self_cpu_time_total
-            if micros > 0:
-                rows.append({"op": event.key, "calls": event.count, "seconds": micros / 1e6})
+        spent = f"self_{'device' if self._device.type == 'cuda' else 'cpu'}_time_total"  # microseconds
+        events = [event for event in self._profiler.key_averages() if getattr(event, spent) > 0]
+        rows = [{"op": one.key, "calls": one.count, "seconds": getattr(one, spent) / 1e6} for one in events]
         return sorted(rows, key=lambda row: -row["seconds"])
 
     def table(self, rows: int = 12) -> Table:
@@ -162,23 +159,14 @@ class Profile:
             total = sum(row["seconds"] for row in found[key]) or 1.0
             table.add_row(f"[bold]{title}[/bold]")
             for row in found[key][:rows]:
-                table.add_row(
-                    row[name], str(row["calls"]), f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / total:.1%}"
-                )
-        for label, value in (
-            ("prefill tokens/s", found["prefill_tokens_per_second"]),
-            ("decode tokens/s", found["decode_tokens_per_second"]),
-        ):
-            if value:
-                table.add_row(label, "", f"{value:,.1f}")
-        if found["share_of_bandwidth"]:
-            gigabytes = found["read_bytes_per_second"] / 1e9
-            table.add_row(
-                "weights read, GB/s, of the probed read bandwidth",
-                "",
-                f"{gigabytes:.2f}",
-                f"{found['share_of_bandwidth']:.1%}",
-            )
+                seconds = row["seconds"]
+                table.add_row(row[name], str(row["calls"]), f"{seconds * 1e3:.2f}", f"{seconds / total:.1%}")
+        for kind in ("prefill", "decode"):
+            if rate := found[f"{kind}_tokens_per_second"]:
+                table.add_row(f"{kind} tokens/s", "", f"{rate:,.1f}")
+        if share := found["share_of_bandwidth"]:
+            label = "weights read, GB/s, of the probed read bandwidth"
+            table.add_row(label, "", f"{found['read_bytes_per_second'] / 1e9:.2f}", f"{share:.1%}")
         return table
 
     def save_trace(self, path: str | Path) -> None:

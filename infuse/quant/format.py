@@ -195,6 +195,9 @@ class QuantFormat(ABC):
         return 1 if self.group_size is None else in_features // self.group_size
 
 
+BUFFERS = ("data", "scale", "zero")  # the tensors of a QuantizedWeight
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """The buffers of one quantized matrix; `format` gives their meaning. A plain container: it never computes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infuse.architectures.part import named
 from infuse.errors import CheckpointError
 
 
@@ -21,21 +22,24 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
     """
     found: list[tuple[MutableMapping[str, Any], str, Tensor]] = []
     lost: list[str] = []
-    twins: list[tuple[str, dict[str, nn.Module]]] = []
+    twins: dict[str, nn.Module] = {}
     optional = set(model.state_dict())
     for path, module in model.named_modules():
         buffers = module._buffers
         plain = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta}
         for leaf, value in [*buffers.items(), *plain.items()]:
-            name = f"{path}.{leaf}" if path else leaf
+            name = named(path, leaf)
             persistent = name in optional
             if value is None or (persistent and not value.is_meta):
                 continue
             owner: Any = buffers if leaf in buffers else vars(module)
             if value.is_meta:
-                if not twins:
-                    twins = [(root, dict(_twin(part).named_modules())) for root, part in _models(model)]
-                again = _in_twin(twins, path, leaf)
+                twins = twins or {
+                    place: again
+                    for root, part in _models(model)
+                    for place, again in _twin(part).named_modules(prefix=root)
+                }
+                again = _held(twins.get(path), leaf)
                 if again is None:
                     if not persistent:
                         lost.append(name)
@@ -43,10 +47,8 @@ def computed_tensors(model: nn.Module) -> list[tuple[MutableMapping[str, Any], s
                 value = again
             found.append((owner, leaf, value))
     if lost:
-        raise CheckpointError(
-            f"the model computes these itself, they are on meta, and it cannot be made anew from its config: "
-            f"{', '.join(lost)}; make the model with its buffers on the CPU"
-        )
+        what = "the model computes these itself, they are on meta, and it cannot be made anew from its config"
+        raise CheckpointError(f"{what}: {', '.join(lost)}; make the model with its buffers on the CPU")
     return found
 
 
@@ -56,7 +58,7 @@ def _models(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
         yield path, model
         return
     for name, child in model.named_children():
-        yield from _models(child, f"{path}.{name}" if path else name)
+        yield from _models(child, named(path, name))
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -82,10 +84,7 @@ def _twin(model: nn.Module) -> nn.Module:
         handle.remove()
 
 
-def _in_twin(twins: list[tuple[str, dict[str, nn.Module]]], path: str, leaf: str) -> Tensor | None:
-    for root, modules in twins:
-        if path == root or not root or path.startswith(f"{root}."):
-            module = modules.get(path.removeprefix(root).removeprefix("."))
-            found = None if module is None else module._buffers.get(leaf, vars(module).get(leaf))
-            return found if isinstance(found, Tensor) and not found.is_meta else None
-    return None
+def _held(module: nn.Module | None, leaf: str) -> Tensor | None:
+    """The value that a module of a twin has computed; None if there is none."""
+    found = None if module is None else module._buffers.get(leaf, vars(module).get(leaf))
+    return found if isinstance(found, Tensor) and not found.is_meta else None

@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infuse import memory, ops
 from infuse.architectures.packing import STACK, Fill, spans
+from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
-from infuse.quant.format import QuantizedWeight
+from infuse.quant.format import BUFFERS, QuantizedWeight
 from infuse.quant.parse import quant_format
-from infuse.weights.reader import Reader, tensor_at
+from infuse.weights.reader import Reader, place_of, tensor_at
 
 # Source values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
@@ -146,16 +146,14 @@ def fill_module(
     """Fill the parameters and buffers of `module`, which was built on meta or empty. `bodies`: op → body."""
     quantize = ops.quantize.body(bodies.get("quantize", ops.REFERENCE))
     for fill in fills:
-        owner, _, leaf = fill.target.rpartition(".")
-        place = module.get_submodule(owner)
+        place, leaf = place_of(module, fill.target)
         if fill.format is not None:
-            place.hold(quantized(fill, reader, quantize, place.part_rows))  # type: ignore[operator,arg-type]
+            place.hold(quantized(fill, reader, quantize, place.part_rows))
             continue
         value = filled(fill, reader, None if leaf in place._buffers else dtype)
         if leaf in place._parameters:
-            place._parameters[leaf] = (
-                value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach(), requires_grad=False)
-            )
+            alike = isinstance(value, nn.Parameter)
+            place._parameters[leaf] = value if alike else nn.Parameter(value.detach(), requires_grad=False)
         else:
             assert leaf in place._buffers, f"{fill.target} has no place in {type(module).__name__}"
             place._buffers[leaf] = value
@@ -166,10 +164,8 @@ def fill_saved(
 ) -> None:
     """Like fill_module, but read the finished targets saved under `path`; `read(name, cut)` reads one part."""
     for fill in fills:
-        owner, _, leaf = fill.target.rpartition(".")
-        place: Any = module.get_submodule(owner)
-        stored = saved_tensors(module, path, [fill])
-        values = {name.rpartition(".")[2]: read(name, fill.cut) for name in stored}
+        place, leaf = place_of(module, fill.target)
+        values = {name.rpartition(".")[2]: read(name, fill.cut) for name in saved_tensors(module, path, [fill])}
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
             format = quant_format(fill.format)
@@ -191,15 +187,14 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
     """List by name the tensors that `fill_saved` reads for `module`."""
     wanted: dict[str, Wanted] = {}
     for fill in fills:
-        owner, _, leaf = fill.target.rpartition(".")
-        place: Any = module.get_submodule(owner)
-        at = ".".join(part for part in (path, owner) if part)
+        place, leaf = place_of(module, fill.target)
+        at = named(path, fill.target).rpartition(".")[0]
         if fill.format is not None:
             like = torch.empty((place.out_features, place.in_features), device="meta")
             weight = quant_format(fill.format).quantize(like)
-            for name in ("data", "scale", "zero"):
+            for name in BUFFERS:
                 if (tensor := getattr(weight, name)) is not None:
-                    wanted[f"{at}.{name}"] = Wanted(tuple(tensor.shape), tensor.dtype, fill.cut)
+                    wanted[named(at, name)] = Wanted(tuple(tensor.shape), tensor.dtype, fill.cut)
         elif leaf in place._parameters:
-            wanted[f"{at}.{leaf}"] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
+            wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
     return wanted

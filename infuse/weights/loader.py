@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
 from infuse.weights.layer_source import LayerSource
 from infuse.weights.names import ModelReader
-from infuse.weights.reader import Slices, tensor_at
+from infuse.weights.reader import LiveReader, Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import UndoLog
 
@@ -107,13 +108,10 @@ class CheckpointLoader(LayerSource):
     def finish(self) -> None:
         """Read and place the parameters still on meta, which belong to layers that are kept."""
         modules = {id(module) for module in self.model.modules()}
-        self._place(
-            [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)], None
-        )
-        on_meta = [
-            name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta
-        ]
-        assert not on_meta, on_meta
+        kept = [key for key, spots in self._spots.items() if any(id(module) in modules for module, _ in spots)]
+        self._place(kept, None)
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        assert not any(tensor.is_meta for _, tensor in tensors), [name for name, one in tensors if one.is_meta]
 
     @contextlib.contextmanager
     def loaded(self, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
@@ -126,9 +124,8 @@ class CheckpointLoader(LayerSource):
                     if held is None or not held.is_meta:
                         continue
                     if id(held) not in made:
-                        made[id(held)] = nn.Parameter(
-                            self._value(self._names[id(held)], dtype), requires_grad=held.requires_grad
-                        )
+                        value = self._value(self._names[id(held)], dtype)
+                        made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
                     undo.callback(owner._parameters.__setitem__, leaf, held)
                     owner._parameters[leaf] = made[id(held)]
             yield
@@ -140,18 +137,14 @@ class CheckpointLoader(LayerSource):
             for path in self._layers:
                 layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
 
-                def before(
-                    module: nn.Module, args: Any, path: str = path, stack: contextlib.ExitStack = open_now
-                ) -> None:
-                    stack.enter_context(self.loaded(path, self._dtype))
-
-                def after(module: nn.Module, args: Any, output: Any, stack: contextlib.ExitStack = open_now) -> None:
-                    stack.close()
-
                 undo.callback(open_now.close)
+                before, after = partial(self._open, path, open_now), partial(_close, open_now)
                 undo.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
                 undo.callback(layer.register_forward_hook(after, prepend=True).remove)
             yield
+
+    def _open(self, path: str, stack: contextlib.ExitStack, module: nn.Module, args: Any) -> None:
+        stack.enter_context(self.loaded(path, self._dtype))
 
     def reader(self, path: str) -> LayerReader:
         """Reader of the values of the layer at `path`, by their names within it."""
@@ -197,11 +190,7 @@ class CheckpointLoader(LayerSource):
 
     def _place_buffers(self) -> None:
         """Place the persistent buffers, in the dtypes that the model has them in."""
-        seen: set[int] = set()
         for path, module in self.model.named_modules():
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
             for leaf, buffer in list(module._buffers.items()):
                 name = f"{path}.{leaf}" if path else leaf
                 if buffer is None or leaf in module._non_persistent_buffers_set or name not in self._reader.tensors:
@@ -209,17 +198,18 @@ class CheckpointLoader(LayerSource):
                 self.put(module._buffers, leaf, self.value(name).to(buffer.dtype))
 
 
-class LayerReader:
+def _close(stack: contextlib.ExitStack, module: nn.Module, args: Any, output: Any) -> None:
+    stack.close()
+
+
+class LayerReader(LiveReader):
     """Read a layer's values by their names within it: from the model if already placed, else from the checkpoint."""
 
     def __init__(self, loader: CheckpointLoader, path: str):
-        self._loader, self._path, self._module = loader, path, loader.model.get_submodule(path)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(tensor_at(self._module, name).shape)
+        super().__init__(loader.model.get_submodule(path))
+        self._loader, self._path = loader, path
 
     def read(self, name: str, part: Slices = ()) -> Tensor:
-        held = tensor_at(self._module, name)
-        if held.is_meta:
+        if tensor_at(self._module, name).is_meta:
             return self._loader.value(f"{self._path}.{name}", part)
-        return held[part] if part else held
+        return super().read(name, part)

@@ -88,11 +88,9 @@ def _group_parts(lengths: Sequence[int], widths: tuple[int, ...], start: int) ->
         sizes = [width * n // ranks for width, n in zip(widths, repeats, strict=True)]
         exact = all(width * n % ranks == 0 for width, n in zip(widths, repeats, strict=True))
         if exact and all(length == sum(sizes) for length in lengths):
+            blocks_cut = list(zip(starts, sizes, repeats, strict=True))
             return [
-                tuple(
-                    (at + rank // n * size, at + (rank // n + 1) * size)
-                    for at, size, n in zip(starts, sizes, repeats, strict=True)
-                )
+                tuple((at + rank // n * size, at + (rank // n + 1) * size) for at, size, n in blocks_cut)
                 for rank in range(ranks)
             ]
     return []

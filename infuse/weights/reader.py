@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,14 @@ class LiveReader:
         return found[part] if part else found
 
 
+def place_of(module: nn.Module, name: str) -> tuple[Any, str]:
+    """Return the module that holds the tensor with this dotted name, and its name there."""
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
+
+
 def tensor_at(module: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer with this dotted name."""
-    owner, _, leaf = name.rpartition(".")
-    found = getattr(module.get_submodule(owner), leaf)
+    found = getattr(*place_of(module, name))
     assert isinstance(found, Tensor), name
     return found

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Cut, Tiling
+from infuse.quant.format import BUFFERS
 from infuse.weights.checkpoint import Joined, TensorFile
 from infuse.weights.pieces import Packed, Shape
 from infuse.weights.safetensors_file import Checksums, SafetensorsFile
-
-_OF_WEIGHTS = ("data", "scale", "zero")  # the stored tensors of a quantized weight
 
 
 class _Opened(dict[int, TensorFile]):
@@ -63,12 +62,12 @@ class SavedTensor(Joined):
             shape, found = file.stored[self.name].shape, file.stored[self.name].dtype
             if found != dtype if dtype else not found.is_floating_point:
                 return f"{found}, the model has {dtype or 'floating values'}"
-            if self.is_cut or cut:
-                there = tiling.part_length(rank)
-                like = len(shape) == len(wanted) and _without(shape, axis) == _without(wanted, axis)
-                like = like and (shape[axis] * own == wanted[axis] * there or shape[axis] == wanted[axis] == 1)
-            else:
-                like = shape == wanted
+            like = shape == wanted
+            if (self.is_cut or cut) and len(shape) == len(wanted):
+                others = [size for at, size in enumerate(shape) if at != axis]
+                like = others == [size for at, size in enumerate(wanted) if at != axis] and (
+                    shape[axis] * own == wanted[axis] * tiling.part_length(rank) or shape[axis] == wanted[axis] == 1
+                )
             if not like:
                 return f"{shape}, the model has {wanted}"
         return None
@@ -141,8 +140,4 @@ def _of_one(axis: int, length: int, rank: int) -> Tiling:
 
 def _weight_of(name: str) -> str:
     owner, _, leaf = name.rpartition(".")
-    return f"{owner}.weight" if leaf in _OF_WEIGHTS else name
-
-
-def _without(shape: Shape, axis: int) -> Shape:
-    return shape[:axis] + shape[axis + 1 :]
+    return f"{owner}.weight" if leaf in BUFFERS else name

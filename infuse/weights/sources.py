@@ -115,9 +115,8 @@ def _folder(path: Path) -> Files:
     for name in INDEXES:
         if (path / name).is_file():
             where = _weight_map(path / name)
-            return Files(
-                f"the shards of {path / name}", tuple((file,) for file in sorted(set(where.values()))), where=where
-            )
+            groups = tuple((file,) for file in sorted(set(where.values())))
+            return Files(f"the shards of {path / name}", groups, where=where)
     for name in SINGLE:
         if (path / name).is_file():
             return Files("a folder", ((path / name,),))
@@ -152,9 +151,8 @@ def _weight_map(path: Path) -> dict[str, Path]:
 def _listed(paths: Sequence[Path], form: str) -> Files:
     wrong = [str(path) for path in paths if path.suffix not in _SUFFIXES]
     if wrong or not paths:
-        raise CheckpointError(
-            f"{form}: found {', '.join(wrong) or 'nothing'}; possible: files of {', '.join(_SUFFIXES)}"
-        )
+        found = ", ".join(wrong) or "nothing"
+        raise CheckpointError(f"{form}: found {found}; possible: files of {', '.join(_SUFFIXES)}")
     return Files(form, tuple((path,) for path in paths))
 
 
@@ -180,8 +178,7 @@ def _described(given: Any, base: Path, name: str) -> Files:
         paths = [base / file for file in ([listed] if isinstance(listed, Path) else listed)]
         size = (description.tp_size or description.mp_size or len(paths) or 1) if key == "tp" else 1
         if len(paths) % size:
-            raise CheckpointError(
-                f"{name}: {len(paths)} files under {key!r} for tp_size {size}; possible: a multiple of it"
-            )
+            what = f"{len(paths)} files under {key!r} for tp_size {size}"
+            raise CheckpointError(f"{name}: {what}; possible: a multiple of it")
         groups += [tuple(paths[i : i + size]) for i in range(0, len(paths), size)]
     return Files(name, tuple(dict.fromkeys(groups)), description.version if kind == "megatron" else None)

@@ -19,13 +19,13 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
+from infuse.quant.format import BUFFERS
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
-from infuse.weights.reader import Slices
+from infuse.weights.reader import Slices, place_of
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
-_BUFFERS = ("data", "scale", "zero")  # buffers of a quantized weight
 
 
 @dataclass
@@ -64,18 +64,20 @@ class Original:
         if self.dequantized is None:
             raise UnsupportedCall(
                 f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have "
-                f"them as {', '.join(fill.sources)}. Either save our shards, which keep them quantized: "
-                "init_inference(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, "
-                "with the rounding that they have: "
-                "`with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
+                f"them as {', '.join(fill.sources)}. Either save our shards, which keep them quantized: init_inference"
+                "(..., save_mp_checkpoint_path=FOLDER) or `infuse shard`. Or save them dequantized, with the rounding "
+                "that they have: `with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
             )
-        place: Any = module.get_submodule(_owner(fill))
+        place, _ = place_of(module, fill.target)
         address = place.data.data_ptr()
         value = self.dequantized.get(address)
         if value is None:
-            weight = place.held()
-            value = self.dequantized[address] = weight.format.dequantize(weight, self.dtype)
+            value = self.dequantized[address] = self._values(place)
         return value
+
+    def _values(self, place: Any) -> Tensor:
+        weight = place.held()
+        return weight.format.dequantize(weight, self.dtype)
 
     @torch.no_grad()
     def load(
@@ -88,10 +90,8 @@ class Original:
         for name, wanted in self.shapes.items():
             if name in given and tuple(given[name].shape) != wanted:
                 found = given.pop(name)
-                errors.append(
-                    f"size mismatch for {prefix}{name}: the given shape is {tuple(found.shape)}, "
-                    f"the model's is {wanted}."
-                )
+                shapes = f"the given shape is {tuple(found.shape)}, the model's is {wanted}"
+                errors.append(f"size mismatch for {prefix}{name}: {shapes}.")
             elif name not in given and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
         for fill in self.fills:
@@ -104,21 +104,17 @@ class Original:
         self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str, given: Mapping[str, Tensor]
     ) -> None:
         """Put the target of `fill` into `state`; sources that are not given keep the module's current values."""
-        place: Any = module.get_submodule(_owner(fill))
+        place, _ = place_of(module, fill.target)
         if any(name not in given for name in fill.sources):
-            there = (
-                module.get_parameter(fill.target)
-                if fill.format is None
-                else place.held().format.dequantize(place.held(), self.dtype)
-            )
-            given = {**source_tensors(fill, there, self.shapes), **given}
+            held = module.get_parameter(fill.target) if fill.format is None else self._values(place)
+            given = {**source_tensors(fill, held, self.shapes), **given}
         if fill.format is None:
             state[prefix + fill.target] = filled(fill, _Given(given, None), None)
             return
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
         place.hold(quantized(fill, _Given(given, place.data.device), quantize, place.part_rows))
-        for name in _BUFFERS:  # reuse the memory: tied embeddings and CUDA graphs refer to it
+        for name in BUFFERS:  # reuse the memory: tied embeddings and CUDA graphs refer to it
             old, new = before[name], place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:
                 place._buffers[name] = old.copy_(new)
@@ -126,9 +122,8 @@ class Original:
 
     def _keep(self, fill: Fill, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         """Put the module's current target of `fill` into `state` unless it is already present."""
-        place = module.get_submodule(_owner(fill))
         for name in _stored(fill):
-            leaf = name.rpartition(".")[2]
+            place, leaf = place_of(module, name)
             held = place._parameters.get(leaf, place._buffers.get(leaf))
             if held is not None:
                 state.setdefault(prefix + name, held.detach())
@@ -147,14 +142,10 @@ class Original:
             )
 
 
-def _owner(fill: Fill) -> str:
-    """Path of the module that holds the target."""
-    return fill.target.rpartition(".")[0]
-
-
 def _stored(fill: Fill) -> tuple[str, ...]:
     """Names of the target in our module's own state dict; a quantized weight has several, codes first."""
-    return (fill.target,) if fill.format is None else tuple(named(_owner(fill), leaf) for leaf in _BUFFERS)
+    owner = fill.target.rpartition(".")[0]
+    return (fill.target,) if fill.format is None else tuple(named(owner, leaf) for leaf in BUFFERS)
 
 
 class _Given:

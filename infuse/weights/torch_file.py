@@ -56,9 +56,8 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # torch.load may raise anything on a broken or foreign file
             reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(
-                f"{self.path}: truncated, corrupt, or not tensors alone (weights_only=True): {reason}"
-            ) from error
+            what = "truncated, corrupt, or not tensors alone (weights_only=True)"
+            raise CheckpointError(f"{self.path}: {what}: {reason}") from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{self.path}: holds a {type(loaded).__name__}; possible: a dict of tensors")
         inner = next((loaded[key] for key in _INNER if isinstance(loaded.get(key), Mapping)), loaded)
@@ -75,10 +74,8 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: names {', '.join(twice)} more than once")
         wrong = [f"{name} ({reason})" for name, tensor in found if (reason := _not_plain(tensor))]
         if wrong:
-            raise CheckpointError(
-                f"{self.path}: holds tensors that are not dense values: {', '.join(wrong)}; save them with "
-                "their values, dense and on a device"
-            )
+            what = f"holds tensors that are not dense values: {', '.join(wrong)}"
+            raise CheckpointError(f"{self.path}: {what}; save them with their values, dense and on a device")
         return {name: tensor.detach() for name, tensor in found}
 
 
