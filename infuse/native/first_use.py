@@ -110,11 +110,9 @@ def _failed(folder: Path, output: str) -> str:
     """Warn about a failed build and record it: later processes do not retry with the same compiler and PyTorch."""
     (folder / FAILURE).write_text(f"{_tools()}\n{output}\n", encoding="utf-8")
     last_lines = "\n".join(output.splitlines()[-12:])
-    text = (
-        f"infuse: the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}\nThe full "
-        f"output is in {folder / FAILURE}. Another compiler or PyTorch, or `infuse build`, tries again."
-    )
-    logs.warn(text, stacklevel=2)
+    what = f"the C++ kernels could not be built, so PyTorch's own operations run. {last_lines}"
+    then = "Another compiler or PyTorch, or `infuse build`, tries again."
+    logs.warn(f"infuse: {what}\nThe full output is in {folder / FAILURE}. {then}", stacklevel=2)
     return _reason(folder)
 
 

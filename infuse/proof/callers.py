@@ -111,10 +111,8 @@ def proven_alone(reasons: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for path, reason in reasons.items():
         by_reason.setdefault(reason, []).append(path)
-    return [
-        f"proven alone, not inside the module that calls it: {', '.join(paths)} ({reason})"
-        for reason, paths in by_reason.items()
-    ]
+    what = "proven alone, not inside the module that calls it"
+    return [f"{what}: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
 
 
 def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Caller]:

@@ -58,9 +58,9 @@ def recorded_cases(
         except (CheckpointError, RankError):
             raise
         except Exception:
-            if session.optional:  # the model refuses such a cache or mask, so these calls cannot occur
-                continue
-            raise
+            if not session.optional:
+                raise
+            continue  # the model refuses such a cache or mask, so these calls cannot occur
         for path, calls in seen.items():
             if calls:
                 also = session.also if _sees_all(calls) else ()
@@ -73,10 +73,8 @@ def _sees_all(calls: list[Call]) -> bool:
     seen_tokens = 0
     for call in calls:
         seen_tokens += call.hidden.shape[1]
-        masks = [
-            value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim() == 4
-        ]
-        if any(mask.shape[-1] != seen_tokens for mask in masks):
+        given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
+        if any(mask.shape[-1] != seen_tokens for mask in given if mask.dim() == 4):
             return False
     return True
 
@@ -96,10 +94,10 @@ def _run_and_record(
         if path not in remaining:  # a shared layer runs several times; record only the first
             return
         kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
-        args = tuple(CACHE if isinstance(value, Cache) else value for value in args)
-        hidden = args[0] if args else kwargs.pop("hidden_states")
+        hidden, *others = args or (kwargs.pop("hidden_states"),)
+        others = [CACHE if isinstance(value, Cache) else value for value in others]
         fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask is of other rows
-        seen[path].append(Call(hidden.clone(), args[1:], kwargs, real if fits else None))
+        seen[path].append(Call(hidden.clone(), tuple(others), kwargs, real if fits else None))
 
     def reached(path: str, args: tuple, output: Any) -> None:
         remaining.discard(path)

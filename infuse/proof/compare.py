@@ -8,7 +8,7 @@ that dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,43 +98,37 @@ def distance(found: Tensor, exact: Tensor) -> float:
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
     """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
     with in_dtype(new, torch.float32):
-        for case, exact in zip(cases, wanted.exact, strict=True):
-            for cache, i, error in _distances(new, case, torch.float32, exact):
-                if error > STRUCTURE_TOLERANCE:
-                    return _too_far(error, torch.float32, case, cache, i, STRUCTURE_TOLERANCE)
-    return None
+        allowed = [[STRUCTURE_TOLERANCE] * len(row) for row in wanted.exact]
+        return _mismatch(new, cases, wanted, torch.float32, allowed)
 
 
 def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
     """Return why `new`, as it will run, is too far from the original in float32; None if it is close enough."""
     # Matrices are rounded independently, so the squares of their errors add up.
     quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
-    for case, exact, own in zip(cases, wanted.exact, wanted.own_error, strict=True):
-        for cache, i, error in _distances(new, case, dtype, exact):
-            allowed = max(2 * own[i], _FLOOR[dtype]) + quantized
-            if error > allowed:
-                return _too_far(error, dtype, case, cache, i, allowed)
+    allowed = [[max(2 * own, _FLOOR[dtype]) + quantized for own in row] for row in wanted.own_error]
+    return _mismatch(new, cases, wanted, dtype, allowed)
+
+
+def _mismatch(
+    new: nn.Module, cases: list[Case], wanted: Expected, dtype: torch.dtype, allowed: list[list[float]]
+) -> str | None:
+    """Return the first call of a case, on any of its caches, in which `new` is further off than `allowed` there."""
+    for case, exact, most in zip(cases, wanted.exact, allowed, strict=True):
+        for make_cache in case.caches:
+            try:
+                found = outputs(new, case, dtype, make_cache)
+            except UnsupportedCall:
+                if case.refusable:  # the user gets the same named refusal
+                    continue
+                raise
+            errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+            for which, error, limit in zip(("prefill", "decode", "several tokens"), errors, most, strict=False):
+                if error > limit:
+                    case_text = f"{case.label}{', our cache' if make_cache is our_cache else ''}, {which}"
+                    place = f"{str(dtype).removeprefix('torch.')} ({case_text}; {limit:.1e} is allowed)"
+                    return f"differs from the original by {error:.1e} of its size in {place}"
     return None
-
-
-def _distances(new: nn.Module, case: Case, dtype: torch.dtype, exact: list[Tensor]) -> Iterator[tuple[str, int, float]]:
-    """Yield the cache's label, the call's index and the distance of `new` from `exact`, for each call on each cache."""
-    for make_cache in case.caches:
-        try:
-            found = outputs(new, case, dtype, make_cache)
-        except UnsupportedCall:
-            if case.refusable:  # the user gets the same named refusal
-                continue
-            raise
-        errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
-        cache = ", our cache" if make_cache is our_cache else ""
-        yield from ((cache, i, error) for i, error in enumerate(errors))
-
-
-def _too_far(error: float, dtype: torch.dtype, case: Case, cache: str, call: int, allowed: float) -> str:
-    which = ("prefill", "decode", "several tokens")[call]
-    place = f"{str(dtype).removeprefix('torch.')} ({case.label}{cache}, {which}; {allowed:.1e} is allowed)"
-    return f"differs from the original by {error:.1e} of its size in {place}"
 
 
 def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:

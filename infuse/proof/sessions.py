@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from infuse.plan.step import BLOCK, Step
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
+FIRST_TEXT = 3  # of two texts in a row, the first has a third of the tokens
 WINDOW = 5  # a sliding window shorter than TOKENS
 
 
@@ -74,13 +76,13 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
     later = tuple(count for i, count in enumerate(LATER) if first + sum(LATER[: i + 1]) <= most)
     tokens = (first, *later)
     sessions = [
-        Session("alone", tokens, MANY, lambda: DynamicCache(config=config), (our_cache,), optional=False),
+        Session("alone", tokens, MANY, partial(DynamicCache, config=config), (our_cache,), optional=False),
         Session("padded", tokens, FEW, our_cache, padded=True, optional=False),
         Session(
             "a static cache",
             (WINDOW, *later),
             FEW,
-            lambda: StaticCache(config=config, max_cache_len=TOKENS),
+            partial(StaticCache, config=config, max_cache_len=TOKENS),
             padded=True,
         ),
         texts,
@@ -90,7 +92,7 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
     if isinstance(window, int) and window > WINDOW:  # a shorter one is already full in the sessions above
         short = copy.copy(config)
         short.sliding_window = WINDOW
-        full = Session("a full window", tokens, MANY, lambda: DynamicCache(config=short), window=WINDOW)
+        full = Session("a full window", tokens, MANY, partial(DynamicCache, config=short), window=WINDOW)
         sessions += [full, replace(full, batch=FEW, make_cache=our_cache, padded=True)]
     return sessions
 
@@ -163,11 +165,6 @@ def session_inputs(
         yield given | more, real
 
 
-def _first_text(tokens: int) -> int:
-    """Number of tokens in a row's first text."""
-    return tokens // 3
-
-
 def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
     """Arguments that continuous batching passes for two texts in one row, with a paged cache that is still empty."""
     # Imported here because the import is slow.
@@ -180,7 +177,7 @@ def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             return key_states, value_states
 
-    first = _first_text(tokens)
+    first = tokens // FIRST_TEXT
     positions = torch.cat((torch.arange(first), torch.arange(tokens - first)))[None]
     ends = torch.tensor([0, first, tokens], dtype=torch.int32)
     return {
@@ -192,8 +189,8 @@ def _packed(tokens: int, device: torch.device) -> dict[str, Any]:
 
 
 def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, T, T], causal within each of a row's two texts: its first third and the rest."""
-    text = torch.arange(mask_BT.shape[1]) >= _first_text(mask_BT.shape[1])
+    """Additive mask [B, 1, T, T], causal within each of a row's two texts."""
+    text = torch.arange(mask_BT.shape[1]) >= mask_BT.shape[1] // FIRST_TEXT
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
     return hidden.expand(mask_BT.shape[0], 1, -1, -1)
