@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.plan import Plan
-from infuse.proof.callers import find_callers
+from infuse.proof.in_place import find_callers
 
 WIDTH = 32
 

@@ -20,7 +20,7 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
 from infuse.weights.alike import agree_on_weights, live_sums
-from infuse.weights.layer_source import LayerSource
+from infuse.weights.loader import LayerSource
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -12,20 +12,54 @@ import torch
 from torch import nn
 
 from infuse.apply.adopt import adopt
-from infuse.apply.shared import Made
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.packing import Fill
 from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
 from infuse.layers.combine import Combine, SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
-from infuse.layers.linear import make_linear
+from infuse.layers.linear import QuantizedLinear, make_linear
 from infuse.parallel.group import LOCAL, Group
+from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.shards.save import packed_fill
 from infuse.weights.fill import fill_module, fill_saved, is_there
-from infuse.weights.layer_source import LayerSource
+from infuse.weights.loader import LayerSource
+from infuse.weights.reader import place_of
+
+
+class Made:
+    """Modules that hold tensors made from shared weights, by key of `Sharing`."""
+
+    def __init__(self, sharing: Sharing):
+        self._sharing = sharing
+        self._held: dict[Hashable, tuple[nn.Module, str]] = {}
+
+    def share(self, step: Step, module: nn.Module) -> Sequence[Fill]:
+        """Give `module` the tensors already made, and return the fills that remain."""
+        left = []
+        for fill in step.fills:
+            held = self._held.get(self._sharing.key(step, fill))
+            if held is None:
+                left.append(fill)
+                continue
+            (owner, leaf), (other, its) = place_of(module, fill.target), held
+            if isinstance(owner, QuantizedLinear) and fill.format is not None:
+                assert isinstance(other, QuantizedLinear), fill
+                owner.share(other)
+            elif leaf in owner._parameters:
+                owner._parameters[leaf] = other._parameters[its]
+            else:
+                owner._buffers[leaf] = other._buffers[its]
+        return left
+
+    def remember(self, step: Step, module: nn.Module, fills: Sequence[Fill]) -> None:
+        """Record that `fills` of `step` were made in `module`."""
+        for fill in fills:
+            if (key := self._sharing.key(step, fill)) is not None:
+                self._held.setdefault(key, place_of(module, fill.target))
 
 
 @dataclass(frozen=True)

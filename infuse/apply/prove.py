@@ -24,9 +24,8 @@ from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
 from infuse.plan.step import LINEAR, Left, Step
 from infuse.proof import compare
-from infuse.proof.callers import Caller, find_callers, proven_alone
 from infuse.proof.cases import Case, matrix_cases, recorded_cases
-from infuse.proof.in_place import in_place_mismatch
+from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import packed_paths
 

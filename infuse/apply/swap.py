@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from infuse.apply.adopt import adopt
-from infuse.apply.build import Builder, build
-from infuse.apply.shared import Made
+from infuse.apply.build import Builder, Made, build
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.split import SplitShape
 from infuse.layers.hook import install_hook

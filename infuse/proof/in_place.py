@@ -1,25 +1,137 @@
 """Prove a linear inside the module that calls it, because a caller may read more of a linear than its output.
 
-The caller runs twice: once with the new linear in place of the original, and once with the original using the new one's
-forward. Both must give the same result, whatever rounding the new linear adds. The caller runs in the model's own
-dtype, as recorded.
+One run of the model on random inputs, with few of its layers, finds each linear's caller and its arguments. The caller
+then runs twice: with the new linear in place of the original, and with the original using the new one's forward. Both
+must give the same result, whatever rounding the new linear adds. It runs in the model's own dtype, as recorded.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import SEED
-from infuse.errors import in_brief
-from infuse.proof.callers import Caller
+from infuse.architectures.model_inputs import SEED, StopModel, random_inputs, watched
+from infuse.errors import CheckpointError, in_brief
+from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
-from infuse.proof.shortened import shortened
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The innermost module whose forward called a linear, the linear's path in it, and the arguments of that forward.
+
+    For a linear that is never called, this is the innermost enclosing module that is; it may read the weight directly.
+    `short`: it was recorded in a `shortened` model.
+    """
+
+    module: nn.Module
+    path: str
+    args: tuple
+    kwargs: dict[str, Any]
+    short: bool
+
+
+@dataclass
+class _Recorder:
+    """Hooks on the linears and their enclosing modules that record which modules run, and with which arguments."""
+
+    model: nn.Module
+    linears: Mapping[str, nn.Module]
+    short: bool
+    found: dict[str, Caller] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    given: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)  # arguments of each module's last call
+
+    def run(self) -> dict[str, Caller]:
+        """Run the model on random inputs until all linears have been called."""
+        around = {parent: self.model.get_submodule(parent) for path in self.linears for parent in _around(path)}
+        with watched(around, self._enter, self._leave), watched(self.linears, self._called, self._returned):
+            self.model(**random_inputs(self.model))
+        for path in self.linears:
+            self._note_caller(path, self.given)
+        return self.found
+
+    def _note_caller(self, path: str, among: Iterable[str]) -> None:
+        """Record the innermost enclosing module of the linear that is in `among`."""
+        innermost = next((parent for parent in _around(path) if parent in among), None)
+        if innermost is not None and path not in self.found:
+            inside = path.removeprefix(f"{innermost}.") if innermost else path
+            self.found[path] = Caller(self.model.get_submodule(innermost), inside, *self.given[innermost], self.short)
+
+    def _enter(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.running.append(path)
+        self.given[path] = copy.deepcopy((args, kwargs))  # copied because caches and some arguments are modified later
+
+    def _leave(self, path: str, args: tuple, output: Any) -> None:
+        self.running.pop()
+
+    def _called(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._note_caller(path, self.running)
+
+    def _returned(self, path: str, args: tuple, output: Any) -> None:
+        if len(self.found) == len(self.linears):
+            raise StopModel
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that contain the one at `path`, innermost first."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def find_callers(
+    model: nn.Module, paths: Iterable[str], running: Callable[[], AbstractContextManager[None]]
+) -> tuple[dict[str, Caller], dict[str, str]]:
+    """Find the caller of each linear when `model` runs on random inputs; for the others, return why there is none.
+
+    If `model` does not run or does not call a linear, the nearest model around the linear is run. `running` returns a
+    context in which the model can run.
+    """
+    found: dict[str, Caller] = {}
+    reasons = dict.fromkeys(paths, "the model does not call it")
+    for owner in dict.fromkeys(["", *(model_around(model, path) for path in reasons)]):
+        prefix = f"{owner}." if owner else ""
+        waiting = [path for path in reasons if path.startswith(prefix)]
+        if not waiting:
+            continue
+        try:
+            with running():
+                linears = {path.removeprefix(prefix): model.get_submodule(path) for path in waiting}
+                calls = _callers(model.get_submodule(owner), linears)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the user's model may raise anything; the linear is still proven alone
+            reasons |= dict.fromkeys(waiting, in_brief(error))
+        else:
+            found |= {f"{prefix}{path}": caller for path, caller in calls.items()}
+            reasons = {path: reason for path, reason in reasons.items() if path not in found}
+    return found, reasons
+
+
+def proven_alone(reasons: Mapping[str, str]) -> list[str]:
+    """Notes for the plan on linears without a known caller."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(path)
+    what = "proven alone, not inside the module that calls it"
+    return [f"{what}: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+
+
+def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Caller]:
+    """Callers of the linears that run when `model` runs, by the linears' paths in it."""
+    try:
+        with shortened(model, linears.values()):
+            return _Recorder(model, linears, short=True).run()
+    except Exception:  # its layers do not form a chain of hidden states
+        return _Recorder(model, linears, short=False).run()
 
 
 def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
@@ -28,14 +140,8 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     holder = caller.module.get_submodule(where)
     old = holder._modules[name]
     assert old is not None
-    own = vars(old).get("forward")
-    try:
-        old.forward = new.forward  # type: ignore[method-assign]
+    with _forward(old, new.forward):
         wanted = _tensors(_run(caller))
-    finally:
-        del old.forward
-        if own is not None:
-            old.forward = own  # type: ignore[method-assign]
     holder._modules[name] = new
     try:
         found = _tensors(_run(caller))
@@ -46,6 +152,19 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     if len(found) == len(wanted) and all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
         return None
     return f"{type(caller.module).__name__} around it reads more of it than what it returns, and gives other values"
+
+
+@contextmanager
+def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `module` runs `forward` instead of its own, which may be set on the instance."""
+    own = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
 
 
 def _run(caller: Caller) -> Any:
@@ -73,3 +192,39 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
     if torch.allclose(found, wanted, equal_nan=True):
         return True
     return distance(found, wanted.float()) <= max(STRUCTURE_TOLERANCE, torch.finfo(found.dtype).eps)
+
+
+@contextmanager
+def shortened(model: nn.Module, keep: Iterable[nn.Module]) -> Iterator[None]:
+    """Run `model` with one layer per class in each list of layers, plus the layers that contain a module of `keep`."""
+    kept = {id(module) for module in keep}
+    with ExitStack() as undo:
+        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]:
+            first: dict[tuple, list[Any]] = {}
+            for layer in dict.fromkeys(layers):  # one layer may be listed several times
+                like = (type(layer), tuple(parameter.shape for parameter in layer.parameters()))
+                if like not in first:
+                    first[like] = []
+                    undo.callback(layer.register_forward_hook(partial(_note, first[like])).remove)
+                elif not any(id(module) in kept for module in layer.modules()):
+                    _skip(layer, first[like], undo)
+        yield
+
+
+def _note(returned: list[Any], module: nn.Module, args: Any, output: Any) -> None:
+    returned[:] = [output]
+
+
+def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
+    """Make `layer` return its input until `undo`, without calling its present hooks, as one may load its weights."""
+    # It stays in place, because transformers looks up layers by class, and only once.
+    for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        undo.callback(hooks.update, dict(hooks))
+        hooks.clear()
+    undo.enter_context(_forward(layer, partial(_hand_on, returned)))
+
+
+def _hand_on(returned: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the hidden states that the layer was given, in the output format of the last similar layer that ran."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if returned and isinstance(output := returned[0], tuple) else hidden

@@ -1,13 +1,13 @@
-"""CheckpointLoader: loads a checkpoint into a live or meta model; nothing is final until everything is loaded.
+"""Where new layers take their values from: a live model, or a checkpoint that is loaded into a live or meta model.
 
-Tensors of layers that will be replaced stay on meta. They are read when the new layer is filled, or while the old one
-has to run. All other tensors are read once and placed. On any failure the model is restored completely.
+While a checkpoint is loaded, tensors of layers that will be replaced stay on meta. They are read when the new layer is
+filled, or while the old one has to run. All other tensors are read once and placed. A failure restores the model.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,14 +19,64 @@ from infuse import interrupts, memory
 from infuse.dtype_cast import cast_buffers
 from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
-from infuse.weights.layer_source import LayerSource
 from infuse.weights.names import ModelReader
-from infuse.weights.reader import LiveReader, Slices, tensor_at
+from infuse.weights.reader import LiveReader, Reader, Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import UndoLog
 
 CAST_VALUES = 1 << 20  # cast tables in parts of this many values, to avoid holding a second copy
 _Spot = tuple[nn.Module, str]
+
+
+class LayerSource:
+    """Values held by the live `model`.
+
+    `is_live`: all values are in memory and the model runs in its own dtypes; otherwise layers may be on meta.
+    `holds_replaced`: the source holds tensors of layers that were already replaced and proven when it was saved.
+    """
+
+    is_live, holds_replaced = True, False
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Set an entry of a module's mapping. On a live model this cannot be undone."""
+        mapping[key] = value
+
+    def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
+        """Load all values outside of the layers that will be replaced."""
+
+    def step(self) -> None:
+        """Called before each layer is replaced."""
+        interrupts.tell("the layers are being replaced")
+
+    def finish(self) -> None:
+        """Load all values that are still missing."""
+
+    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Cast a parameter that a new module takes over to `dtype`, in place for all modules that share it."""
+        parameter.data = memory.copied(parameter.data, dtype)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which the model can run."""
+        return nullcontext()
+
+    def loaded(self, path: str) -> AbstractContextManager[None]:
+        """Context in which the module at `path` has its original values."""
+        return nullcontext()
+
+    def reader(self, path: str) -> Reader:
+        """Reader of the values of the module at `path`, by their names within it."""
+        return LiveReader(self.model.get_submodule(path))
+
+    def stored(self, name: str, cut: Cut | None) -> Tensor:
+        """Read a tensor of a layer saved as replaced, or this rank's part of it. KeyError: a live model has none."""
+        raise KeyError(name)
 
 
 class CheckpointLoader(LayerSource):
@@ -113,11 +163,11 @@ class CheckpointLoader(LayerSource):
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         assert not any(tensor.is_meta for _, tensor in tensors), [name for name, one in tensors if one.is_meta]
 
-    @contextlib.contextmanager
+    @contextmanager
     def loaded(self, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Context in which the module at `path` has its values in `dtype` (None: the checkpoint's dtype)."""
         module = self.model.get_submodule(path)
-        with contextlib.ExitStack() as undo:
+        with ExitStack() as undo:
             made: dict[int, nn.Parameter] = {}
             for owner in module.modules():
                 for leaf, held in owner._parameters.items():
@@ -130,12 +180,12 @@ class CheckpointLoader(LayerSource):
                     owner._parameters[leaf] = made[id(held)]
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Context in which the model can run: each layer is read just before it runs and dropped after."""
-        with contextlib.ExitStack() as undo:
+        with ExitStack() as undo:
             for path in self._layers:
-                layer, open_now = self.model.get_submodule(path), contextlib.ExitStack()
+                layer, open_now = self.model.get_submodule(path), ExitStack()
 
                 undo.callback(open_now.close)
                 before, after = partial(self._open, path, open_now), partial(_close, open_now)
@@ -143,7 +193,7 @@ class CheckpointLoader(LayerSource):
                 undo.callback(layer.register_forward_hook(after, prepend=True).remove)
             yield
 
-    def _open(self, path: str, stack: contextlib.ExitStack, module: nn.Module, args: Any) -> None:
+    def _open(self, path: str, stack: ExitStack, module: nn.Module, args: Any) -> None:
         stack.enter_context(self.loaded(path, self._dtype))
 
     def reader(self, path: str) -> LayerReader:
@@ -198,7 +248,7 @@ class CheckpointLoader(LayerSource):
                 self.put(module._buffers, leaf, self.value(name).to(buffer.dtype))
 
 
-def _close(stack: contextlib.ExitStack, module: nn.Module, args: Any, output: Any) -> None:
+def _close(stack: ExitStack, module: nn.Module, args: Any, output: Any) -> None:
     stack.close()
 
 
