@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -22,10 +22,11 @@ from infuse.weights.state import keep_names
 class Swaps:
     """The swaps of `steps` in the source's model. Layers that share weights also share the tensors made from them."""
 
-    def __init__(self, builder: Builder, steps: Iterable[Step]):
+    def __init__(self, builder: Builder, steps: Sequence[Step]):
         self._builder, self._source, self._model = builder, builder.source, builder.source.model
         self._made = Made(Sharing(self._model, steps))
-        self._places = places_of(self._model)  # some models use one layer in several places
+        replaced = [self._model.get_submodule(step.path) for step in steps if step.shape is not None]
+        self._places = places_of(replaced, self._model)  # some models use one layer in several places
 
     def swap(self, step: Step) -> None:
         """Replace the old module of `step` everywhere, or install the attention hook."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
 
     Each change is made by `put(mapping, key, value)`.
     """
-    places = places_of(layer)
-    for matrix, old in [(matrix, layer.get_submodule(matrix.target)) for matrix in shape.matrices]:
+    linears = [layer.get_submodule(matrix.target) for matrix in shape.matrices]
+    places = places_of(linears, layer)
+    for matrix, old in zip(shape.matrices, linears, strict=True):
         for module, name in places[id(old)]:
             put(module._modules, name, part.get_submodule(matrix.target))
     for table in shape.tables:
@@ -42,12 +43,13 @@ def put_part(layer: nn.Module, shape: SplitShape, part: nn.Module, put: Put, gro
         put(hooks, RemovableHandle(hooks).id, gather)
 
 
-def places_of(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every place of each module inside `root`, by the module's id: the modules that hold it, and its names in them."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, child in module._modules.items():
-            places.setdefault(id(child), []).append((module, name))
+def places_of(modules: Iterable[nn.Module], root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place inside `root` of each of the modules, by the module's id: the holders, and the names there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
+    for holder in root.modules():
+        for name, child in holder._modules.items():
+            if id(child) in places:
+                places[id(child)].append((holder, name))
     return places
 
 
