@@ -50,7 +50,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The modules: `infuse.plan` as an attribute is the function.
-APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply.prove", "plan.decide"))
+APPLY, PLAN = (importlib.import_module(f"infuse.{name}") for name in ("apply.build", "plan.decide"))
 RMS_1, RMS_2 = Norm("post_attention_layernorm", "rms"), Norm("input_layernorm", "rms")
 _Q, _K, _V = (f"self_attn.{name}_proj" for name in "qkv")
 
