@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from infuse.proof import compare
 from infuse.proof.cases import Case
 from infuse.unknown.install import put_part
 from infuse.weights.fill import fill_module
-from infuse.weights.undo import UndoLog
+from infuse.weights.undo import put
 
 
 def proven(step: Step, cases: list[Case], builder: Builder) -> tuple[int, str | None]:
@@ -100,12 +100,9 @@ class _Trial:
         group = group or self.builder.group
         part = build_part(step, step.shape, combine or partial(Sum, group))
         fill_module(part, step.fills, self.builder.source.reader(step.path), dtype, dict(step.bodies))
-        undo = UndoLog()
-        try:
-            put_part(self.layer, step.shape, part.train(False), undo.put, group, step.path)
+        with ExitStack() as undo:
+            put_part(self.layer, step.shape, part.train(False), partial(put, undo), group, step.path)
             yield
-        finally:
-            undo.take_back()
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from infuse.weights.computed import computed_tensors
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import LiveReader, Reader, Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
-from infuse.weights.undo import UndoLog
+from infuse.weights.undo import put
 
 CAST_VALUES = 1 << 20  # cast tables in parts of this many values, to avoid holding a second copy
 _Spot = tuple[nn.Module, str]
@@ -95,7 +95,7 @@ class CheckpointLoader(LayerSource):
         self.holds_replaced = reader.checkpoint.holds_replaced
         self._reader, self._dtype, self._device, self._layers = reader, dtype, device, tuple(dict.fromkeys(layers))
         self._computed = computed_tensors(model)
-        self._undo = UndoLog()
+        self._undo = ExitStack()
         self._names: dict[int, str] = {}  # keyed by id of the placeholder, as is _spots
         self._spots: dict[int, list[_Spot]] = {}
 
@@ -129,15 +129,15 @@ class CheckpointLoader(LayerSource):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._undo.take_back()
-        self._undo.forget()
+            self._undo.close()
+        self._undo.pop_all()  # keep the changes
 
     @property
     def device(self) -> torch.device:
         return self._device
 
     def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        self._undo.put(mapping, key, value)
+        put(self._undo, mapping, key, value)
 
     def begin(self, progress: Callable[[int, int, str], None] | None) -> None:
         self.place_rest(progress)
