@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,17 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
-from infuse.shards.index import SavedIndex, read_index
+from infuse.shards.index import read_index
 from infuse.shards.plan import saved_plan
 from infuse.shards.save import open_shards, packed_fill, packed_paths, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
 from infuse.weights.loader import CheckpointLoader
-from infuse.weights.names import ModelReader, held, model_reader
+from infuse.weights.names import held, model_reader
 from infuse.weights.reader import tensor_at
 from infuse.weights.saved_shards import SavedShards
-from infuse.weights.sources import SAVED, Files, find_files
+from infuse.weights.sources import SAVED, find_files
 
 
 @dataclass(frozen=True)
@@ -60,52 +61,31 @@ def _load(
 ) -> Loaded:
     source, base_dir, _ = config.checkpoint_files
     folder = _folder(source, base_dir)
-    if folder is not None and (index := read_index(folder)):
-        found = _of_shards(model, folder, index, config, device, mesh)
+    index = None if folder is None else read_index(folder)
+    if folder is None or index is None:
+        files = find_files(source, base_dir)
+        _tie(model)
+        plan = make_plan(model, config, device, mesh)
+        reader = model_reader(model, Checkpoint(files))
+        sums = partial(sampled_sums, reader)
     else:
-        found = _of_model(model, find_files(source, base_dir), config, device, mesh)
-    plan, reader = found.plan, found.reader
+        config = saved_config(config, index)
+        _tie(model)
+        plan = make_plan(model, config, device, mesh)
+        plan = saved_plan(plan, model, index, config=config, device=device)
+        shards = open_shards(folder, index, plan)
+        _check_saved(model, shards, plan)
+        reader = model_reader(model, shards, _unread(plan))
+        sums = partial(index_sum, folder / SAVED)
     if group.size > 1:
         group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
-        agree_on_weights(group, model, found.sums())
+        agree_on_weights(group, model, sums())
     layers = (step.path for step in plan.steps if step.shape is not None)
     with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
         model.eval()
-        done = carry_out(plan, loader, found.config, progress, group)
+        done = carry_out(plan, loader, config, progress, group)
         group.barrier("the end of loading")  # if a rank fails here, all restore their models
-    return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), found.config)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The data to read, the plan and the config. Ranks compare the checksums `sums` to verify that they agree."""
-
-    plan: Plan
-    config: InferenceConfig
-    reader: ModelReader
-    sums: Callable[[], dict[str, int]]
-
-
-def _of_model(model: nn.Module, files: Files, config: InferenceConfig, device: Device, mesh: Mesh) -> _Found:
-    """Prepare to read a checkpoint of the original model."""
-    _tie(model)
-    plan = make_plan(model, config, device, mesh)
-    reader = model_reader(model, Checkpoint(files))
-    return _Found(plan, config, reader, lambda: sampled_sums(reader))
-
-
-def _of_shards(
-    model: nn.Module, folder: Path, index: SavedIndex, config: InferenceConfig, device: Device, mesh: Mesh
-) -> _Found:
-    """Prepare to read our own shards."""
-    config = saved_config(config, index)
-    _tie(model)
-    plan = make_plan(model, config, device, mesh)
-    plan = saved_plan(plan, model, index, config=config, device=device)
-    shards = open_shards(folder, index, plan)
-    _check_saved(model, shards, plan)
-    reader = model_reader(model, shards, _unread(plan))
-    return _Found(plan, config, reader, lambda: index_sum(folder / SAVED))
+    return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), config)
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
