@@ -161,11 +161,12 @@ class Proofs:
         dtype = self.plan.dtype
         with self.builder.source.loaded(step.path):
             wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype)
-            if structure:
-                new = self.builder.built(step.plain, dtype=None)
-                if mismatch := compare.structure_mismatch(new, cases, wanted):
-                    return mismatch
+            if structure and (mismatch := self._structure(step, cases, wanted)):
+                return mismatch
             return compare.result_mismatch(self.builder.built(step, dtype), step, cases, wanted, dtype)
+
+    def _structure(self, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
+        return compare.structure_mismatch(self.builder.built(step.plain, dtype=None), cases, wanted)
 
     def _linear(self, step: Step, cases: list[Case]) -> str | None:
         """Like _module, and inside the module that calls the linear, if that is known."""

@@ -127,16 +127,11 @@ def generate(
         if seed is not None:
             torch.manual_seed(seed)
         given = {"temperature": temperature, "top_p": top_p}
-        sampling = {name: value for name, value in given.items() if value is not None}
+        sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         start = time.perf_counter()
-        ids = engine.generate(
-            **inputs.to(engine.module.device),
-            streamer=streamer,
-            max_new_tokens=max_new_tokens,
-            do_sample=sample,
-            **sampling,
-        )
+        sampling |= {"do_sample": sample, "max_new_tokens": max_new_tokens, "streamer": streamer}
+        ids = engine.generate(**inputs.to(engine.module.device), **sampling)
         seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
         rate = f"{new_tokens / seconds:.1f} tokens/s, the prompt included"
         remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {rate}")
@@ -268,14 +263,9 @@ def _settings(dtype: str | None, quant: str | None, verify: str, device: str | N
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else None)
-    ranks = {"tp_size": tp} if tp else None
-    given = {
-        "dtype": dtype,
-        "quant": quant,
-        "verify": verify,
-        "device": rank_device(device) if ranks else device,
-        "tensor_parallel": ranks,
-    }
+    given: dict[str, Any] = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
+    if tp:
+        given |= {"device": rank_device(device), "tensor_parallel": {"tp_size": tp}}
     return {name: value for name, value in given.items() if value is not None}
 
 

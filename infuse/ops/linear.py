@@ -157,9 +157,8 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for i, text in enumerate(
-        ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
-    ):
+    texts = ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
+    for i, text in enumerate(texts):
         for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
             held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)
             args = (x, held.data, held.scale, held.zero, bias, outputs, inputs, text, *around)

@@ -119,12 +119,8 @@ def _turns(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torc
 
 @rotary.cases
 def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for batch, tokens, heads, width, turned in (
-        (1, 1, 4, 16, 16),
-        (2, 5, 3, 24, 8),
-        (3, 0, 2, 8, 8),
-        (1, 7, 1, 64, 64),
-    ):
+    sizes = ((1, 1, 4, 16, 16), (2, 5, 3, 24, 8), (3, 0, 2, 8, 8), (1, 7, 1, 64, 64))
+    for batch, tokens, heads, width, turned in sizes:
         x = torch.randn(batch, tokens, heads, width, dtype=dtype, device=device)
         for interleaved in (False, True):
             cos, sin = _turns(1 if batch == 2 else batch, tokens, turned, dtype, device)
@@ -137,10 +133,6 @@ def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         qkv = torch.randn(batch, tokens, heads + 2 * kv_heads, width, dtype=dtype, device=device)
         keys, values = (torch.randn(batch, kv_heads, 16, width, dtype=dtype, device=device) for _ in range(2))
         cos, sin = _turns(batch, tokens, width, dtype, device)
-        for what, turns, pairs in (
-            ("halves", (cos, sin), False),
-            ("pairs", (cos, sin), True),
-            ("plain", (None, None), False),
-        ):
-            args = (qkv, *turns, keys.clone(), values.clone(), start, heads, pairs)
+        for what, turns in (("halves", (cos, sin)), ("pairs", (cos, sin)), ("plain", (None, None))):
+            args = (qkv, *turns, keys.clone(), values.clone(), start, heads, what == "pairs")
             yield Case(f"{tuple(qkv.shape)} at {start} {what}", args)

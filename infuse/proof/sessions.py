@@ -75,16 +75,11 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
         return [*plain_sessions(config)] + [texts] * (not reads_images(model))
     later = tuple(count for i, count in enumerate(LATER) if first + sum(LATER[: i + 1]) <= most)
     tokens = (first, *later)
+    static = partial(StaticCache, config=config, max_cache_len=TOKENS)
     sessions = [
         Session("alone", tokens, MANY, partial(DynamicCache, config=config), (our_cache,), optional=False),
         Session("padded", tokens, FEW, our_cache, padded=True, optional=False),
-        Session(
-            "a static cache",
-            (WINDOW, *later),
-            FEW,
-            partial(StaticCache, config=config, max_cache_len=TOKENS),
-            padded=True,
-        ),
+        Session("a static cache", (WINDOW, *later), FEW, static, padded=True),
         texts,
         replace(texts, label="a continuous batch", batch=1, paged=True),
     ]

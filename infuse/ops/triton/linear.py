@@ -42,13 +42,8 @@ def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
 
 def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
     """The compile-time constants of a kernel whose tiles have `rows` rows."""
-    norm = around.norm
-    return {
-        "NORM": norm,
-        "BLOCK": norm_block(rows, inputs) if norm else 1,
-        "GATED": around.gated,
-        "NAME": around.activation,
-    }
+    block = norm_block(rows, inputs) if around.norm else 1
+    return {"NORM": around.norm, "BLOCK": block, "GATED": around.gated, "NAME": around.activation}
 
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
@@ -72,11 +67,8 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     tile = max(around.outputs(chosen.outputs), least)
     to = out if chosen.splits == 1 else x.new_empty(chosen.splits, rows, outputs, dtype=torch.float32)
     grid = (-(-wanted // tile), chosen.splits)
-    options = constants(around, chosen.rows, inputs) | {
-        "OUTPUTS": tile,
-        "SPLITS": chosen.splits,
-        "num_warps": chosen.warps,
-    }
+    options = constants(around, chosen.rows, inputs)
+    options |= {"OUTPUTS": tile, "SPLITS": chosen.splits, "num_warps": chosen.warps}
     more = around.norm_weight, around.norm_bias, around.residual, to
     if rows == 1:
         kernels("stream").plain_row[grid](

@@ -17,11 +17,8 @@ LARGEST_WIDTH = 1 << 15  # one program holds a row in its registers
 def _takes(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernel supports these tensors; if not, PyTorch's functions run."""
     width = x.shape[-1]
-    if (
-        width == 0
-        or width > LARGEST_WIDTH
-        or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape))
-    ):
+    alike = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
+    if not 0 < width <= LARGEST_WIDTH or not alike:
         return False
     whole = (width,) if weight is None or weight.dim() == 1 else x.shape[-2:]
     return all(t is None or (t.is_contiguous() and t.shape == whole) for t in (weight, bias))
