@@ -84,53 +84,27 @@ _CLIP_TEXT = dict(ENCODER, num_hidden_layers=2, eos_token_id=2, bos_token_id=1, 
 
 LLAMA = [
     Family("llama", t.LlamaConfig, t.LlamaForCausalLM, values=GQA),
-    Family(
-        "llama-bias",
-        t.LlamaConfig,
-        t.LlamaForCausalLM,
-        values=dict(GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    ),
-    *[
-        Family(f"llama-{k}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=v))
-        for k, v in _ROPES.items()
-    ],
+    Family("llama-bias", t.LlamaConfig, t.LlamaForCausalLM,
+           values=dict(GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    *[Family(f"llama-{kind}", t.LlamaConfig, t.LlamaForCausalLM, values=dict(GQA, rope_parameters=rope))
+      for kind, rope in _ROPES.items()],
     Family("mistral", t.MistralConfig, t.MistralForCausalLM, values=dict(GQA, sliding_window=5)),
     Family("qwen2", t.Qwen2Config, t.Qwen2ForCausalLM, values=GQA),
-    Family(
-        "qwen2-window",
-        t.Qwen2Config,
-        t.Qwen2ForCausalLM,
-        values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    ),
+    Family("qwen2-window", t.Qwen2Config, t.Qwen2ForCausalLM,
+           values=dict(GQA, use_sliding_window=True, sliding_window=5, max_window_layers=1)),
     Family("qwen3", t.Qwen3Config, t.Qwen3ForCausalLM, values=dict(GQA, head_dim=16)),
     Family("phi3", t.Phi3Config, t.Phi3ForCausalLM, values=GQA),
     Family("gemma", t.GemmaConfig, t.GemmaForCausalLM, values=dict(GQA, head_dim=16)),
-    Family(
-        "gemma2",
-        t.Gemma2Config,
-        t.Gemma2ForCausalLM,
-        values=dict(GQA, head_dim=16, sliding_window=5, query_pre_attn_scalar=20),
-    ),
-    Family(
-        "gemma3",
-        t.Gemma3TextConfig,
-        t.Gemma3ForCausalLM,
-        values=dict(GQA, head_dim=16, sliding_window=5, sliding_window_pattern=2),
-    ),
-    Family(
-        "granite",
-        t.GraniteConfig,
-        t.GraniteForCausalLM,
-        values=dict(GQA, attention_multiplier=0.4, residual_multiplier=0.6),
-    ),
+    Family("gemma2", t.Gemma2Config, t.Gemma2ForCausalLM,
+           values=dict(GQA, head_dim=16, sliding_window=5, query_pre_attn_scalar=20)),
+    Family("gemma3", t.Gemma3TextConfig, t.Gemma3ForCausalLM,
+           values=dict(GQA, head_dim=16, sliding_window=5, sliding_window_pattern=2)),
+    Family("granite", t.GraniteConfig, t.GraniteForCausalLM,
+           values=dict(GQA, attention_multiplier=0.4, residual_multiplier=0.6)),
     Family("olmo2", t.Olmo2Config, t.Olmo2ForCausalLM, values=GQA),
     Family("stablelm", t.StableLmConfig, t.StableLmForCausalLM, values=dict(GQA, hidden_size=64)),
-    Family(
-        "stablelm-parallel",
-        t.StableLmConfig,
-        t.StableLmForCausalLM,
-        values=dict(GQA, hidden_size=64, use_parallel_residual=True, qk_layernorm=True),
-    ),
+    Family("stablelm-parallel", t.StableLmConfig, t.StableLmForCausalLM,
+           values=dict(GQA, hidden_size=64, use_parallel_residual=True, qk_layernorm=True)),
     Family("smollm3", t.SmolLM3Config, t.SmolLM3ForCausalLM, values=dict(GQA, no_rope_layers=[1, 0, 1])),
     Family("starcoder2", t.Starcoder2Config, t.Starcoder2ForCausalLM, values=dict(GQA, sliding_window=6)),
     Family("cohere", t.CohereConfig, t.CohereForCausalLM, values=GQA),
@@ -138,7 +112,7 @@ LLAMA = [
     Family("nemotron", t.NemotronConfig, t.NemotronForCausalLM, values=dict(GQA, head_dim=12)),
     Family("phi", t.PhiConfig, t.PhiForCausalLM, values=GQA),
     Family("phi-qk", t.PhiConfig, t.PhiForCausalLM, values=dict(GQA, qk_layernorm=True)),
-]
+]  # fmt: skip
 _FALCON = dict(
     hidden_size=48,
     num_hidden_layers=3,

@@ -24,9 +24,8 @@ def original(name: str) -> nn.Module:
 def injected(model: nn.Module, **config: Any) -> infuse.InferenceEngine:
     """An engine in float32 in which every layer of the model is a block."""
     engine = infuse.init_inference(model, **{"dtype": "fp32", **config})
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
+    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {"block"}
+    assert engine.plan.steps
     return engine
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,11 +89,14 @@ def nbytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-PLAIN = [(torch.float32, dict(dtype="fp32")), (torch.bfloat16, dict(dtype="bf16")), (torch.float32, dict(dtype="bf16"))]
+PLAIN = [
+    (torch.float32, dict(dtype="fp32", verify="all")), (torch.bfloat16, dict(dtype="bf16", verify="sample")),
+    (torch.float32, dict(dtype="bf16", verify="sample")), (torch.float32, dict(dtype="bf16", verify="off")),
+]  # fmt: skip
 QUANTIZED = [
-    (torch.bfloat16, dict(dtype="bf16", quant="int8")),
-    (torch.bfloat16, dict(dtype="bf16", quant="int4:32:asymmetric")),
-    (torch.float32, dict(dtype="fp32", quant="int4:32")),
+    (torch.bfloat16, dict(dtype="bf16", quant="int8", verify="sample")),
+    (torch.bfloat16, dict(dtype="bf16", quant="int4:32:asymmetric", verify="off")),
+    (torch.float32, dict(dtype="fp32", quant="int4:32", verify="sample")),
 ]
 
 
@@ -117,26 +118,21 @@ def peak_ratio(held: torch.dtype, layers: int, spare_bytes: int = 0, **keys: Any
     return (live.peak_bytes - live.start_bytes - spare_bytes) / largest
 
 
-@pytest.mark.parametrize("verify", ["sample", "all", "off"])
 @pytest.mark.parametrize(("held", "keys"), PLAIN, ids=str)
-def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys: dict[str, Any], verify: str) -> None:
-    ratio = peak_ratio(held, 3, verify=verify, **keys)
+def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys: dict[str, Any]) -> None:
+    ratio = peak_ratio(held, 3, **keys)
     assert 0 < ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
 
 
-@pytest.mark.parametrize("verify", ["sample", "off"])
 @pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
-def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any], verify: str) -> None:
-    ratio = peak_ratio(held, 2, BLOCK_BYTES if isinstance(native.kernels(), str) else 0, verify=verify, **keys)
+def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any]) -> None:
+    ratio = peak_ratio(held, 2, BLOCK_BYTES if isinstance(native.kernels(), str) else 0, **keys)
     assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
 
 
-@pytest.mark.parametrize(("held", "keys"), QUANTIZED, ids=str)
-def test_peak_memory_while_quantizing_by_the_references(
-    held: torch.dtype, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_memory_while_quantizing_by_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "kernels", lambda: "not built here")
-    ratio = peak_ratio(held, 1, BLOCK_BYTES, **keys)
+    ratio = peak_ratio(torch.float32, 1, BLOCK_BYTES, dtype="fp32", quant="int8")
     # Held dequantized, the new layer is as large as the old one, and these matrices are so small that each is quantized
     # in one part.
     assert 1 < ratio <= 1.5, f"{ratio:.2f} of the largest layer beyond the model and a block"
@@ -171,15 +167,6 @@ def test_weights_that_are_not_merged_move(name: str) -> None:
     }
 
 
-def test_old_layers_and_merged_weights_are_freed() -> None:
-    model = made()
-    layers = [weakref.ref(layer) for layer in model.model.layers]
-    merged = [StorageWeakRef(layer.self_attn.q_proj.weight.untyped_storage()) for layer in model.model.layers]
-    applied(model, verify="all")
-    gc.collect()
-    assert all(layer() is None for layer in layers) and all(weight.expired() for weight in merged)
-
-
 # ---- what survives ----
 
 
@@ -207,15 +194,15 @@ def test_hooks_of_the_user_fire_and_can_be_removed() -> None:
 def test_attributes_survive() -> None:
     model = made("gemma3")
     model.model.layers[2].note, model.model.layers[2].self_attn.note = "the user's", 7
-    names = ("attention_type", "layer_idx", "hidden_size", "note")
-    before = [
-        [(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers
-    ]
+
+    def attributes() -> list:
+        names = ("attention_type", "layer_idx", "hidden_size", "note")
+        parts = [part for layer in model.model.layers for part in (layer, layer.self_attn)]
+        return [[getattr(part, name, None) for name in names] for part in parts]
+
+    before = attributes()
     applied(model)
-    assert all(isinstance(layer, Block) for layer in model.model.layers)
-    assert [
-        [(getattr(layer, n, None), getattr(layer.self_attn, n, None)) for n in names] for layer in model.model.layers
-    ] == before
+    assert all(isinstance(layer, Block) for layer in model.model.layers) and attributes() == before
     assert model.model.layers[2].self_attn.config is model.config
 
 
@@ -223,34 +210,11 @@ def test_layers_are_of_their_old_class() -> None:
     model = made()
     applied(model)
     for layer in model.model.layers:
-        assert (
-            isinstance(layer, LlamaDecoderLayer)
-            and isinstance(layer, Block)
-            and type(layer).__name__ == "LlamaDecoderLayer"
-        )
+        assert isinstance(layer, LlamaDecoderLayer)
+        assert isinstance(layer, Block)
+        assert type(layer).__name__ == "LlamaDecoderLayer"
         assert isinstance(layer.self_attn, LlamaAttention) and not layer.training
     assert not isinstance(made().model.layers[0], Block), "another model has its own classes"
-
-
-@pytest.mark.parametrize("keys", [dict(dtype="fp32"), dict(dtype="fp32", quant="int8:16")], ids=str)
-def test_a_deep_copy_works_and_is_independent(keys: dict[str, Any]) -> None:
-    model = made()
-    applied(model, **keys)
-    twin, wanted = copy.deepcopy(model), outputs(model)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    assert torch.equal(outputs(twin), wanted) and not torch.equal(outputs(model), wanted)
-
-
-@pytest.mark.parametrize("keys", [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", quant="int8:16")], ids=str)
-@pytest.mark.parametrize("name", ["llama-bias", "gpt2", "bert"])
-def test_tied_embeddings_stay_tied(name: str, keys: dict[str, Any]) -> None:
-    model = made(name)
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    applied(model, **keys)
-    head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    assert head is table or ("quant" in keys and head.data_ptr() == table.data_ptr() and head.dtype == torch.int8)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -260,33 +224,12 @@ def test_a_tied_head_that_is_replaced_stays_tied(dtype: str, monkeypatch: pytest
     monkeypatch.setitem(linear.bodies, "cpu", Body("cpu", linear.reference, lambda device, dtype: None))
     model = made("llama-bias")
     done = applied(model, dtype=dtype)
-    assert (
-        done.steps[-1].path == "lm_head"
-        and type(model.lm_head).__name__ == "Linear"
-        and type(model.lm_head) is not nn.Linear
-    )
+    assert done.steps[-1].path == "lm_head"
+    assert type(model.lm_head).__name__ == "Linear"
+    assert type(model.lm_head) is not nn.Linear
     assert model.lm_head.weight is model.model.embed_tokens.weight
     config = InferenceConfig(dtype=dtype)
     assert done.after_bytes == make_plan(made("llama-bias"), config, CPU).after_bytes
-
-
-def test_a_layer_that_runs_several_times_is_replaced_once() -> None:
-    """ALBERT applies a group of layers again and again."""
-    model = made("albert")
-    wanted = outputs(model, "albert")
-    done = applied(model)
-    assert sum(step.depth == "block" for step in done.steps) == sum(isinstance(m, Block) for m in model.modules()) == 4
-    assert_near(outputs(model, "albert"), wanted, torch.float32)
-
-
-def test_one_layer_in_two_places_stays_one_layer() -> None:
-    model = made(num_hidden_layers=2, use_cache=False)  # they would share a place in the cache
-    model.model.layers[1] = model.model.layers[0]
-    wanted, before = outputs(model), sum(p.numel() for p in model.parameters())
-    applied(model)
-    assert model.model.layers[0] is model.model.layers[1] and isinstance(model.model.layers[0], Block)
-    assert sum(p.numel() for p in model.parameters()) == before
-    assert_near(outputs(model), wanted, torch.float32)
 
 
 # ---- again, and side by side ----
@@ -307,26 +250,16 @@ def test_a_second_time_says_so_and_works() -> None:
     assert_near(outputs(model), wanted, torch.float32)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[infuse.InferenceEngine, infuse.InferenceEngine, list[Tensor]]]:
-    """Two engines of one class, of other sizes and weights, and what the originals gave."""
+def test_two_engines_live_side_by_side_and_one_goes() -> None:
+    """Of one class, of other sizes and weights."""
     models = [made(), made("llama-bias", hidden_size=64, num_attention_heads=8)]
     wanted = [outputs(model) for model in models]
     first, second = (infuse.init_inference(model, dtype="fp32", progress=False) for model in models)
-    yield first, second, wanted
-
-
-def test_two_engines_live_side_by_side(pair: tuple) -> None:
-    first, second, wanted = pair
     for engine, expected in ((first, wanted[0]), (second, wanted[1]), (first, wanted[0])):
         assert_near(outputs(engine), expected, torch.float32)
-    prompt = torch.tensor([[5, 7, 9]])
-    alone = first.generate(prompt, max_new_tokens=6, do_sample=False)
-    second.generate(prompt, max_new_tokens=6, do_sample=False)
-    assert torch.equal(first.generate(prompt, max_new_tokens=6, do_sample=False), alone)
-
-
-def test_one_engine_goes_and_the_other_stays(pair: tuple) -> None:
-    first, second, wanted = pair
+    prompt = dict(input_ids=torch.tensor([[5, 7, 9]]), max_new_tokens=6, do_sample=False)
+    alone = first.generate(**prompt)
+    second.generate(**prompt)
+    assert torch.equal(first.generate(**prompt), alone)
     first.destroy()
     assert_near(outputs(second), wanted[1], torch.float32)

@@ -1,21 +1,22 @@
-"""KVCache and transformers' DynamicCache hold the same after random sequences of operations."""
+"""KVCache and transformers' DynamicCache hold the same after random sequences of operations; what a cache refuses."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-import families
 import pytest
 import torch
+from families import BY_NAME, inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 import infuse
 from infuse import errors
+from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache, KVSlot, self_attention_cache
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
@@ -130,10 +131,8 @@ def test_layers_may_come_in_any_order() -> None:
     new = states(1, 2, generator)
     cache.update(*new, 1)
     theirs.update(*new, 1)
-    assert (
-        cache.get_seq_length(0) == theirs.get_seq_length(0) == 0
-        and cache.get_seq_length(1) == theirs.get_seq_length(1) == 2
-    )
+    assert cache.get_seq_length(0) == theirs.get_seq_length(0) == 0
+    assert cache.get_seq_length(1) == theirs.get_seq_length(1) == 2
 
 
 def test_growth_keeps_the_contents_and_is_rare() -> None:
@@ -249,7 +248,7 @@ def test_self_attention_cache_of_a_pair_is_its_first() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "falcon-40b"])
 def test_rows_of_different_lengths_decode_as_if_alone(name: str) -> None:
     """A batch padded on the right, made dense by crop_rows: each row goes on at its own end, without a mask."""
-    family = families.BY_NAME[name]
+    family = BY_NAME[name]
     model = family.make()
     engine = infuse.init_inference(model, dtype=torch.float32)
     lengths, positions = torch.tensor([4, 7]), "position_ids"
@@ -292,3 +291,39 @@ def test_crop_rows_refuses_lengths_that_do_not_fit() -> None:
     assert cache.layers[0].row_lengths.tolist() == [3, 1]
     cache.crop(-1)
     assert cache.layers[0].row_lengths.tolist() == [2, 0] and cache.get_seq_length() == 2
+
+
+def filled(cache: KVCache, dtype: str, **changes: int) -> tuple[KVCache, nn.Module]:
+    model = infuse.init_inference(BY_NAME["llama"].make(**changes), dtype=dtype).module
+    with torch.no_grad():
+        model(**inputs(BY_NAME["llama"]), past_key_values=cache, use_cache=True)
+    return cache, model
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 11])])
+@pytest.mark.parametrize(("first", "then"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_cache_of_another_dtype_is_refused(first: str, then: str, rows: torch.Tensor | None) -> None:
+    cache, _ = filled(KVCache(), first)
+    if rows is not None:
+        cache.crop_rows(rows)
+    model = infuse.init_inference(BY_NAME["llama"].make(), dtype=then).module
+    before = [held.clone() for slot in cache.layers for held in slot.held()]
+    for tokens in (1, 3):
+        with pytest.raises(UnsupportedCall, match=r"past_key_values: .*float.*float"), torch.no_grad():
+            model(torch.ones(2, tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+    after = [held for slot in cache.layers for held in slot.held()]
+    assert cache.get_seq_length() == 11 and all(map(torch.equal, before, after)), "and stays as it was"
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    cache, _ = filled(KVCache(), "fp32")
+    other = infuse.init_inference(BY_NAME["llama"].make(num_key_value_heads=4), dtype="fp32").module
+    with pytest.raises(UnsupportedCall, match="past_key_values: .* 2 heads of 12 .* 4 heads of 12 "), torch.no_grad():
+        other(torch.ones(2, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_that_is_reset_serves_any_dtype() -> None:
+    cache, _ = filled(KVCache(), "fp32")
+    cache.reset()
+    filled(cache, "bf16")
+    assert {storage.dtype for storage in cache.storages()} == {torch.bfloat16}

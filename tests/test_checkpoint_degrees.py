@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from families import BY_NAME, inputs
+from families import BY_NAME
 from ranks import Ranks, same
 from test_checkpoint_faults import state_of
 from test_checkpoint_ranks import shards
@@ -26,12 +26,8 @@ from infuse.weights.names import placed
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 TOLERANCE = 5e-5  # over the root mean square of the original's
 WHOLE = {
-    "safetensors": safetensors,
-    "bin": bin_shards,
-    "glob": file_glob,
-    "description": description,
-    "training": training,
-}
+    "safetensors": safetensors, "bin": bin_shards, "glob": file_glob, "description": description, "training": training,
+}  # fmt: skip
 
 
 def engine_of(name: str, source: Any, grain: int = 64, **keys: Any) -> infuse.InferenceEngine:
@@ -56,16 +52,16 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("form", list(WHOLE))
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "form"), [*(("llama", form) for form in WHOLE), *zip(FAMILIES[1:], WHOLE, strict=False)]
+)
 def test_a_whole_checkpoint_is_read_by_two_ranks(name: str, form: str, tmp_path: Path, ranks: Ranks) -> None:
     source = WHOLE[form](BY_NAME[name].make(), tmp_path)
     results = ranks.run(2, loaded_by_rank, name, source, {})
     assert same([found for found, _ in results]) and distance(results[0][0], original(name)) < TOLERANCE
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("form", ["training", "description"])
+@pytest.mark.parametrize(("form", "size"), [("training", 4), ("description", 2)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_two_ranks_trained_is_read_by_two_and_by_four(
     name: str, form: str, size: int, tmp_path: Path, ranks: Ranks
@@ -122,8 +118,12 @@ def read(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> list[
     )
 
 
-@pytest.mark.parametrize(("writers", "readers", "keys"), DEGREES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+# One family at all degrees, the others at three each, in turn.
+AT_DEGREES = [("llama", *degree) for degree in DEGREES]
+AT_DEGREES += [(name, *DEGREES[(3 * i + j) % 10]) for i, name in enumerate(FAMILIES[1:]) for j in range(3)]
+
+
+@pytest.mark.parametrize(("name", "writers", "readers", "keys"), AT_DEGREES, ids=str)
 def test_shards_are_read_by_another_number_of_ranks(
     name: str, writers: int, readers: int, keys: dict, tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -137,9 +137,7 @@ def test_shards_are_read_by_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 4), (1, 3)])
-@pytest.mark.parametrize(
-    "name", ["llama-bias", "qwen3", "cohere-qk", "phi3", "gemma3", "gptj", "stablelm-parallel", "opt-350m", "vit"]
-)
+@pytest.mark.parametrize("name", ["llama-bias", "cohere-qk", "phi3", "stablelm-parallel", "opt-350m"])
 def test_norms_tables_and_tied_heads(name: str, writers: int, readers: int, tmp_path: Path, ranks: Ranks) -> None:
     first = saved(name, tmp_path, writers, ranks, quant="int8:4")
     for found, differing in read(name, tmp_path, readers, ranks, quant="int8:4"):
@@ -191,20 +189,6 @@ def test_what_did_not_fit_then_stays_as_it_was_saved(tmp_path: Path, ranks: Rank
     found = engine_of("llama", str(tmp_path))
     assert all("self_attn.out.weight" not in step.formats for step in found.plan.steps if step.depth == "block")
     assert distance(outputs(found, "llama"), first) < TOLERANCE
-
-
-def test_generated_tokens_agree_with_the_original(tmp_path: Path, ranks: Ranks) -> None:
-    saved("llama", tmp_path, 2, ranks)
-    model: Any = BY_NAME["llama"].make()
-    given = inputs(BY_NAME["llama"])
-    wanted = model.generate(**given, max_new_tokens=8, do_sample=False)
-    assert all(torch.equal(found, wanted) for found in ranks.run(3, generated_by_rank, "llama", str(tmp_path)))
-
-
-def generated_by_rank(name: str, folder: str) -> Tensor:
-    engine = engine_of(name, folder)
-    engine.module.generation_config.eos_token_id, engine.module.generation_config.pad_token_id = None, 0
-    return engine.generate(**inputs(BY_NAME[name]), max_new_tokens=8, do_sample=False)
 
 
 # ---- at the same degree ----

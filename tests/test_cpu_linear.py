@@ -29,22 +29,9 @@ ROWS = (0, 1, 2, 3, 5, 8, 9, 17)
 QUANTIZED_ROWS = (*ROWS, 73)  # which go by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = (
-    "int8",
-    "int8:32:asymmetric",
-    "int8:96",
-    "int8:row:asymmetric",
-    "int4",
-    "int4:32:asymmetric",
-    "int4:96:asymmetric",
-    "int4:row",
-    "fp8",
-    "fp8:32",
-    "fp8:96",
-    "fp6:32",
-    "fp6",
-    "fp6:96",
-    "fp6:row",
-)
+    "int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric",
+    "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row",
+)  # fmt: skip
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 
 plain = ops.linear.body("cpu")
@@ -315,9 +302,8 @@ def test_fp8_with_nan_is_left_to_the_reference(text: str) -> None:
     (data, scale, zero), _ = quantized_args(text, 64, 17)
     data[3, 5] = 0xFF
     layout = ops.quantized_linear.bodies["cpu"].layout
-    assert (
-        layout is not None and layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
-    )
+    assert layout is not None
+    assert layout.prepare(QuantizedWeight(data, scale, zero, (17, 64), quant_format(text))) is None
     args = (torch.randn(2, 64), data, scale, zero, None, 17, 64, text)
     found = quantized(*args)
     assert found[:, 3].isnan().all() and int(found.isnan().sum()) == 2

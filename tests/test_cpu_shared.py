@@ -197,10 +197,8 @@ def test_last_words_are_the_first_ones() -> None:
     assert kernels().shared_last_words(region, 1) == ""
     kernels().shared_leave(region, 1, "no memory " * 100)
     kernels().shared_leave(region, 1, "something else")
-    assert (
-        kernels().shared_last_words(region, 1) == ("no memory " * 100)[:512]
-        and kernels().shared_last_words(region, 0) == ""
-    )
+    assert kernels().shared_last_words(region, 1) == ("no memory " * 100)[:512]
+    assert kernels().shared_last_words(region, 0) == ""
 
 
 def test_what_is_no_region_is_refused() -> None:

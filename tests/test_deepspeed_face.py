@@ -44,10 +44,8 @@ def test_names():
     for name in deepspeed.__all__:
         assert hasattr(deepspeed, name)
     assert deepspeed.DeepSpeedInferenceConfig is InferenceConfig
-    assert (
-        deepspeed.init_inference is infuse.engine.init_inference
-        and deepspeed.InferenceEngine is infuse.engine.InferenceEngine
-    )
+    assert deepspeed.init_inference is infuse.engine.init_inference
+    assert deepspeed.InferenceEngine is infuse.engine.InferenceEngine
     assert issubclass(deepspeed.InferenceEngine, nn.Module)
     assert isinstance(deepspeed.__version__, str)
     assert deepspeed.module_inject is module_inject is importlib.import_module("infuse.deepspeed.module_inject")
@@ -190,12 +188,10 @@ def test_slicing_copies_equal_shapes():
     slicing = module_inject.ReplaceWithTensorSlicing()
     target, source = torch.zeros(6, 4), torch.randn(6, 4)
     copied = slicing.copy(target, source)
-    assert (
-        isinstance(copied, nn.Parameter)
-        and not copied.requires_grad
-        and torch.equal(copied, source)
-        and torch.equal(target, source)
-    )
+    assert isinstance(copied, nn.Parameter)
+    assert not copied.requires_grad
+    assert torch.equal(copied, source)
+    assert torch.equal(target, source)
     assert torch.equal(slicing.qkv_copy(torch.zeros(6, 4), source), source)
     untouched = torch.zeros(6, 4)
     assert torch.equal(slicing.copy(untouched, source, allocate_tensor=True), source) and not untouched.any()

@@ -80,11 +80,9 @@ def test_a_refused_block_falls_to_its_linears(verify: str, wrong_spec: None, mon
     model = BY_NAME["llama"].make()
     wanted, names = logits(model), {name for name, module in model.named_modules() if type(module) is nn.Linear}
     done = applied(model, dtype="fp32", verify=verify)
-    assert (
-        {step.depth for step in done.steps} == {LINEAR}
-        and {step.path for step in done.steps} == names
-        and len(names) == 22
-    )
+    assert {step.depth for step in done.steps} == {LINEAR}
+    assert {step.path for step in done.steps} == names
+    assert len(names) == 22
     assert refused(done) == LAYERS and not any(isinstance(module, Block) for module in model.modules())
     assert all(isinstance(model.get_submodule(name), Linear) for name in names)
     calls.clear()
@@ -274,9 +272,8 @@ def check_declined(reason: str) -> None:
     wanted = logits(model)
     done = applied(model, dtype="fp32")
     declined = {name: why for name, body, why in done.declined if body == "cpu"}
-    assert {"linear", "rms_norm", "add_rms_norm"} <= set(declined) and all(
-        why.startswith(reason) for why in declined.values()
-    )
+    assert {"linear", "rms_norm", "add_rms_norm"} <= set(declined)
+    assert all(why.startswith(reason) for why in declined.values())
     assert not any(body == "cpu" for step in done.steps for _, body in step.bodies)
     assert f"declined  cpu, for {', '.join(sorted(declined))}: {reason}" in str(done)
     assert [step.depth for step in done.steps] == [BLOCK] * 3

@@ -146,18 +146,15 @@ def test_ranks_that_fail_alike_go_on(ranks: Ranks) -> None:
 def test_ranks_that_fail_after_other_sums_are_lost(ranks: Ranks) -> None:
     """The next call would add up what does not belong together."""
     for rank, (said, usable) in enumerate(ranks.run(2, fails_after, (2, 1), ValueError, "warm")):
-        assert (
-            said.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 0: no room") and not usable
-        )
+        assert said.startswith(f"RankError: rank {rank} of 2, a step before its capture: rank 0: no room")
+        assert not usable
     for said, usable in ranks.run(2, fails_after, (2, 1), torch.OutOfMemoryError, "warm"):
         assert said == "OutOfMemoryError: no room" and not usable
     for said, usable in ranks.run(2, fails_after, (2, 1), None, "warm"):
-        assert (
-            said.endswith(
-                "a step before its capture: the ranks have left different numbers of operations to the device"
-            )
-            and not usable
+        assert said.endswith(
+            "a step before its capture: the ranks have left different numbers of operations to the device"
         )
+        assert not usable
 
 
 def test_ranks_that_give_up_after_other_sums_are_lost(ranks: Ranks) -> None:
@@ -167,15 +164,10 @@ def test_ranks_that_give_up_after_other_sums_are_lost(ranks: Ranks) -> None:
 # ---- where there are no graphs
 
 
-@pytest.mark.parametrize(
-    "nccl, exchange, device, why",
-    [
-        (True, "cpu", "cuda", ""),
-        (True, "cuda", "cuda", "NCCL alone"),
-        (True, "cpu", "cpu", "waits on the host"),
-        (False, "cpu", "cuda", "waits on the host"),
-    ],
-)
+@pytest.mark.parametrize("nccl, exchange, device, why", [
+    (True, "cpu", "cuda", ""), (True, "cuda", "cuda", "NCCL alone"), (True, "cpu", "cpu", "waits on the host"),
+    (False, "cpu", "cuda", "waits on the host"),
+])  # fmt: skip
 def test_why_operations_cannot_be_captured(nccl: bool, exchange: str, device: str, why: str) -> None:
     distributed: Any = SimpleNamespace(
         rank=0, size=2, nccl=nccl, name="nccl" if nccl else "gloo", device=torch.device(exchange, 0)

@@ -159,9 +159,8 @@ def test_matrices_that_blocks_merge_and_names_tell_apart_stay_apart() -> None:
     assert {path for path, depth in depths.items() if depth == BLOCK} == {"model.layers.1", "model.layers.2"}
     assert all(depth == LINEAR for path, depth in depths.items() if path.startswith("model.layers.0."))
     formats = formats_of(engine)
-    assert (
-        formats["model.layers.0.self_attn.k_proj"] == "int4:32" and formats["model.layers.0.self_attn.q_proj"] == "int8"
-    )
+    assert formats["model.layers.0.self_attn.k_proj"] == "int4:32"
+    assert formats["model.layers.0.self_attn.q_proj"] == "int8"
     assert "model.layers.0.self_attn.v_proj" not in formats
     told = (
         "self_attn.q_proj in int8, self_attn.k_proj in int4:32, self_attn.v_proj in the compute dtype "
@@ -185,16 +184,12 @@ def test_names_that_match_nothing_are_told_with_the_linears_that_there_are() -> 
     with pytest.raises(ConfigError) as caught:
         infuse.init_inference(model, quant={"weight": {"post_init_quant": names}})
     text = str(caught.value)
-    assert (
-        "'fc1' is in no linear's path" in text
-        and "'attention.dense' is in no linear's path" in text
-        and "'down_proj'" not in text
-    )
-    assert (
-        "model.layers.{0-2}.self_attn.q_proj" in text
-        and "model.layers.{0-2}.mlp.down_proj" in text
-        and "lm_head" in text
-    )
+    assert "'fc1' is in no linear's path" in text
+    assert "'attention.dense' is in no linear's path" in text
+    assert "'down_proj'" not in text
+    assert "model.layers.{0-2}.self_attn.q_proj" in text
+    assert "model.layers.{0-2}.mlp.down_proj" in text
+    assert "lm_head" in text
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 

@@ -1,7 +1,10 @@
-"""Every way to generate gives the original's tokens in float32, on padded batches: by the engine and by its module."""
+"""Every way to generate gives the original's tokens in float32, on padded batches; what our own loop follows.
+
+Each argument of `generate` by itself: clients/test_generate_arguments.py."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,15 +16,21 @@ import torch
 import transformers as t
 from asked_of_generate import OddTokensOnly, StopAtLength
 from families import BY_NAME, inputs
+from side_by_side import injected as with_blocks
 from torch import Tensor, nn
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinNewTokensLengthLogitsProcessor,
+)
 
 import infuse
+from infuse.generate.choose import Processed, ends_of
 from infuse.layers.cache import KVCache
 
 NAMES = ("llama", "gpt2", "bloom")
 PROMPT, NEW = 9, 10
-Generate = Callable[..., Any]
-
 # All of them on a batch whose first row is padded on the left.
 MODES: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
@@ -56,17 +65,7 @@ def pair(name: str) -> tuple[nn.Module, infuse.InferenceEngine]:
 
 
 def injected(name: str) -> infuse.InferenceEngine:
-    engine = infuse.init_inference(made(name), dtype="fp32")
-    assert {step.depth for step in engine.plan.steps if "layer" in step.path or ".h." in step.path} <= {
-        "block"
-    } and engine.plan.steps
-    return engine
-
-
-@pytest.fixture(params=["engine", "module"])
-def face(request: pytest.FixtureRequest) -> Callable[[infuse.InferenceEngine], Any]:
-    """The two things that people call `generate` on."""
-    return {"engine": lambda engine: engine, "module": lambda engine: engine.module}[request.param]
+    return with_blocks(made(name))
 
 
 def padded(name: str, batch: int = 3, tokens: int = PROMPT) -> dict[str, Tensor]:
@@ -79,12 +78,14 @@ def seeded(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_modes(name: str, mode: str, face: Callable) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+def test_modes(name: str, mode: str) -> None:
+    """By the engine and by its module: the two things that people call `generate` on."""
     original, engine = pair(name)
     exact = seeded(original, **padded(name), **MODES[mode])
     assert exact.shape[1] > PROMPT
-    assert torch.equal(seeded(face(engine), **padded(name), **MODES[mode]), exact)
+    for model in (engine, engine.module):
+        assert torch.equal(seeded(model, **padded(name), **MODES[mode]), exact)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,25 +100,8 @@ def test_modes_are_told_apart(name: str) -> None:
         assert not torch.equal(seeded(original, **padded(name), **MODES[mode]), greedy), mode
 
 
-@pytest.mark.parametrize("name", ["contrastive search", "group beam search"])
-def test_modes_that_left_transformers(name: str, face: Callable) -> None:
-    """Where transformers still has them in itself they must be equal; since 5 their code is on its hub."""
-    original, engine = pair("llama")
-    asked: dict[str, Any] = {
-        "contrastive search": dict(penalty_alpha=0.6, top_k=4),
-        "group beam search": dict(num_beams=4, num_beam_groups=2, diversity_penalty=0.5),
-    }[name]
-    try:
-        exact = seeded(original, **padded("llama"), **asked)
-    except ValueError as error:
-        with pytest.raises(ValueError, match="trust_remote_code"):  # ours says what transformers' own says
-            seeded(face(engine), **padded("llama"), **asked)
-        pytest.skip(f"transformers {t.__version__} has no {name}: {error}")
-    assert torch.equal(seeded(face(engine), **padded("llama"), **asked), exact)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_end_at_different_times(name: str, face: Callable) -> None:
+def test_rows_that_end_at_different_times(name: str) -> None:
     original, engine = pair(name)
     rows = seeded(original, **padded(name))[:, PROMPT:].tolist()
 
@@ -127,19 +111,7 @@ def test_rows_that_end_at_different_times(name: str, face: Callable) -> None:
     ends = max(combinations(sorted({token for row in rows for token in row}), 2), key=lambda pair: len(lengths(pair)))
     assert len(lengths(ends)) > 1, "the rows were to end at different times"
     exact = seeded(original, **padded(name), eos_token_id=list(ends), pad_token_id=0)
-    assert torch.equal(seeded(face(engine), **padded(name), eos_token_id=list(ends), pad_token_id=0), exact)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_min_new_tokens(name: str, face: Callable) -> None:
-    original, engine = pair(name)
-    first = seeded(original, **padded(name))[:, PROMPT].tolist()
-    asked = dict(eos_token_id=first, pad_token_id=0, min_new_tokens=4)
-    exact = seeded(original, **padded(name), **asked)
-    assert exact.shape[1] >= PROMPT + 4 and not torch.equal(
-        exact, seeded(original, **padded(name), eos_token_id=first, pad_token_id=0)
-    )
-    assert torch.equal(seeded(face(engine), **padded(name), **asked), exact)
+    assert torch.equal(seeded(engine, **padded(name), eos_token_id=list(ends), pad_token_id=0), exact)
 
 
 # ---- speculation: transformers does it for one row ----
@@ -149,9 +121,8 @@ def one_row(name: str) -> dict[str, Tensor]:
     return inputs(BY_NAME[name], batch=1, tokens=PROMPT, seed=12)
 
 
-@pytest.mark.parametrize("injected", [False, True], ids=["plain assistant", "injected assistant"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_assisted(name: str, injected: bool, face: Callable) -> None:
+def test_assisted(name: str) -> None:
     """The tokens are those of the model alone, whatever the assistant proposes; it is asked, and some proposals are
     taken.
     """
@@ -159,20 +130,11 @@ def test_assisted(name: str, injected: bool, face: Callable) -> None:
     assistant: Any = made(name)  # the same weights, then disturbed a little: right sometimes
     with torch.no_grad():
         assistant.get_output_embeddings().weight.add_(0.4 * torch.randn(96, 48))
-    if injected:
-        assistant = infuse.init_inference(assistant, dtype="fp32")
     exact = seeded(original, **one_row(name), max_new_tokens=24)
-    with counted(assistant.module if injected else assistant) as asked, counted(engine.module) as own:
-        found = seeded(face(engine), **one_row(name), assistant_model=assistant, max_new_tokens=24)
+    with counted(assistant) as asked, counted(engine.module) as own:
+        found = seeded(engine, **one_row(name), assistant_model=assistant, max_new_tokens=24)
     assert torch.equal(found, exact)
     assert len(asked) > 1 and len(own) < 24
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_prompt_lookup(name: str, face: Callable) -> None:
-    original, engine = pair(name)
-    exact = seeded(original, **one_row(name), max_new_tokens=24)
-    assert torch.equal(seeded(face(engine), **one_row(name), prompt_lookup_num_tokens=3, max_new_tokens=24), exact)
 
 
 @contextmanager
@@ -207,57 +169,12 @@ class Collected:
         self.ended += 1
 
 
-def test_logits_processor(face: Callable) -> None:
+def test_logits_processor() -> None:
     original, engine = pair("llama")
     processors = t.LogitsProcessorList([OddTokensOnly()])
     exact = seeded(original, **padded("llama"), logits_processor=processors)
     assert (exact[:, PROMPT:] % 2 == 1).all()
-    assert torch.equal(seeded(face(engine), **padded("llama"), logits_processor=processors), exact)
-
-
-def test_stopping_criteria(face: Callable) -> None:
-    original, engine = pair("llama")
-    criteria = t.StoppingCriteriaList([StopAtLength(PROMPT + 3)])
-    exact = seeded(original, **padded("llama"), stopping_criteria=criteria, pad_token_id=0)
-    assert exact.shape[1] == PROMPT + 5
-    assert torch.equal(seeded(face(engine), **padded("llama"), stopping_criteria=criteria, pad_token_id=0), exact)
-
-
-@pytest.mark.parametrize("mode", [dict(), dict(do_sample=True)], ids=["greedy", "sampling"])
-def test_streamer(mode: dict[str, Any], face: Callable) -> None:
-    original, engine = pair("llama")
-    exact = seeded(original, **one_row("llama"), **mode)
-    streamer = Collected()
-    seeded(face(engine), **one_row("llama"), streamer=streamer, **mode)
-    assert streamer.tokens == exact[0].tolist() and streamer.ended == 1
-
-
-def test_custom_loop(face: Callable) -> None:
-    """The caller's own loop, through transformers' `custom_generate`."""
-
-    def least_likely(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Tensor:
-        for _ in range(4):
-            input_ids = torch.cat((input_ids, model(input_ids).logits[:, -1:].argmin(-1)), dim=1)
-        return input_ids
-
-    original, engine = pair("llama")
-    exact = original.generate(**one_row("llama"), custom_generate=least_likely)
-    assert exact.shape[1] == PROMPT + 4
-    assert torch.equal(face(engine).generate(**one_row("llama"), custom_generate=least_likely), exact)
-
-
-@pytest.mark.parametrize("by", ["position", "keyword"])
-def test_generation_config(by: str, face: Callable) -> None:
-    original, engine = pair("llama")
-    given, model = padded("llama"), face(engine)
-    settings = t.GenerationConfig(max_new_tokens=7, repetition_penalty=1.5, pad_token_id=0, eos_token_id=None)
-    exact = original.generate(given["input_ids"], settings, attention_mask=given["attention_mask"])
-    assert exact.shape[1] == PROMPT + 7
-    if by == "position":
-        found = model.generate(given["input_ids"], settings, attention_mask=given["attention_mask"])
-    else:
-        found = model.generate(given["input_ids"], generation_config=settings, attention_mask=given["attention_mask"])
-    assert torch.equal(found, exact)
+    assert torch.equal(seeded(engine, **padded("llama"), logits_processor=processors), exact)
 
 
 @pytest.mark.parametrize(
@@ -280,35 +197,28 @@ def test_what_the_models_own_generation_config_says_counts(own: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompt_of_embeddings(name: str, face: Callable) -> None:
+def test_prompt_of_embeddings(name: str) -> None:
     original, engine = pair(name)
     given = padded(name)
     embedded = original.get_input_embeddings()(given["input_ids"]).detach() * 1.1  # no row of the table
     asked = dict(inputs_embeds=embedded, attention_mask=given["attention_mask"])
     exact = seeded(original, **asked)
     assert exact.shape[1] == NEW
-    assert torch.equal(seeded(face(engine), **asked), exact)
+    assert torch.equal(seeded(engine, **asked), exact)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompt_of_one_token(name: str, face: Callable) -> None:
-    original, engine = pair(name)
-    ids = inputs(BY_NAME[name], batch=2, tokens=1)["input_ids"]
-    assert torch.equal(seeded(face(engine), ids), seeded(original, ids))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_second_turn_on_the_returned_cache(name: str, face: Callable) -> None:
+def test_second_turn_on_the_returned_cache(name: str) -> None:
     """The returned cache holds all but the last token, and the second turn computes only what is new."""
     original, engine = pair(name)
     given, more = padded(name), inputs(BY_NAME[name], batch=3, tokens=4, seed=13)["input_ids"]
-    exact, found = (seeded(model, **given, return_dict_in_generate=True) for model in (original, face(engine)))
+    exact, found = (seeded(model, **given, return_dict_in_generate=True) for model in (original, engine))
     assert isinstance(found.past_key_values, KVCache)
     assert found.past_key_values.get_seq_length() == PROMPT + NEW - 1
     whole = torch.cat((exact.sequences, more), dim=1)
     mask = torch.cat((given["attention_mask"], torch.ones(3, NEW + 4, dtype=torch.long)), dim=1)
     with counted(engine.module) as tokens:
-        second = seeded(face(engine), whole, attention_mask=mask, past_key_values=found.past_key_values)
+        second = seeded(engine, whole, attention_mask=mask, past_key_values=found.past_key_values)
     assert tokens == [5] + [1] * (NEW - 1)
     assert torch.equal(second, seeded(original, whole, attention_mask=mask))
     assert torch.equal(second, seeded(original, whole, attention_mask=mask, past_key_values=exact.past_key_values))
@@ -370,9 +280,14 @@ def test_a_preparation_of_the_models_own_is_asked_at_every_step() -> None:
     assert torch.equal(generated(model), generated(original)) and len(calls) == 12
 
 
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("at", [0, 1, 6])
-@pytest.mark.parametrize("which", ["", "model", "model.layers.1", "lm_head"])
+AFTER, BEFORE = "register_forward_hook", "register_forward_pre_hook"
+
+
+@pytest.mark.parametrize(
+    ("which", "at", "kind"),
+    [("", 0, AFTER), ("", 6, BEFORE), ("model", 1, AFTER), ("model", 0, BEFORE), ("model.layers.1", 6, AFTER),
+     ("model.layers.1", 1, BEFORE), ("lm_head", 1, AFTER), ("lm_head", 6, BEFORE)],
+)  # fmt: skip
 def test_hooks_are_called_at_every_step_from_when_they_are_put_on(which: str, at: int, kind: str) -> None:
     engine = injected("llama")
     heard: list[object] = []
@@ -398,3 +313,145 @@ def test_a_module_that_is_replaced_during_the_answer_is_used(at: int) -> None:
         generated(made("llama"), batch=1),
     )
     assert torch.equal(found, exact) and not torch.equal(found, unchanged)
+
+
+def generate(model: Any, **asked: Any) -> Tensor:
+    return seeded(model, **inputs(BY_NAME["llama"], batch=3, tokens=PROMPT), **asked)
+
+
+class Plus(t.LogitsProcessor):
+    """Changes the scores where they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append((input_ids.shape[1], scores.shape[0]))
+        scores[:, input_ids.shape[1] % 7 :: 7] += 100
+        return scores
+
+
+class Asks(t.LogitsProcessor):
+    """Wants to know more than `generate` tells."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, how: str) -> Tensor:
+        return scores
+
+
+class Optional(t.LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor, how: str = "") -> Tensor:
+        return scores
+
+
+def test_scores_may_be_changed_in_place() -> None:
+    """They are the processor's own: what the head has returned stays as it is."""
+    original, engine = pair("llama")
+    returned: list[tuple[Tensor, Tensor]] = []
+    handle = engine.module.lm_head.register_forward_hook(
+        lambda module, args, output: returned.append((output, output.clone()))
+    )
+    plus = Plus()
+    found = generate(engine, logits_processor=LogitsProcessorList([plus]))
+    handle.remove()
+    assert torch.equal(found, generate(original, logits_processor=LogitsProcessorList([Plus()])))
+    assert plus.seen == [(PROMPT + new, 3) for new in range(NEW)]
+    assert len(returned) == NEW and all(torch.equal(*pair) for pair in returned)
+
+
+@pytest.mark.parametrize("wrong", [Asks, Optional])
+def test_a_processor_that_asks_for_more_is_refused_as_ever(wrong: type) -> None:
+    told = []
+    for model in pair("llama"):
+        with pytest.raises(ValueError, match="required parameters") as caught:
+            generate(model, logits_processor=LogitsProcessorList([Plus(), wrong()]))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_signatures_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = pair("llama")
+    read: list[object] = []
+    signature = inspect.signature
+    monkeypatch.setattr(
+        inspect, "signature", lambda *args, **kwargs: read.append(args[0]) or signature(*args, **kwargs)
+    )
+    counts = []
+    for new in (6, 12):
+        read.clear()
+        generate(engine, repetition_penalty=1.5, no_repeat_ngram_size=2, max_new_tokens=new)
+        counts.append(len([one for one in read if isinstance(getattr(one, "__self__", None), t.LogitsProcessor)]))
+    assert counts == [2, 2]
+
+
+@pytest.mark.parametrize("ends", [[2], [0, 5, 39], [5, 40, 7], [50], 4], ids=str)
+@pytest.mark.parametrize("length", [8, 11, 12, 20])
+def test_fewest_new_tokens(ends: list[int] | int, length: int) -> None:
+    """Our own way of it; an end beyond the vocabulary is none."""
+    processor = MinNewTokensLengthLogitsProcessor(8, 4, torch.tensor(ends))
+    scores, ids = torch.randn(3, 40), torch.zeros(3, length, dtype=torch.long)
+    given = scores.clone()
+    assert torch.equal(Processed(LogitsProcessorList([processor]))(ids, scores), processor(ids, given.clone()))
+    assert torch.equal(scores, given)
+
+
+def test_a_list_that_is_more_than_a_list() -> None:
+    class Doubled(LogitsProcessorList):
+        def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+            return super().__call__(input_ids, scores, **kwargs) * 2
+
+    scores = torch.randn(2, 40)
+    assert torch.equal(Processed(Doubled([t.InfNanRemoveLogitsProcessor()]))(torch.zeros(2, 3), scores), scores * 2)
+
+
+def test_a_processor_that_is_added_later_is_asked() -> None:
+    processors = LogitsProcessorList([Plus()])
+    processed, ids, scores = Processed(processors), torch.zeros(1, 3), torch.zeros(1, 40)
+    once = processed(ids, scores.clone())
+    processors.append(Plus())
+    assert torch.equal(processed(ids, scores.clone()), once * 2)
+
+
+class Capital(EosTokenCriteria):
+    """Somebody's own: ends at the second of its tokens only."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        ends = super().__call__(input_ids, scores)
+        return ends & (input_ids.shape[1] > PROMPT + 3)
+
+
+class Shorter(MaxLengthCriteria):
+    """Somebody's own, with a length of its own."""
+
+
+def test_criteria() -> None:
+    own, shorter = Capital([7]), Shorter(4)
+    ends = [EosTokenCriteria([2, 3]), EosTokenCriteria(5), EosTokenCriteria(torch.tensor(6))]
+    assert ends_of([MaxLengthCriteria(9), own, shorter, *ends]) == (9, {2, 3, 5, 6}, [own, shorter])
+    assert ends_of([]) == (None, set(), [])
+
+
+@pytest.mark.parametrize(
+    "criteria",
+    [[Shorter(PROMPT + 4)], [MaxLengthCriteria(PROMPT + 6), MaxLengthCriteria(PROMPT + 4)], [StopAtLength(PROMPT + 3)]],
+    ids=["of one's own", "two lengths", "row by row"],
+)
+def test_the_shortest_length_counts(criteria: list) -> None:
+    asked: dict[str, Any] = dict(stopping_criteria=t.StoppingCriteriaList(criteria), pad_token_id=0)
+    exact, found = (generate(model, **asked) for model in pair("llama"))
+    assert torch.equal(found, exact) and PROMPT + 4 <= exact.shape[1] < PROMPT + NEW
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ends(own: bool, batch: int) -> None:
+    """Each row ends at another token; of a criterion of somebody's own, transformers pads what comes after, too."""
+    original, engine = pair("llama")
+    given = inputs(BY_NAME["llama"], batch=batch, tokens=PROMPT)
+    rows = original.generate(**given, max_new_tokens=NEW)[:, PROMPT:].tolist()
+    ends = sorted({row[2 + 2 * i] for i, row in enumerate(rows)})
+    asked: dict[str, Any] = dict(eos_token_id=ends, pad_token_id=1)
+    if own:
+        asked = dict(stopping_criteria=t.StoppingCriteriaList([Capital(ends)]), pad_token_id=1)
+    exact = original.generate(**given, max_new_tokens=NEW, **asked)
+    assert torch.equal(engine.generate(**given, max_new_tokens=NEW, **asked), exact)
+    assert exact.shape[1] < PROMPT + NEW or (exact == 1).any()

@@ -40,7 +40,7 @@ JUNK = [
     "/etc/passwd", "\0", "\ud800", "a" * 5000, "F32", "I32", "int4", "int8:16", "auto", "cuda", "0:1", "9:3", [], [[]],
     {}, {"": None}, [1, 2, 3], ["a"], [None], {"a": {"a": 1}},
 ]  # fmt: skip
-TRIES = 150
+TRIES = 100
 
 
 def source(name: str = "llama") -> nn.Module:
@@ -202,7 +202,7 @@ def test_indexes_of_our_own(way: str, writers: int, tmp_path: Path, ranks: Ranks
     saved_by("llama", tmp_path, writers, ranks, quant="int8:4")
     model, path = on_meta("llama"), tmp_path / "infuse.json"
     text = path.read_bytes()
-    for seed in range(40):
+    for seed in range(25):
         chance = random.Random(seed)
         if way == "bytes":
             path.write_bytes(garbled(text, chance))
@@ -337,29 +337,13 @@ NAMES = sorted(
     | {"unknown", ""}
 )
 OBJECTS = [
-    torch.float16,
-    torch.int64,
-    torch.zeros(3),
-    np.zeros(3),
-    nn.Linear(2, 2),
-    {1, 2},
-    b"x",
-    object(),
-    int,
-    {1: 2},
+    torch.float16, torch.int64, torch.zeros(3), np.zeros(3), nn.Linear(2, 2), {1, 2}, b"x", object(), int, {1: 2},
     {None: 1},
-]
+]  # fmt: skip
 LEAVES = [
-    *JUNK,
-    "fp16",
-    "cpu:3",
-    "cuda:99999999999",
-    "meta",
-    "9" * 5000,
-    "int8:groups=9999999999999999999999",
-    10**12,
+    *JUNK, "fp16", "cpu:3", "cuda:99999999999", "meta", "9" * 5000, "int8:groups=9999999999999999999999", 10**12,
     float("inf"),
-]
+]  # fmt: skip
 WRITTEN = st.recursive(
     st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=4) | st.lists(inner, max_size=3),

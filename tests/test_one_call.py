@@ -1,13 +1,12 @@
-"""A block over few new tokens in one call of C++ (layers/one_call.py) against the same block part by part."""
+"""A block over few new tokens in one call of C++ (layers/one_call.py) against the same block part by part. Every family
+against the original: test_families.py.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +25,6 @@ from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
-# Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for
-# each head.
-IN_PARTS = {"granite", "stablelm-parallel", "cohere-qk"}
 BY_NAME = {family.name: family for family in DECODERS}
 
 
@@ -59,18 +55,6 @@ def compare(engine: infuse.InferenceEngine, family: Family, dtype: torch.dtype, 
         wanted = decoded(engine, family, **how)  # type: ignore[arg-type]
     for a, b in zip(found, wanted, strict=True):
         assert_near(a, b, dtype, family.name)
-
-
-@pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
-def test_a_step_in_one_call_is_the_parts_one_by_one(family: Family, padding: str | None, taken: list[bool]) -> None:
-    engine = infuse.init_inference(family.make(), dtype=torch.float32)
-    steps = [block._one_call for block in blocks(engine.module)]
-    assert (None not in steps) == (family.name not in IN_PARTS)
-    taken.clear()
-    compare(engine, family, torch.float32, padding=padding)
-    if None not in steps:
-        assert taken.count(True) == 3 * len(steps)  # the decoding calls, not the prompt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,32 +192,6 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape
-
-
-TRACED = """
-import sys, torch, infuse
-from families import DECODERS, inputs
-family = next(f for f in DECODERS if f.name == "llama")
-engine = infuse.init_inference(family.make(), dtype=torch.float32)
-given = inputs(family)
-with torch.no_grad():
-    wanted = engine.module(**given).logits
-    try:
-        found = torch.compile(engine.module, backend="eager")(**given).logits
-    except Exception as error:
-        print("refused:", type(error).__name__)
-    else:
-        print("equal:", torch.allclose(found, wanted, atol=1e-4))
-"""
-
-
-def test_tracing_does_not_reach_into_memory() -> None:
-    """Tensors of a trace have nothing behind their pointers: kernels that took them ended the process."""
-    run = subprocess.run(
-        [sys.executable, "-c", TRACED], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.startswith(("equal: True", "refused:")), run.stdout
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv", "self_attn.out", "mlp.up", "mlp.down", "norm1", "norm2"])

@@ -69,9 +69,11 @@ def test_hidden_states_and_attentions_of_padding_are_the_originals() -> None:
         assert (a - b).abs().max() < TOLERANCE * b.abs().max()
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", ["bert", "distilbert"])
+@pytest.mark.parametrize(
+    ("name", "side", "attention"),
+    [("bert", "right", "sdpa"), ("bert", "left", "eager"), ("distilbert", "right", "eager"),
+     ("distilbert", "left", "sdpa")],
+)  # fmt: skip
 def test_padding_is_not_computed_where_it_is_to_be_skipped(name: str, side: str, attention: str) -> None:
     original = BY_NAME[name].make(attn_implementation=attention)
     model = infuse.init_inference(
@@ -98,9 +100,8 @@ def test_a_layer_that_skips_padding_returns_zeros_there() -> None:
 
 def test_the_plan_says_whether_padding_is_skipped() -> None:
     plans = {skip: infuse.plan(BY_NAME["bert"].make(), dtype="fp32", skip_padding=skip) for skip in (False, True)}
-    assert "padding" not in str(plans[False]) and "rows of padding are skipped: their output is zero" in str(
-        plans[True]
-    )
+    assert "padding" not in str(plans[False])
+    assert "rows of padding are skipped: their output is zero" in str(plans[True])
     assert plans[False].digest() != plans[True].digest(), "ranks must skip the same rows"
     causal = str(infuse.plan(BY_NAME["llama"].make(), dtype="fp32", skip_padding=True))
     assert "rows of padding are skipped" not in causal and "skip_padding: no effect here" in causal

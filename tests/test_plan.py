@@ -7,7 +7,6 @@ The golden texts are in tests/golden; `python tests/test_plan.py` writes them an
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,12 +182,6 @@ def test_a_plan_on_meta_is_the_plan_on_the_live_model_and_changes_neither(name: 
         assert str(plan) == str(plan_of(live, **keys))
 
 
-def test_a_plan_travels() -> None:
-    plan = plan_of(family("gpt2")(), dtype="bf16", quant="int8:16")
-    received = pickle.loads(pickle.dumps(plan))
-    assert received == plan and received.digest() == plan.digest() and str(received) == str(plan)
-
-
 def test_digest_tells_decisions_apart() -> None:
     llama = family("llama")()
     plans = [
@@ -239,9 +232,12 @@ def resident_bytes(model: nn.Module) -> int:
 KEYS = [dict(dtype="fp32"), dict(dtype="bf16"), dict(dtype="bf16", quant="int8"), dict(dtype="fp32", quant="int4")]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj", "stablelm-parallel", "bert"])
-@pytest.mark.parametrize("keys", KEYS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "keys", "tied"),
+    [(name, keys, (i + j) % 2 == 0)
+     for i, name in enumerate(("llama", "gpt2", "gptj", "stablelm-parallel", "bert")) for j, keys in enumerate(KEYS)],
+    ids=str,
+)  # fmt: skip
 def test_memory_is_known_before(name: str, keys: dict[str, Any], tied: bool) -> None:
     width = dict(n_embd=64) if name in ("gpt2", "gptj") else dict(hidden_size=64, intermediate_size=128)
     model = family(name)(**width, tie_word_embeddings=tied)

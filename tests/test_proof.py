@@ -244,13 +244,6 @@ def test_strict_raises_and_leaves_the_model_as_it_was(
     assert torch.equal(outputs(name, model), wanted)
 
 
-def test_strict_swaps_what_is_right() -> None:
-    model = BY_NAME["llama"].make()
-    wanted = outputs("llama", model)
-    assert len(applied(model, verify="strict").steps) == len(blocks(model)) == 3
-    assert_near(outputs("llama", model), wanted, torch.float32)
-
-
 def test_off_swaps_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     model = BY_NAME["llama"].make()
     wanted = outputs("llama", model)
@@ -281,9 +274,8 @@ def test_a_layer_that_raises_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> N
     model = BY_NAME["gpt2"].make()
     monkeypatch.setattr(model.transformer.h[1].mlp, "act", None)
     done = applied(model, verify="all")
-    assert "transformer.h.1" not in {step.path for step in done.steps} and "'NoneType' object is not callable" in str(
-        done
-    )
+    assert "transformer.h.1" not in {step.path for step in done.steps}
+    assert "'NoneType' object is not callable" in str(done)
 
 
 def test_handing_on_to_continuous_batching_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +428,6 @@ def test_a_body_for_linears_is_proven_on_linears(right_up_to: int | None, monkey
     linears = {
         name for name, module in model.named_modules() if type(module) is nn.Linear
     }  # all that is left to try then
-    assert refused == ({f"model.layers.{i}" for i in range(3)} | linears if wrong else set()) and len(linears) == (
-        22 if wrong else 0
-    )
+    assert refused == ({f"model.layers.{i}" for i in range(3)} | linears if wrong else set())
+    assert len(linears) == (22 if wrong else 0)
     assert_near(outputs("llama", model), wanted, torch.float32)

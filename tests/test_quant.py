@@ -57,64 +57,30 @@ def test_text_reads_back(text: str) -> None:
     assert pickle.loads(pickle.dumps(format)) == format and hash(quant_format(text)) == hash(format)
 
 
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [
-        ("int8", "int8"),
-        ("int8:64", "int8"),
-        ("INT8:symmetric", "int8"),
-        ("int8:128", "int8:128"),
-        ("int8:row", "int8:row"),
-        ("int4", "int4:64"),
-        ("int4:128:symmetric", "int4:128"),
-        ("int4:asymmetric", "int4:64:asymmetric"),
-        ("int8:groups=2", "int8:groups=2"),
-        ("fp8", "fp8"),
-        ("fp8:row", "fp8"),
-        ("FP8:128", "fp8:128"),
-        ("fp6", "fp6"),
-        ("fp6:64:symmetric", "fp6"),
-        ("fp6:row", "fp6:row"),
-        ("fp6:groups=2", "fp6:groups=2"),
-        ("int8:asymmetric", "int8:asymmetric"),
-        (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
-    ],
-)
+@pytest.mark.parametrize(("text", "canonical"), [
+    ("int8", "int8"), ("int8:64", "int8"), ("INT8:symmetric", "int8"), ("int8:128", "int8:128"),
+    ("int8:row", "int8:row"), ("int4", "int4:64"), ("int4:128:symmetric", "int4:128"),
+    ("int4:asymmetric", "int4:64:asymmetric"), ("int8:groups=2", "int8:groups=2"), ("fp8", "fp8"), ("fp8:row", "fp8"),
+    ("FP8:128", "fp8:128"), ("fp6", "fp6"), ("fp6:64:symmetric", "fp6"), ("fp6:row", "fp6:row"),
+    ("fp6:groups=2", "fp6:groups=2"), ("int8:asymmetric", "int8:asymmetric"),
+    (" int4:groups=8:asymmetric ", "int4:groups=8:asymmetric"),
+])  # fmt: skip
 def test_canonical_text(text: str, canonical: str) -> None:
     assert str(quant_format(text)) == canonical
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "int3",
-        "fp",
-        "fp4",
-        "",
-        "int8:",
-        "int8:big",
-        "int8:64:64",
-        "int8:64:lopsided",
-        "int8:asymmetric:64",
-        "int8:-4",
-        "int4:groups=",
-        8,
-        None,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "int3", "fp", "fp4", "", "int8:", "int8:big", "int8:64:64", "int8:64:lopsided", "int8:asymmetric:64", "int8:-4",
+    "int4:groups=", 8, None,
+])  # fmt: skip
 def test_unknown_text_lists_what_is_possible(text: object) -> None:
     with pytest.raises(ConfigError, match="possible: .*int8:GROUP.*int4"):
         quant_format(text)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("int8:0", "group size is 0"),
-        ("int8:groups=0", "number of groups is 0"),
-        ("int4:5", "even, not 5"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("int8:0", "group size is 0"), ("int8:groups=0", "number of groups is 0"), ("int4:5", "even, not 5"),
+])  # fmt: skip
 def test_impossible_numbers(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         quant_format(text)

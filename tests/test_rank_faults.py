@@ -73,33 +73,9 @@ def test_settings_that_one_rank_refuses_raise_on_the_other_too(ranks: Ranks) -> 
     theirs = {"quant": {"weight": {"post_init_quant": {"no_such_linear": {"num_bits": 8, "group_size": 4}}}}}
     told, refused = ranks.run_expecting_errors(2, other_settings, [{}, theirs], timeout=60)
     assert isinstance(refused, infuse.ConfigError) and "no_such_linear" in str(refused)
-    assert (
-        isinstance(told, infuse.RankError)
-        and "rank 1 failed in init_inference: ConfigError: " in str(told)
-        and "no_such_linear" in str(told)
-    )
-
-
-def other_models() -> None:
-    engine_of("llama" if dist.get_rank() == 0 else "gpt2")
-
-
-def test_models_that_differ_raise_on_every_rank(ranks: Ranks) -> None:
-    assert all(isinstance(error, infuse.RankError) for error in ranks.run_expecting_errors(2, other_models))
-
-
-def sampled() -> tuple[Tensor, Tensor]:
-    engine = engine_of("llama")
-    torch.manual_seed(dist.get_rank())
-    given = inputs(BY_NAME["llama"])
-    found = engine.generate(**given, max_new_tokens=12, do_sample=True, temperature=2.0)
-    return found, engine.generate(**given, max_new_tokens=12, do_sample=True, temperature=2.0)
-
-
-def test_sampled_tokens_agree_though_the_seeds_differ(ranks: Ranks) -> None:
-    found = ranks.run(3, sampled)
-    assert same([first for first, _ in found]) and same([second for _, second in found])
-    assert not torch.equal(found[0][0], found[0][1])  # they are drawn
+    assert isinstance(told, infuse.RankError)
+    assert "rank 1 failed in init_inference: ConfigError: " in str(told)
+    assert "no_such_linear" in str(told)
 
 
 # ---- checkpoints ----
@@ -118,8 +94,7 @@ def loading(folder: str, kind: str, keys: dict) -> tuple[str, bool]:
     return "", False
 
 
-@pytest.mark.parametrize("kind", ["meta", "live"])
-@pytest.mark.parametrize("broken", ["missing", "truncated"])
+@pytest.mark.parametrize(("broken", "kind"), [("missing", "meta"), ("truncated", "live")])
 def test_a_file_that_one_rank_lacks_is_an_error_on_all(broken: str, kind: str, tmp_path: Path, ranks: Ranks) -> None:
     BY_NAME["llama"].make().save_pretrained(tmp_path / "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
@@ -131,11 +106,9 @@ def test_a_file_that_one_rank_lacks_is_an_error_on_all(broken: str, kind: str, t
     (first, first_whole), (second, second_whole) = ranks.run(2, loading, str(tmp_path), kind, {"dtype": "fp32"})
     assert first_whole and second_whole
     assert second.startswith("CheckpointError: ") and str(tmp_path / "1") in second
-    assert (
-        first.startswith("RankError: ")
-        and "rank 1 failed in loading: CheckpointError: " in first
-        and str(tmp_path / "1") in first
-    )
+    assert first.startswith("RankError: ")
+    assert "rank 1 failed in loading: CheckpointError: " in first
+    assert str(tmp_path / "1") in first
 
 
 def saving(folder: str) -> str:
@@ -165,11 +138,9 @@ def test_shards_that_one_rank_cannot_write_have_no_index(tmp_path: Path, ranks: 
     ranks.run(2, saving, str(tmp_path))
     assert (tmp_path / "infuse.json").is_file()
     first, second = ranks.run(2, saving_on_a_full_disk, str(tmp_path))
-    assert (
-        first.startswith("CheckpointError: ")
-        and "writing the shards failed on rank 1: CheckpointError: " in first
-        and "No space left" in first
-    )
+    assert first.startswith("CheckpointError: ")
+    assert "writing the shards failed on rank 1: CheckpointError: " in first
+    assert "No space left" in first
     assert second.startswith("CheckpointError: ") and "cannot be written: No space left" in second
     assert not (tmp_path / "infuse.json").exists()
     assert (
@@ -248,10 +219,8 @@ def by_mpu(deprecated: bool) -> tuple[int, int, Tensor]:
 def test_an_mpu_brings_the_ranks(deprecated: bool, ranks: Ranks) -> None:
     results = ranks.run(4, by_mpu, deprecated)
     assert [result[:2] for result in results] == [(2, 0), (2, 0), (2, 1), (2, 1)]
-    assert (
-        same([found for _, _, found in results])
-        and distance(results[0][2], outputs(BY_NAME["bloom"].make(), "bloom")) < TOLERANCE
-    )
+    assert same([found for _, _, found in results])
+    assert distance(results[0][2], outputs(BY_NAME["bloom"].make(), "bloom")) < TOLERANCE
 
 
 def replicas() -> tuple[int, Tensor, Tensor]:
@@ -285,11 +254,9 @@ def uneven(name: str, changes: dict) -> Tensor:
     return outputs(engine, name)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("name", "changes"), UNEVEN, ids=str)
-def test_sizes_that_do_not_divide_give_the_outputs_of_one_rank(
-    name: str, changes: dict, size: int, ranks: Ranks
-) -> None:
+def test_sizes_that_do_not_divide_give_the_outputs_of_one_rank(name: str, changes: dict, ranks: Ranks) -> None:
+    size = 2 if UNEVEN.index((name, changes)) % 2 else 3
     found = ranks.run(size, uneven, name, changes)
     assert same(found) and distance(found[0], outputs(BY_NAME[name].make(**changes), name)) < TOLERANCE
 

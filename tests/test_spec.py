@@ -183,9 +183,8 @@ def test_all_differences_are_told_at_once() -> None:
     with pytest.raises(SpecMismatch) as raised:
         bound(layer, config)
     told = "\n".join(raised.value.differences)
-    assert str(raised.value).startswith("LlamaDecoderLayer: ") and all(
-        one in str(raised.value) for one in raised.value.differences
-    )
+    assert str(raised.value).startswith("LlamaDecoderLayer: ")
+    assert all(one in str(raised.value) for one in raised.value.differences)
     for part in (
         "parameter mlp.gain (3,) is not claimed",
         "parameter self_attn.o.weight (48, 48) is not claimed",
@@ -247,9 +246,8 @@ def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, rea
         warnings.simplefilter("ignore")  # that nothing is accelerated is meant here
         engine = infuse.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, verify="off")
     refused = {entry.path: entry.why for entry in engine.plan.left if entry.path in layers}
-    assert len(refused) == left and all(
-        why.startswith("not as a whole block: ") and reason in why for why in refused.values()
-    )
+    assert len(refused) == left
+    assert all(why.startswith("not as a whole block: ") and reason in why for why in refused.values())
     assert [step.path for step in engine.plan.steps if step.depth == "block"] == [
         path for path in layers if path not in refused
     ]

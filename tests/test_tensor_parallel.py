@@ -1,4 +1,6 @@
-"""Several ranks give what one gives: every dense family over three ranks, some over two and four; outputs and tokens.
+"""Several ranks give what one gives: each way in which a family is cut, over two to four ranks; outputs and tokens.
+
+What ranks have of every family, as numbers: test_spec.py.
 
 The original is transformers' own model, whole, in this process.
 """
@@ -14,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers as t
-from families import BY_NAME, FAMILIES, Family, inputs
+from families import BY_NAME, Family, inputs
 from ranks import Ranks, same
 from side_by_side import original
 from torch import Tensor
@@ -27,11 +29,17 @@ from infuse.plan.step import BLOCK, SPLIT
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
-# Every family over three ranks, which divide neither its heads nor its features; one of each way in which matrices are
-# cut over other numbers of ranks, and by the other way to add up.
-EVERY = [(family.name, 3, SHARED_MEMORY) for family in FAMILIES]
-CUTS = ("llama", "gemma2", "gpt2", "bloom", "falcon-7b", "falcon-40b", "bert", "clip")
-OTHER_WAYS = [(name, *way) for way in ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY)) for name in CUTS]
+# Each way in which matrices are cut over three ranks, which divide neither heads nor features; eight over other numbers
+# of ranks or by the other way to add up.
+CUTS = (
+    "llama", "llama-bias", "qwen3", "phi3", "gemma2", "gemma3", "granite", "olmo2", "stablelm-parallel", "starcoder2",
+    "cohere-qk", "nemotron", "phi-qk", "gpt2", "bigcode", "bigcode-heads", "gpt-neo", "gptj", "codegen", "gpt-neox",
+    "opt", "opt-350m", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "mpt", "bert", "distilbert", "albert",
+    "modernbert", "clip", "vit",
+)  # fmt: skip
+WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
+OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]
+OTHER_WAYS += [(name, *way) for name in ("llama", "falcon-40b") for way in WAYS]
 
 
 def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
@@ -68,7 +76,7 @@ def on_rank(name: str, padding: str | None, way: str) -> Found:
     return Found(found, tokens, depths, refused, sum(p.nbytes for p in model.parameters()))
 
 
-@pytest.mark.parametrize(("name", "size", "way"), [*EVERY, *OTHER_WAYS])
+@pytest.mark.parametrize(("name", "size", "way"), [*((name, 3, SHARED_MEMORY) for name in CUTS), *OTHER_WAYS])
 def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, ranks: Ranks) -> None:
     family: Family = BY_NAME[name]
     padding = {"decoder": "left", "encoder": "right"}.get(family.kind)
@@ -91,11 +99,9 @@ def test_ranks_give_what_the_original_gives(name: str, size: int, way: str, rank
 
 
 FORMATS = ("int8:8", "int8:8:a8", "int4:8:asymmetric", "fp8:8", "int8:groups=2")
-# One family in every format, the others in two each.
+# One family in every format, the others in one each.
 QUANTIZED = [("llama", format) for format in FORMATS]
-QUANTIZED += [
-    (name, FORMATS[(2 * i + j) % 5]) for i, name in enumerate(("gpt2", "bloom", "falcon-40b", "bert")) for j in (0, 1)
-]
+QUANTIZED += zip(("gpt2", "bloom", "falcon-40b", "bert"), FORMATS, strict=False)
 
 
 def logits(name: str, **settings: Any) -> tuple[Tensor, set[str]]:

@@ -122,14 +122,9 @@ class Unknown(nn.Module):
 
 
 MAKERS: dict[str, Any] = {
-    "blocks": lambda: Fused("blocks"),
-    "per head": lambda: Fused("per head"),
-    "per group": lambda: Fused("per group"),
-    "grouped": lambda: Apart(),
-    "one key head": lambda: Apart(1),
-    "fixed": lambda: Fixed(),
-    "normed": lambda: Normed(),
-}
+    "blocks": lambda: Fused("blocks"), "per head": lambda: Fused("per head"), "per group": lambda: Fused("per group"),
+    "grouped": lambda: Apart(), "one key head": lambda: Apart(1), "fixed": lambda: Fixed(), "normed": lambda: Normed(),
+}  # fmt: skip
 
 
 def make(name: str) -> Unknown:

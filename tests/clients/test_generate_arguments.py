@@ -194,15 +194,6 @@ def test_streamer(pair: tuple[Model, Model]) -> None:
     assert heard[0] == heard[1] and heard[0].count("end") == 2
 
 
-def test_text_of_a_streamer(pair: tuple[Model, Model]) -> None:
-    texts = []
-    for model in pair:
-        streamer = t.TextIteratorStreamer(tokenizer())
-        generated(model, prompt(1), streamer=streamer)
-        texts.append(list(streamer))
-    assert texts[0] == texts[1]
-
-
 def assistant(vocabulary: int = 96) -> Model:
     return BY_NAME["qwen2"].make(vocab_size=vocabulary)
 

@@ -37,9 +37,8 @@ def batch(model: Any, requests: Any = REQUESTS, room: dict[str, int] = ROOMY, **
     """The new tokens of each request."""
     config = t.ContinuousBatchingConfig(**room)
     found = model.generate_batch(requests, generation_config=settings(**more), continuous_batching_config=config)
-    assert len(found) == len(requests) * more.get("num_return_sequences", 1) and not [
-        one.error for one in found.values() if one.error
-    ]
+    assert len(found) == len(requests) * more.get("num_return_sequences", 1)
+    assert not [one.error for one in found.values() if one.error]
     return [one.generated_tokens for one in found.values()]
 
 

@@ -58,8 +58,7 @@ def roots(peft: PeftModel) -> list[Any]:
     return [peft, peft.base_model.model]
 
 
-@pytest.mark.parametrize("where", [ATTENTION, MLP, ALL], ids=str)
-@pytest.mark.parametrize("root", [0, 1], ids=["the PeftModel", "the model in it"])
+@pytest.mark.parametrize(("where", "root"), [(ATTENTION, 0), (MLP, 1), (ALL, 0)], ids=str)
 def test_adapters_stay_plain_and_their_base_layers_get_kernels(where: Any, root: int) -> None:
     original, peft = adapted(target_modules=where), adapted(target_modules=where)
     engine = infuse.init_inference(roots(peft)[root], dtype="fp32")
