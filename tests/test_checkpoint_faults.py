@@ -1,4 +1,4 @@
-"""Checkpoints that are missing, broken, another model's or in copies: errors name what is wrong, models stay as they were."""
+"""Checkpoints that are missing, broken, another model's or in copies: errors name the fault, models are unchanged."""
 
 from __future__ import annotations
 
