@@ -28,15 +28,16 @@ MB = 1e6
 # What a load takes beside tensors: torch's own code and workspaces, and memory that is free but not given back yet.
 SPARE_BYTES = 12 * MB
 
-LOAD = """
-import json, sys
+# Imports everything once; each load is in a fork of its own, and those of ranks run at once.
+LOADS = """
+import json, os, sys, traceback
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import infuse, infuse.deepspeed as deepspeed
 from infuse.plan.bytes import parameter_bytes
 
 torch.set_num_threads(1)
-path, keys, shape = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+loads, shape, small = (json.loads(text) for text in sys.argv[1:])
 
 def empty(**shape):
     with deepspeed.OnDevice("bf16", device="meta"):
@@ -45,15 +46,29 @@ def empty(**shape):
 def status(key):  # of this process alone: getrusage starts at what the parent had
     return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
 
-small = empty(**{**shape, **json.loads(sys.argv[4])})  # what is set up at the first use, is
-infuse.init_inference(small, checkpoint=path + "/small", progress=False, **keys)
-model = empty(**shape)
-before = status("VmRSS")
-engine = infuse.init_inference(model, checkpoint=path, progress=False, **keys)
-peak = status("VmHWM")
-assert sum(step.depth == "block" for step in engine.plan.steps) == shape["num_hidden_layers"], str(engine.plan)
-print(json.dumps({"before": before, "peak": peak - before, "after": status("VmRSS") - before, \
-"result": parameter_bytes(engine.module)}))
+def measure(path, keys):  # what is set up at the first use, is, by the small model
+    infuse.init_inference(empty(**{**shape, **small}), checkpoint=path + "/small", progress=False, **keys)
+    model = empty(**shape)
+    before = status("VmRSS")
+    engine = infuse.init_inference(model, checkpoint=path, progress=False, **keys)
+    peak = status("VmHWM")
+    assert sum(step.depth == "block" for step in engine.plan.steps) == shape["num_hidden_layers"], str(engine.plan)
+    return {"peak": peak - before, "result": parameter_bytes(engine.module)}
+
+for path, keys, environments in loads:
+    ends = []
+    for environment in environments:
+        reading, writing = os.pipe()
+        if not os.fork():
+            os.environ.update(environment)
+            try:
+                os.write(writing, json.dumps(measure(path, keys)).encode())
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        os.close(writing)
+        ends.append(reading)
+    print(json.dumps([json.loads(os.read(end, 1000)) for end in ends]))
 """
 
 
@@ -78,13 +93,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 LAYER_BYTES = 2 * (4 * SHAPE["hidden_size"] ** 2 + 3 * SHAPE["hidden_size"] * SHAPE["intermediate_size"])
+# The form, the keys, how many ranks there are.
+CASES = [("safetensors", {}, 1), ("bin", {}, 1), ("safetensors", {"quant": "int4"}, 1), ("safetensors", {}, 2)]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 
-def measured(folder: Path, keys: dict, ranks: int = 1) -> list[dict[str, int]]:
-    """What a load takes in each of `ranks` processes, in bytes."""
-    shapes = (json.dumps(values) for values in ({"dtype": "bf16", **keys}, SHAPE, SMALL))
-    command = [sys.executable, "-c", LOAD, str(folder), *shapes]
+@pytest.fixture(scope="module")
+def measured(folders: dict[str, Path]) -> list[list[dict[str, int]]]:
+    """What each rank of each case takes while it loads, in bytes."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(listener.getsockname()[1])}
+    loads = []
+    for form, keys, ranks in CASES:
+        world = {"WORLD_SIZE": str(ranks), **address} if ranks > 1 else {}
+        keys = {"dtype": "bf16", "tensor_parallel": {"tp_size": ranks}, **keys}
+        loads.append(
+            (str(folders[form]), keys, [world | {"RANK": str(rank)} if world else {} for rank in range(ranks)])
+        )
     # With a fixed threshold the C library gives freed tensors back at once; else it keeps up to some 40 MB for later.
     # oneDNN keeps the code of the products that the proof ran, on processors with AMX 10 MB of it.
     environment = {
@@ -94,33 +120,19 @@ def measured(folder: Path, keys: dict, ranks: int = 1) -> list[dict[str, int]]:
         "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
     }
-    if ranks > 1:
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
-        environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = [subprocess.Popen(command, **pipes, env={**environment, "RANK": str(rank)}) for rank in range(ranks)]
-    found = []
-    for process in started:
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err[-3000:]
-        found.append(json.loads(out.splitlines()[-1]))
-        in_mb = {name: value / MB for name, value in (found[-1] | {"layer": LAYER_BYTES}).items()}
-        assert found[-1]["peak"] > 0.9 * found[-1]["result"], in_mb  # it measures
-        assert found[-1]["peak"] <= found[-1]["result"] + LAYER_BYTES + SPARE_BYTES, in_mb
-    return found
+    command = [sys.executable, "-c", LOADS, *map(json.dumps, (loads, SHAPE, SMALL))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(CASES) :]]
 
 
-@pytest.mark.parametrize(
-    ("form", "keys"), [("safetensors", {}), ("bin", {}), ("safetensors", {"quant": "int4"})], ids=str
-)
-def test_peak_memory_is_the_result_and_one_layer(form: str, keys: dict, folders: dict[str, Path]) -> None:
-    (found,) = measured(folders[form], keys)
-    assert found["result"] > 20 * MB
-
-
-def test_peak_memory_of_a_rank_is_its_part_and_one_layer(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{form}-{keys}-{ranks}" for form, keys, ranks in CASES])
+def test_peak_memory_is_the_result_and_one_layer(case: int, measured: list[list[dict[str, int]]]) -> None:
     parameters = 7 * LAYER_BYTES + 2 * 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
-    for found in measured(folders["safetensors"], {"tensor_parallel": {"tp_size": 2}}, ranks=2):
-        assert found["result"] < 0.51 * parameters
+    ranks = CASES[case][2]
+    assert len(measured[case]) == ranks
+    for found in measured[case]:
+        in_mb = {name: value / MB for name, value in (found | {"layer": LAYER_BYTES}).items()}
+        assert found["result"] > 20 * MB and found["peak"] > 0.9 * found["result"], in_mb  # it measures
+        assert ranks == 1 or found["result"] < 0.51 * parameters, in_mb
+        assert found["peak"] <= found["result"] + LAYER_BYTES + SPARE_BYTES, in_mb

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from levels import LEVELS, TILED, at_level
+from threads import thread_counts
 from tolerance import assert_near
 from torch import Tensor
 
@@ -25,10 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    yield from thread_counts(request.param)
 
 
 def attended(*args: object) -> Tensor:
@@ -80,23 +78,18 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
     """More threads than key heads: parts begin and end inside heads, some of them in the middle of several."""
-    before = torch.get_num_threads()
-    try:
-        for threads in (2, 3, 5, 7):
-            torch.set_num_threads(threads)
-            for batch, kv_heads in ((1, 1), (3, 1), (1, 2), (2, 2)):
-                q = torch.randn(batch, 4 * kv_heads, 1, 64, dtype=dtype)
-                k, v = (cached(batch, kv_heads, 6000, 64, dtype) for _ in range(2))
-                v += 1  # means around zero lose digits however they are computed
-                mask = torch.rand(batch, 1, 1, 6000) < 0.8
-                mask[0, :, :, :4000] = False  # whole parts without an allowed key
-                found = attended(q, k, v, mask, None, 0.125, True, 0, 0.0)
-                assert_near(found, exact(q, k, v, mask, 0.125), dtype, f"{threads=} {batch}x{kv_heads} masked")
-                found = attended(q, k, v, None, None, 0.25, True, 3000, 0.0)
-                in_window = torch.arange(6000) >= 3000
-                assert_near(found, exact(q, k, v, in_window, 0.25), dtype, f"{threads=} {batch}x{kv_heads} window")
-    finally:
-        torch.set_num_threads(before)
+    for threads in thread_counts(2, 3, 5, 7):
+        for batch, kv_heads in ((1, 1), (3, 1), (1, 2), (2, 2)):
+            q = torch.randn(batch, 4 * kv_heads, 1, 64, dtype=dtype)
+            k, v = (cached(batch, kv_heads, 6000, 64, dtype) for _ in range(2))
+            v += 1  # means around zero lose digits however they are computed
+            mask = torch.rand(batch, 1, 1, 6000) < 0.8
+            mask[0, :, :, :4000] = False  # whole parts without an allowed key
+            found = attended(q, k, v, mask, None, 0.125, True, 0, 0.0)
+            assert_near(found, exact(q, k, v, mask, 0.125), dtype, f"{threads=} {batch}x{kv_heads} masked")
+            found = attended(q, k, v, None, None, 0.25, True, 3000, 0.0)
+            in_window = torch.arange(6000) >= 3000
+            assert_near(found, exact(q, k, v, in_window, 0.25), dtype, f"{threads=} {batch}x{kv_heads} window")
 
 
 def masks(batch: int, heads: int, tokens: int, length: int) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from levels import LEVELS, TILED, at_level
 from prepared import runner
+from threads import thread_counts
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
@@ -170,24 +171,19 @@ def test_rows_in_chunks() -> None:
     rows, inputs, outputs = 1301, 832, 96
     x, bias = (torch.randn(rows, inputs) / inputs**0.5).bfloat16(), torch.randn(outputs).bfloat16()
     buffers, values = quantized_args("int8", inputs, outputs)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            poison(rows, outputs, dtype=torch.bfloat16)
-            assert_product(
-                quantized(x, *buffers, bias, outputs, inputs, "int8"), x, values.bfloat16(), bias, f"{threads} threads"
-            )
-            poison(rows, outputs // 2, dtype=torch.bfloat16)
-            found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
-            assert_near(
-                found,
-                ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"),
-                torch.bfloat16,
-                f"{threads} threads",
-            )
-    finally:
-        torch.set_num_threads(before)
+    for threads in thread_counts(1, 2):
+        poison(rows, outputs, dtype=torch.bfloat16)
+        assert_product(
+            quantized(x, *buffers, bias, outputs, inputs, "int8"), x, values.bfloat16(), bias, f"{threads} threads"
+        )
+        poison(rows, outputs // 2, dtype=torch.bfloat16)
+        found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
+        assert_near(
+            found,
+            ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"),
+            torch.bfloat16,
+            f"{threads} threads",
+        )
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -362,17 +358,12 @@ def test_what_is_not_finite_passes_through(dtype: torch.dtype, value: float) -> 
 def test_two_threads_compute_what_one_does(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(3, 1024).to(dtype), torch.randn(515, 1024).to(dtype), torch.randn(515).to(dtype)
     buffers, _ = quantized_args("int4:32:asymmetric", 1024, 515)
-    found = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append((plain(x, weight, bias), quantized(x, *buffers, bias, 515, 1024, "int4:32:asymmetric")))
-    finally:
-        torch.set_num_threads(before)
-    for one, two in zip(
-        *found, strict=True
-    ):  # which weight rows go together depends on the pieces, so not to the last bit
+    found = [
+        (plain(x, weight, bias), quantized(x, *buffers, bias, 515, 1024, "int4:32:asymmetric"))
+        for _ in thread_counts(1, 2)
+    ]
+    # Which weight rows go together depends on the pieces, so not to the last bit.
+    for one, two in zip(*found, strict=True):
         assert_near(two, one.double(), dtype)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from levels import LEVELS, at_level
+from threads import thread_counts
 from tolerance import ONE_GROUP_IN, assert_same_quantization
 from torch import Tensor
 
@@ -177,13 +178,8 @@ def test_strides(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_threads_compute_what_one_does(kind: str) -> None:
-    weight, found, before = torch.randn(515, 1024), [], torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append(quantize(weight, kind.format(64)))
-    finally:
-        torch.set_num_threads(before)
+    weight = torch.randn(515, 1024)
+    found = [quantize(weight, kind.format(64)) for _ in thread_counts(1, 2)]
     assert all((one is None and two is None) or torch.equal(one, two) for one, two in zip(*found, strict=True))
     weight[514, 1023] = float("nan")  # in the second thread's part
     with pytest.raises(ConfigError, match=r"nan at \[514, 1023\]"):

@@ -16,6 +16,7 @@ from families import BY_NAME
 from families import inputs as model_inputs
 from levels import LEVELS, at_level
 from prepared import runner
+from threads import thread_counts
 from tolerance import OF_LARGEST, assert_near
 from torch import Tensor, nn
 
@@ -133,13 +134,8 @@ def test_chunks_of_rows_and_threads(dtype: torch.dtype) -> None:
         pytest.skip(NOT_HERE)
     buffers, weight = quantized("int8:a8", 2048, 40)
     x = torch.randn(1300, 2048).to(dtype)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            assert_product(product(x, *buffers, None, 40, 2048, "int8:a8"), x, weight, None, 32, f"{threads} threads")
-    finally:
-        torch.set_num_threads(before)
+    for threads in thread_counts(1, 2):
+        assert_product(product(x, *buffers, None, 40, 2048, "int8:a8"), x, weight, None, 32, f"{threads} threads")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

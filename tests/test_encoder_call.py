@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import BY_NAME
 from one_calls import blocks, calls_noted, part_by_part
+from threads import thread_counts
 from tolerance import assert_near
 from torch import Tensor, nn
 
@@ -57,14 +58,11 @@ def only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 @torch.no_grad()
 def compare(block: Block, x: Tensor, mask: Tensor | None = None) -> None:
-    for threads in (1, 2, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
+    for threads in thread_counts(1, 2, 3):
         torch.full((1 << 20,), torch.nan, dtype=torch.bfloat16)  # what the call finds in memory that it does not fill
         found = only(block(x, attention_mask=mask))
         with part_by_part(block):
             wanted = only(block(x, attention_mask=mask))
-        torch.set_num_threads(before)
         assert_near(found, wanted, torch.bfloat16, f"{threads} threads")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from levels import at_level
+from threads import thread_counts
 from torch import Tensor
 
 from infuse.native import isa, kernels
@@ -33,13 +34,10 @@ def read() -> list[int]:
 
 
 @built
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_word_is_read_once(threads: int) -> None:
-    torch.set_num_threads(threads)
-    try:
-        assert read() == [reduce(xor, words(count).tolist(), 0) for count in WORDS]
-    finally:
-        torch.set_num_threads(1)
+def test_every_word_is_read_once() -> None:
+    wanted = [reduce(xor, words(count).tolist(), 0) for count in WORDS]
+    for threads in thread_counts(1, 2, 3):
+        assert read() == wanted, threads
     shifted = words(1000)[3:]  # not at the start of a cache line
     assert kernels().read_bytes(shifted) == reduce(xor, shifted.tolist())
 

@@ -43,8 +43,7 @@ def replaced(request: pytest.FixtureRequest, original: SentenceTransformer) -> S
     return engine.module if request.param == "whole" else model
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 32])
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("batch_size", "normalize"), [(1, True), (3, False), (32, True)])
 def test_sentences_of_unlike_lengths(
     original: SentenceTransformer, replaced: SentenceTransformer, batch_size: int, normalize: bool
 ) -> None:
@@ -67,13 +66,14 @@ def test_embeddings_of_tokens(original: SentenceTransformer, replaced: SentenceT
         assert a.shape == b.shape and (a - b).abs().max() < 1e-5 * b.abs().max()
 
 
-@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
-def test_every_pooling(original: SentenceTransformer, replaced: SentenceTransformer, mode: str) -> None:
+def test_every_pooling(original: SentenceTransformer, replaced: SentenceTransformer) -> None:
+    modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
     pooled = []
     for model in (replaced, original):
-        made = SentenceTransformer(modules=[model[0], Pooling(384, pooling_mode=mode)], device="cpu")
-        pooled.append(made.encode(SENTENCES))
-    assert np.abs(pooled[0] - pooled[1]).max() < 1e-5 * np.abs(pooled[1]).max()
+        made = SentenceTransformer(modules=[model[0], Pooling(384, pooling_mode=modes)], device="cpu")
+        pooled.append(made.encode(SENTENCES).reshape(len(SENTENCES), len(modes), 384))
+    for mode, found, wanted in zip(modes, *(each.swapaxes(0, 1) for each in pooled), strict=True):
+        assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max(), mode
 
 
 def test_embeddings_in_bfloat16_are_near(original: SentenceTransformer) -> None:
@@ -97,6 +97,24 @@ def test_what_its_pool_of_processes_sends(original: SentenceTransformer) -> None
     infuse.init_inference(model[0].auto_model, dtype="fp32")
     sent = pickle.loads(pickle.dumps(model))
     assert np.abs(sent.encode(SENTENCES) - original.encode(SENTENCES)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("whole", "quant"), [(True, None), (False, None), (False, "int8")])
+def test_an_encoder_is_saved(whole: bool, quant: str | None, original: SentenceTransformer, tmp_path: Path) -> None:
+    """And read without infuse."""
+    encoder, wanted = copy.deepcopy(original), original.encode(SENTENCES)
+    engine = infuse.init_inference(
+        encoder if whole else encoder[0].auto_model, dtype=torch.float32, quant=quant, progress=False
+    )
+    if quant:
+        with pytest.raises(infuse.UnsupportedCall, match="quantized"):
+            encoder.save(str(tmp_path))
+    with infuse.dequantized(encoder):
+        encoder.save(str(tmp_path))
+    again = SentenceTransformer(str(tmp_path), device="cpu")
+    np.testing.assert_allclose(again.encode(SENTENCES), wanted, atol=1e-2 if quant else 1e-6)
+    assert again[0].auto_model.state_dict().keys() == original[0].auto_model.state_dict().keys()
+    assert engine.plan.steps
 
 
 def test_a_cross_encoder_scores_and_ranks(tmp_path: Path) -> None:
