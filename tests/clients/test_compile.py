@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of a replaced model: the original's numbers by one graph, no more graphs than it has."""
+"""torch.compile and torch.export of a replaced model: the original's numbers by as few graphs."""
 
 from __future__ import annotations
 
