@@ -8,13 +8,14 @@ sliding windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as t
 from families import BY_NAME
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, continuous_api
 
 import infuse
 
@@ -46,6 +47,14 @@ def replaced(name: str, **config: Any) -> Any:
     engine = infuse.init_inference(BY_NAME[name].make(), **{"dtype": "fp32", **config})
     assert "block" in {step.depth for step in engine.plan.steps}
     return engine
+
+
+@pytest.fixture(autouse=True)
+def garbage_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers searches for it twice in each batch: here, among all that the tests have imported, that takes longer
+    than the batch.
+    """
+    monkeypatch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Pickling engines and their modules: pickle, torch.save, joblib, copy, and spawned processes."""
+"""Pickling engines and their modules: pickle, torch.save, joblib, copy, and other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from families import BY_NAME, FAMILIES, Family, inputs
-from forked import Program
+from forked import Program, start
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -166,15 +166,13 @@ def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> N
     pipe.send_bytes(pickle.dumps((answers(given.module, BY_NAME["llama-bias"]), found, hooked(PROMPT).logits)))
 
 
-def test_a_spawned_process_reads_every_kind_of_layer(tmp_path: Path) -> None:
+def test_another_process_reads_every_kind_of_layer(tmp_path: Path) -> None:
     given, engines = replaced("llama-bias", "int8:16"), [replaced(name, quant) for name, quant in SENT]
     hooked = infuse.init_inference(mixtral(), dtype=torch.float32, progress=False, quant="int8:16").module
     assert isinstance(native.kernels(), str) or hooked.config._attn_implementation == "infuse_cpu"
     (tmp_path / "engines").write_bytes(pickle.dumps((engines, hooked)))
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=in_another_process, args=(str(tmp_path / "engines"), given, theirs))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = start(in_another_process, str(tmp_path / "engines"), given, theirs)
     theirs.close()
     of_given, found, logits = pickle.loads(ours.recv_bytes())
     process.join()
