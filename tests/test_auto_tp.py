@@ -81,9 +81,8 @@ def test_t5(policy: Any, ranks_used: int, ranks: Ranks) -> None:
     assert all(torch.equal(result[1], tokens) for result in results)
     assert all(len(result[2]) == 4 for result in results)
     whole = sum(p.nbytes for p in model.parameters())
-    assert (
-        sum(result[3] for result in results) < 1.1 * whole
-    )  # each rank has its part; the norms and biases of heads are small
+    # Each rank has its part; the norms and biases of heads are small.
+    assert sum(result[3] for result in results) < 1.1 * whole
 
 
 def attentions(model: Any) -> list[Tensor]:

@@ -122,9 +122,8 @@ def test_a_failure_is_told_once_and_tried_again_when_something_changed(compiler:
         why = first_use.obtain()
     assert isinstance(why, str) and "`infuse build` tries again" in why and "\n" not in why
     broken.unlink()
-    assert (
-        first_use.obtain() == why == first_use.outlook()
-    )  # without a warning; the compiler has the same name and version
+    # Without a warning; the compiler has the same name and version.
+    assert first_use.obtain() == why == first_use.outlook()
     compiler.write_text(COMPILER.replace("stand-in 1.0", "stand-in 1.1"))
     assert isinstance(first_use.obtain(), Path)
     assert first_use.kept() is not None

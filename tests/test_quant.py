@@ -288,8 +288,7 @@ def test_expected_error_is_what_is_measured(kind: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_heavy_tails_stay_within_the_proof_tolerance(text: str) -> None:
-    weight = (
-        normal(64, 512) * torch.rand(64, 512, generator=torch.Generator().manual_seed(1)).log().neg().sqrt()
-    )  # Laplace
+    # Laplace.
+    weight = normal(64, 512) * torch.rand(64, 512, generator=torch.Generator().manual_seed(1)).log().neg().sqrt()
     format = quant_format(text)
     assert relative_error(weight, round_trip(weight, format)) < format.proof_tolerance

@@ -143,9 +143,8 @@ def test_shards_that_one_rank_cannot_write_have_no_index(tmp_path: Path, ranks: 
     assert "No space left" in first
     assert second.startswith("CheckpointError: ") and "cannot be written: No space left" in second
     assert not (tmp_path / "infuse.json").exists()
-    assert (
-        ranks.run(2, saving, str(tmp_path)) == ["", ""] and (tmp_path / "infuse.json").is_file()
-    )  # the ranks still have each other
+    # The ranks still have each other.
+    assert ranks.run(2, saving, str(tmp_path)) == ["", ""] and (tmp_path / "infuse.json").is_file()
 
 
 # ---- which ranks ----
