@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +17,9 @@ from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
-from infuse.layers.combine import Combine, SideBySide, Sum
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import QuantizedLinear, make_linear
-from infuse.parallel.group import LOCAL, Group
+from infuse.parallel.group import LOCAL, Combine, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.shards.save import packed_fill
@@ -104,7 +102,7 @@ def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> n
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    return build_part(step, shape, partial(Sum, group))
+    return build_part(step, shape, group.adds)
 
 
 def build_part(step: Step, shape: SplitShape, combine: Callable[[str], Combine]) -> nn.Module:
@@ -139,14 +137,14 @@ def _place(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _embedding(step: Step, shape: EmbeddingShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    of_all = Sum(group, step.path) if shape.all_rows else None
+    of_all = group.adds(step.path) if shape.all_rows else None
     if format := step.formats.get("weight"):
         return QuantizedEmbedding(shape, format, dtype, dict(step.bodies), of_all)
     return RankEmbedding(shape, of_all)
 
 
 def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    joined = SideBySide(group, shape.widths, step.path) if shape.widths else None
+    joined = group.joins(shape.widths, step.path) if shape.widths else None
     format = step.formats.get("weight")
     return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined)
 

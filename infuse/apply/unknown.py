@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from infuse.apply.build import Builder, build_part
 from infuse.architectures.split import SplitShape
 from infuse.dtype_cast import in_dtype
-from infuse.layers.combine import Combine, Sum
-from infuse.parallel.group import LOCAL, Group
+from infuse.parallel.group import LOCAL, Combine, Group
 from infuse.plan.step import Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
@@ -98,7 +97,7 @@ class _Trial:
         """Context in which the layer runs as this rank's part of itself."""
         assert isinstance(step.shape, SplitShape)
         group = group or self.builder.group
-        part = build_part(step, step.shape, combine or partial(Sum, group))
+        part = build_part(step, step.shape, combine or group.adds)
         fill_module(part, step.fills, self.builder.source.reader(step.path), dtype, dict(step.bodies))
         with ExitStack() as undo:
             put_part(self.layer, step.shape, part.train(False), partial(put, undo), group, step.path)

@@ -20,12 +20,11 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
-from infuse.layers.pickling import Pickled
 from infuse.layers.position import Positions, make_positions
 from infuse.layers.surroundings import Surroundings
 
 
-class Attention(Pickled):
+class Attention(nn.Module):
     """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
 
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).

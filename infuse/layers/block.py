@@ -16,7 +16,6 @@ from infuse import ops
 from infuse.architectures.layer import PARALLEL, TUPLE, Alibi, LayerShape
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
-from infuse.layers.combine import Sum
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
@@ -59,10 +58,10 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
-        self.reduce = Sum(group, f"{path}: attention and MLP")
+        self.reduce = group.adds(f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # PARALLEL reduces both branches at once
-            of_attention, of_mlp = Sum(group, f"{path}.{shape.attn.name}"), Sum(group, f"{path}.mlp")
+            of_attention, of_mlp = group.adds(f"{path}.{shape.attn.name}"), group.adds(f"{path}.mlp")
         for name in ("norm1", "norm2", "post1", "post2"):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))

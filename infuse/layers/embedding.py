@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,13 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.plain import EmbeddingShape
 from infuse.errors import UnsupportedCall
-from infuse.layers.combine import Combine
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import Linear, QuantizedLinear, laid, part_rows
-from infuse.layers.pickling import Pickled
-from infuse.quant.format import QuantizedWeight
-from infuse.quant.parse import quant_format
+from infuse.layers.linear import Linear, Quantized
+from infuse.parallel.group import Combine
 
 
-class QuantizedEmbedding(InferenceModule, Pickled):
+class QuantizedEmbedding(Quantized):
     """Look up rows of a quantized table: index [...] → [..., width] in the model's compute dtype."""
-
-    data: Tensor
-    scale: Tensor
-    zero: Tensor | None
 
     def __init__(
         self,
@@ -36,43 +29,9 @@ class QuantizedEmbedding(InferenceModule, Pickled):
         bodies: Mapping[str, str],
         combine: Combine | None = None,
     ):
-        super().__init__()
-        self.shape, self.format, self.dtype, self._combine = shape, quant_format(format), dtype, combine
-        self._sizes = shape.rows, shape.width, format  # in the order of the op's schema
+        super().__init__(ops.quantized_embedding, bodies, (shape.rows, shape.width), format)
+        self.shape, self.dtype, self._combine = shape, dtype, combine
         self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
-        for name in ("data", "scale", "zero"):
-            self.register_buffer(name, None)
-        self._chosen = ops.quantized_embedding.bodies[bodies.get("quantized_embedding", ops.REFERENCE)]
-        self._body = ops.quantized_embedding.bound(self._chosen.name)
-        self.prepared = True
-
-    @property
-    def part_rows(self) -> int | None:
-        """See QuantizedLinear.part_rows."""
-        return part_rows(self._chosen, self.format, self.shape.width)
-
-    def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Store a separate table (for a proof) in the body's layout; `parts` as in QuantizedLinear.hold."""
-        self._take(*laid(self._chosen, parts, (self.shape.rows, self.shape.width)))
-
-    def share(self, head: QuantizedLinear) -> None:
-        """Share the weight of `head`, which has the same layout."""
-        assert (head.out_features, head.in_features, head.format) == (self.shape.rows, self.shape.width, self.format)
-        self._take(head, head.prepared)
-
-    def _take(self, source: QuantizedWeight | QuantizedLinear, prepared: bool) -> None:
-        self.data, self.scale, self.zero = source.data, source.scale, source.zero
-        self.prepared = prepared
-        self._body = ops.quantized_embedding.bound(self._chosen.name if prepared else ops.REFERENCE)
-
-    def held(self) -> QuantizedWeight:
-        """See QuantizedLinear.held."""
-        weight = QuantizedWeight(self.data, self.scale, self.zero, (self.shape.rows, self.shape.width), self.format)
-        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
-
-    @property
-    def weight(self) -> Tensor:
-        return self.data.view(torch.int8)  # as QuantizedLinear.weight
 
     def forward(self, index: Tensor) -> Tensor:
         return looked_up(index, self.shape, self._rows, self._combine)
@@ -94,7 +53,7 @@ def fix_vocabulary(module: nn.Module) -> None:
             ends = (model.get_input_embeddings(), model.get_output_embeddings())
         except (AttributeError, NotImplementedError):  # a model without tokens
             continue
-        formats = [end.format for end in ends if isinstance(end, (QuantizedEmbedding, QuantizedLinear))]
+        formats = [end.format for end in ends if isinstance(end, Quantized)]
         if formats:
             model.resize_token_embeddings = partial(_refuse_resizing, ends[0], str(formats[0]))
 

@@ -43,7 +43,7 @@ class HookedAttention:
     body: str
 
     def __reduce__(self) -> tuple:
-        return _hooked, (ops.BodyName("attention", self.body, True),)
+        return _hooked, (self.body, ops.attention.bound(self.body))  # cannot be unpickled where the body does not run
 
 
 def install_hook(model: Any, body: str, put: Callable[[MutableMapping[Any, Any], Any, Any], None]) -> None:
@@ -52,10 +52,9 @@ def install_hook(model: Any, body: str, put: Callable[[MutableMapping[Any, Any],
     put(vars(model), "_infuse_attention", HookedAttention(body))
 
 
-def _hooked(name: ops.BodyName) -> HookedAttention:
-    name.found()
-    hook_name(name.body)
-    return HookedAttention(name.body)
+def _hooked(body: str, bound: ops.Bound) -> HookedAttention:
+    hook_name(body)
+    return HookedAttention(body)
 
 
 def attend(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.errors import UnsupportedCall
-from infuse.layers.combine import Combine
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
-from infuse.layers.pickling import Pickled
-from infuse.ops.op import Body
-from infuse.quant.format import QuantFormat, QuantizedWeight
+from infuse.parallel.group import Combine
+from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
 
@@ -54,8 +52,8 @@ def product(
         x, norm = direct(norm, x), None
     before = ops.NO_NORM if norm is None else norm.arguments
     if module._combine is None:
-        return module.with_around(x, *before, activation, gated, residual)
-    y = module._combine(module.with_around(x, *before, activation, gated, None))
+        return module._body(x, *module.arguments(), *before, activation, gated, residual)
+    y = module._combine(module._body(x, *module.arguments(), *before, activation, gated, None))
     return y if residual is None else residual + y
 
 
@@ -92,41 +90,70 @@ def make_linear(
     return QuantizedLinear(inputs, outputs, bias, format, bodies, combine)
 
 
-def part_rows(body: Body, format: QuantFormat, inputs: int) -> int | None:
-    """Row granularity of the parts of a weight; None: `body` takes only whole weights."""
-    layout = body.layout
-    return None if layout is None or layout.declines(format, inputs) else layout.part_rows
+class Quantized(InferenceModule):
+    """A quantized weight `shape` = (rows, columns), in the layout of the body that `op` has in `bodies`."""
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, op: ops.Op, bodies: Mapping[str, str], shape: tuple[int, int], format: str):
+        super().__init__()
+        self.format, self._sizes = quant_format(format), (*shape, format)  # in the order of the op's schema
+        for name in ("data", "scale", "zero"):
+            self.register_buffer(name, None)
+        self._chosen, self._reference = op.bound(bodies.get(op.name, ops.REFERENCE)), op.bound(ops.REFERENCE)
+        self._body, self.prepared = self._chosen, True
+
+    @property
+    def part_rows(self) -> int | None:
+        """Row granularity of the parts passed to `hold`; None: it takes only whole weights."""
+        layout = self._chosen.layout
+        return None if layout is None or layout.declines(self.format, self._sizes[1]) else layout.part_rows
+
+    def hold(self, parts: Iterable[QuantizedWeight]) -> None:
+        """Convert a quantized weight to the body's layout and store it. If the layout declines it, the reference runs.
+
+        `parts` are its rows in order; several parts need `part_rows`.
+        """
+        layout, parts, shape = self._chosen.layout, iter(parts), self._sizes[:2]
+        first = next(parts)
+        if first.shape != shape:
+            assert layout is not None and layout.gather is not None, (first.shape, shape)
+            laid = layout.gather(chain([first], parts), shape)
+            assert laid is not None, "weights with codes that the layout declines are not made in parts"
+        else:
+            laid = layout.prepare(first) if layout is not None else first
+        self._take(first if laid is None else laid, prepared=laid is not None)
+
+    def share(self, other: Quantized) -> None:
+        """Share the weight of `other`, which has the same shape, format and layout."""
+        assert (other._sizes[:2], other.format) == (self._sizes[:2], self.format)
+        self._take(other, other.prepared)
+
+    def _take(self, held: QuantizedWeight | Quantized, prepared: bool) -> None:
+        self.data, self.scale, self.zero = held.data, held.scale, held.zero
+        self._body, self.prepared = self._chosen if prepared else self._reference, prepared
+
+    def held(self) -> QuantizedWeight:
+        """The quantized weight as its format defines it."""
+        weight = QuantizedWeight(self.data, self.scale, self.zero, self._sizes[:2], self.format)
+        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
+
+    @property
+    def weight(self) -> Tensor:
+        """The quantized data, for code that asks for its device. T5 casts its input to this dtype unless it is int8."""
+        return self.data.view(torch.int8)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the present weight
+            raise UnsupportedCall(
+                f"a weight quantized in {self.format} cannot be replaced: do so before init_inference"
+            )
 
 
-def laid(body: Body, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> tuple[QuantizedWeight, bool]:
-    """Convert the weight in `parts` to the layout of `body`. Return it as is, and False, if the layout declines it."""
-    layout, parts = body.layout, iter(parts)
-    first = next(parts)
-    if first.shape != shape:
-        assert layout is not None and layout.gather is not None, (first.shape, shape)
-        gathered = layout.gather(chain([first], parts), shape)
-        assert gathered is not None, "weights with codes that the layout declines are not made in parts"
-        return gathered, True
-    prepared = layout.prepare(first) if layout is not None else first
-    return (first, False) if prepared is None else (prepared, True)
-
-
-class Product(InferenceModule, Pickled):
-    """A linear layer that calls the chosen body of its op, then `combine` on the rank's result."""
-
-    _body: Callable[..., Tensor]
-    _combine: Combine | None
-
-    def arguments(self) -> tuple:
-        """The op's arguments after x: weight and bias, before those of ops.linear.Around."""
-        raise NotImplementedError
-
-    def with_around(self, x: Tensor, *around: Any) -> Tensor:
-        """Compute the product with norm, activation and residual (ops.linear.Around), not yet combined over ranks."""
-        return self._body(x, *self.arguments(), *around)
-
-
-class Linear(Product, nn.Linear):
+class Linear(InferenceModule, nn.Linear):
     """x @ weight.T + bias. A subclass of nn.Linear for code that searches for one."""
 
     def __init__(
@@ -138,6 +165,7 @@ class Linear(Product, nn.Linear):
         self._combine = combine
 
     def arguments(self) -> tuple:
+        """The op's arguments after x: weight and bias, before those of ops.linear.Around."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         return held["weight"], held["bias"]
 
@@ -149,12 +177,9 @@ class Linear(Product, nn.Linear):
         return y if self._combine is None else self._combine(y)
 
 
-class QuantizedLinear(Product):
-    """x @ dequantize(data, scale, zero).T + bias. `weight` is the quantized data, for code that asks for its device."""
+class QuantizedLinear(Quantized):
+    """x @ dequantize(data, scale, zero).T + bias."""
 
-    data: Tensor
-    scale: Tensor
-    zero: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -166,60 +191,11 @@ class QuantizedLinear(Product):
         bodies: Mapping[str, str],
         combine: Combine | None = None,
     ):
-        super().__init__()
-        self._combine = combine
-        self.in_features, self.out_features, self.format = inputs, outputs, quant_format(format)
-        self._sizes = outputs, inputs, format  # in the order of the op's schema
-        for name in ("data", "scale", "zero"):
-            self.register_buffer(name, None)
+        super().__init__(ops.quantized_linear, bodies, (outputs, inputs), format)
+        self.in_features, self.out_features, self._combine = inputs, outputs, combine
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None
         )
-        self._chosen = ops.quantized_linear.bodies[bodies.get("quantized_linear", ops.REFERENCE)]
-        self._body = ops.quantized_linear.bound(self._chosen.name)
-        self.prepared = True
-
-    @property
-    def part_rows(self) -> int | None:
-        """Row granularity of the parts passed to `hold`; None: it takes only whole weights."""
-        return part_rows(self._chosen, self.format, self.in_features)
-
-    def hold(self, parts: Iterable[QuantizedWeight]) -> None:
-        """Convert a quantized weight [out_features, in_features] to the body's layout and store it.
-
-        If the layout declines it, the reference runs. `parts` are its rows in order; several parts need `part_rows`.
-        """
-        held, prepared = laid(self._chosen, parts, (self.out_features, self.in_features))
-        self.prepared = prepared
-        self._body = ops.quantized_linear.bound(self._chosen.name if prepared else ops.REFERENCE)
-        self.data, self.scale, self.zero = held.data, held.scale, held.zero
-
-    def share(self, other: QuantizedLinear) -> None:
-        """Share the weight of `other`, which has the same shape, format and body."""
-        assert (other.out_features, other.in_features, other.format) == (
-            self.out_features,
-            self.in_features,
-            self.format,
-        )
-        self.data, self.scale, self.zero = other.data, other.scale, other.zero
-        self.prepared, self._body = other.prepared, other._body
-
-    def held(self) -> QuantizedWeight:
-        """The quantized weight as its format defines it."""
-        shape = (self.out_features, self.in_features)
-        weight = QuantizedWeight(self.data, self.scale, self.zero, shape, self.format)
-        return self._chosen.layout.restore(weight) if self._chosen.layout and self.prepared else weight
-
-    @property
-    def weight(self) -> Tensor:
-        return self.data.view(torch.int8)  # T5 casts its input to this dtype unless it is int8
-
-    @weight.setter
-    def weight(self, value: Tensor) -> None:
-        if value.data_ptr() != self.data.data_ptr():  # PEFT's unload() assigns the present weight
-            raise UnsupportedCall(
-                f"the weight of a quantized linear ({self.format}) cannot be replaced: do so before init_inference"
-            )
 
     def arguments(self) -> tuple:
         held = self._buffers

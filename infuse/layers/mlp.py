@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.mlp import MLPShape
 from infuse.layers.linear import product, takes_around
-from infuse.layers.pickling import Pickled
 from infuse.layers.surroundings import Surroundings
 
 
-class MLP(Pickled):
+class MLP(nn.Module):
     """An MLP. If it is gated, the rows of `up` are [gate | up]."""
 
     def __init__(self, shape: MLPShape, surroundings: Surroundings):

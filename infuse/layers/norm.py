@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.norm import RMS, NormShape
-from infuse.layers.pickling import Pickled
 
 
-class Norm(Pickled):
+class Norm(nn.Module):
     """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum)."""
 
     weight: nn.Parameter | None

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infuse.architectures.part import ROW, Matrix
-from infuse.layers.combine import Combine
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
-from infuse.parallel.group import LOCAL, Group
+from infuse.parallel.group import LOCAL, Combine, Group
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from infuse.ops.embedding import quantized_embedding
 from infuse.ops.experts import ExpertGate, experts, quantized_experts
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from infuse.ops.op import PREFERENCE, REFERENCE, Body, BodyName, Case, Choice, Op, by_name, registered
+from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
 
 __all__ = [
-    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "BodyName", "Case", "Choice", "ExpertGate",
-    "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks", "by_name",
+    "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate",
+    "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks",
     "experts", "gated_activation", "layer_norm", "linear", "quantize", "quantized_embedding", "quantized_experts",
     "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append",
 ]  # fmt: skip

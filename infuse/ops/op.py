@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ class Bound:
 
     def __init__(self, op: str, body: str):
         self._op, self._body, self._function = op, body, _OPS[op].body(body)
+
+    @property
+    def layout(self) -> Layout | None:
+        return _OPS[self._op].bodies[self._body].layout
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
@@ -236,20 +240,6 @@ def op(schema: str) -> Callable[[Callable], Op]:
     return declare
 
 
-@dataclass(frozen=True)
-class BodyName:
-    """Replaces a body (`whole`) or its function in a pickle."""
-
-    op: str
-    body: str
-    whole: bool
-
-    def found(self) -> Any:
-        """The body or its function. Raises UnsupportedCall if it cannot run in this process."""
-        body = _runnable(self.op, self.body)
-        return body if self.whole else body.function
-
-
 @cache
 def _runnable(op: str, name: str) -> Body:
     body = _OPS[op].bodies.get(name) if op in _OPS else None
@@ -262,16 +252,6 @@ def _runnable(op: str, name: str) -> Body:
             "(save_mp_checkpoint_path=FOLDER), and call init_inference here"
         )
     return body
-
-
-def by_name(value: Any) -> Any:
-    """Replace a body or its function by its name, for pickling; return any other value unchanged."""
-    if isinstance(value, (Body, FunctionType)):
-        for op in _OPS.values():
-            for body in op.bodies.values():
-                if value is body or value is body.function:
-                    return BodyName(op.name, body.name, value is body)
-    return value
 
 
 def _own(result: Tensor | None, given: tuple) -> Tensor | None:

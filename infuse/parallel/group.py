@@ -11,6 +11,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from infuse.parallel.liveness import Home, Peers, names
 from infuse.parallel.shared_memory import SharedMemory, new_region, opened_region, why_not
 
 T = TypeVar("T")
+Combine = Callable[[Tensor], Tensor]  # a rank's part of a result → the whole
 
 # The errors that `on_all_or_none` raises on all ranks if one raised them; for any other the rest raise RankError.
 _RAISED_ON_ALL = {kind.__name__: kind for kind in (CheckpointError, ConfigError, NotAvailable, OutOfMemory, ProofError)}
@@ -75,6 +77,14 @@ class Group:
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).all_gather(x.contiguous(), sizes, axis, what), what)
+
+    def adds(self, what: str) -> Combine:
+        """Return `all_reduce` for the row-parallel product `what`."""
+        return partial(self.all_reduce, what=what)
+
+    def joins(self, widths: Sequence[int], what: str) -> Combine:
+        """Return `all_gather` along the last axis for the column-parallel product `what`; `widths` by rank."""
+        return partial(self.all_gather, sizes=widths, axis=-1, what=what)
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
         """Rank 0's values, in x itself if contiguous, else in a new tensor. All ranks have the same shape and dtype."""
