@@ -21,7 +21,7 @@ from torch import nn
 import infuse
 from infuse import native
 from infuse.architectures import specs_for
-from infuse.architectures.layer import NoPosition, Rotary
+from infuse.architectures.attention import NoPosition, Rotary
 from infuse.layers.block import Block
 from infuse.weights.names import ModelReader
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import infuse
 from infuse import native
 from infuse.architectures import specs_for
-from infuse.architectures.layer import Rotary
+from infuse.architectures.attention import Rotary
 from infuse.errors import ProofError
 from infuse.layers import hook
 from infuse.layers.block import Block

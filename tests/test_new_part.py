@@ -20,8 +20,9 @@ import infuse
 from infuse import architectures, ops
 from infuse.architectures.activations import Act
 from infuse.architectures.bind import Binder
-from infuse.architectures.layer import MLP, FeedForward, LayerSpec
+from infuse.architectures.layer import FeedForward, LayerSpec
 from infuse.architectures.llama import LLAMA
+from infuse.architectures.mlp import MLP
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device

@@ -16,7 +16,10 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.layer import AttentionShape, LayerShape, MLPShape, NormShape
+from infuse.architectures.attention import AttentionShape
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.mlp import MLPShape
+from infuse.architectures.norm import NormShape
 from infuse.layers import one_call
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache

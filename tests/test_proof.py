@@ -18,20 +18,11 @@ from torch import Tensor, nn
 from infuse import native
 from infuse.apply.apply import apply
 from infuse.architectures import specs_for
-from infuse.architectures.layer import (
-    LAYER,
-    PARALLEL,
-    PRE,
-    SANDWICH,
-    Act,
-    GatedMLP,
-    LayerSpec,
-    NoPosition,
-    Norm,
-    Packed,
-    Rotary,
-    Separate,
-)
+from infuse.architectures.activations import Act
+from infuse.architectures.attention import NoPosition, Packed, Rotary, Separate
+from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
+from infuse.architectures.mlp import GatedMLP
+from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import BLOCKS, PER_HEAD
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device

@@ -1,18 +1,9 @@
 """BERT family: bidirectional encoders of text and images, without a cache."""
 
-from infuse.architectures.layer import (
-    LAYER,
-    MLP,
-    POST,
-    PRE,
-    Attention,
-    LayerSpec,
-    Norm,
-    Packed,
-    PackedGatedMLP,
-    Rotary,
-    Separate,
-)
+from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.layer import POST, PRE, LayerSpec
+from infuse.architectures.mlp import MLP, PackedGatedMLP
+from infuse.architectures.norm import LAYER, Norm
 
 _M = "transformers.models."
 

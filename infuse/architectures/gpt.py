@@ -1,24 +1,10 @@
 """GPT family: decoders with LayerNorm and a plain MLP that differ in packing, positions and residual."""
 
-from infuse.architectures.layer import (
-    LAYER,
-    MLP,
-    PARALLEL,
-    POST,
-    PRE,
-    TUPLE,
-    Act,
-    Alibi,
-    Attention,
-    LayerSpec,
-    NoPosition,
-    Norm,
-    Packed,
-    Rotary,
-    RotaryTable,
-    Separate,
-    Window,
-)
+from infuse.architectures.activations import Act
+from infuse.architectures.attention import Alibi, Attention, NoPosition, Packed, Rotary, RotaryTable, Separate, Window
+from infuse.architectures.layer import PARALLEL, POST, PRE, TUPLE, LayerSpec
+from infuse.architectures.mlp import MLP
+from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import FOUR_PARTS, PER_GROUP, PER_HEAD
 
 _M = "transformers.models."

@@ -12,21 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from infuse.architectures.activations import Act
-from infuse.architectures.attention import (
-    Alibi,
-    Attention,
-    AttentionShape,
-    NoPosition,
-    Packed,
-    Rotary,
-    RotaryTable,
-    Separate,
-    Window,
-)
+from infuse.architectures.attention import Attention, AttentionShape
 from infuse.architectures.bind import Binder
-from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
-from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
+from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix, Parameter, PartShape, named
 from infuse.errors import SpecMismatch
@@ -159,11 +147,3 @@ class Bound:
     fills: tuple[Fill, ...]
     index: int | None
     attn: str
-
-
-# Re-exports the types of a spec, so that family files import from this file only.
-__all__ = [
-    "LAYER", "MLP", "PARALLEL", "POST", "PRE", "RMS", "SANDWICH", "TENSOR", "TUPLE", "Act", "Alibi", "Attention",
-    "AttentionShape", "Bound", "FeedForward", "GatedMLP", "LayerShape", "LayerSpec", "MLPShape", "NoPosition", "Norm",
-    "NormShape", "Packed", "PackedGatedMLP", "Rotary", "RotaryTable", "Separate", "Window",
-]  # fmt: skip

@@ -1,21 +1,9 @@
 """Llama family: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
 
-from infuse.architectures.layer import (
-    LAYER,
-    MLP,
-    PARALLEL,
-    PRE,
-    RMS,
-    SANDWICH,
-    Attention,
-    GatedMLP,
-    LayerSpec,
-    Norm,
-    Packed,
-    PackedGatedMLP,
-    Rotary,
-    Separate,
-)
+from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
+from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
+from infuse.architectures.norm import LAYER, RMS, Norm
 
 _M = "transformers.models."
 

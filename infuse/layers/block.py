@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.layer import PARALLEL, TUPLE, Alibi, LayerShape
+from infuse.architectures.attention import Alibi
+from infuse.architectures.layer import PARALLEL, TUPLE, LayerShape
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.layer import RMS, LayerShape, MLPShape, NoPosition
+from infuse.architectures.attention import NoPosition
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.mlp import MLPShape
+from infuse.architectures.norm import RMS
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
