@@ -26,7 +26,7 @@ import transformers
 
 import infuse
 from infuse.device import cpu_features
-from infuse.plan.formats import format_bytes, matrices_made
+from infuse.plan.formats import held_bytes, matrices_made
 from infuse.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -70,15 +70,15 @@ def beginning(text: str, tokenizer: Any, tokens: int | None) -> str:
 
 def bits(plan: Plan) -> float:
     """The mean bits of a weight of the matrices that are quantized; those of the dtype where none is."""
-    held_bytes = weights = 0
+    held = weights = 0
     for step in plan.steps:
         if step.shares:  # an embedding looks up in the weight of a head, which is counted
             continue
-        sizes = format_bytes(step.fills, step.shape)
-        held_bytes += sum(sizes.values())
+        sizes = held_bytes(step.fills, step.shape)
+        held += sum(sizes.values())
         made = matrices_made(step.fills, step.shape) if sizes else []
         weights += sum(math.prod(matrix.shape) for fill, matrix in made if fill.target in sizes)
-    return 8 * held_bytes / weights if weights else 8.0 * plan.dtype.itemsize
+    return 8 * held / weights if weights else 8.0 * plan.dtype.itemsize
 
 
 def scores(folder: Path, text: str, formats: Sequence[str], dtype: str, window: int, stride: int) -> Iterator[Score]:

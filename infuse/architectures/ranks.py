@@ -39,6 +39,8 @@ def layer_part(
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
     `multiples` has the group lengths, keyed by weight.
     """
+    if mesh.tp == 1:
+        return RankShare(shape, fills)
     own: dict[str, Any] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
@@ -58,6 +60,8 @@ def layer_part(
 
 def plain_part(shape: Plain, mesh: Mesh, grain: int) -> RankShare:
     """A rank's outputs of a linear, or its rows of an embedding. A head and its tied embedding get the same rows."""
+    if mesh.tp == 1:
+        return RankShare(shape, shape.fills)
     share = share_of(shape, mesh, grain=grain, multiples={})
     cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
     return RankShare(shape.of_rank(share), _cut_fills(shape.fills, cuts))

@@ -94,41 +94,41 @@ class _Decision:
         self.refused = refused_bodies(model, device, dtype, mesh.tp)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
+    def leave(self, path: str, why: str) -> None:
+        self.left.append(Left(path, why))
+
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
         specs = specs_for(module)
         if isinstance(module, Block):
-            self.left.append(Left(path, "already replaced"))
+            self.leave(path, "already replaced")
         elif specs and (adapters := adapted(module)):
-            self.left.append(Left(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}"))
+            self.leave(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}")
             self.linears(module, path)
         elif self.splits.takes(path) and not adapted(module):
             self.split(module, path, config)
         elif specs and not self.config.replace_with_kernel_inject:
-            self.left.append(Left(path, "not as a whole block: replace_with_kernel_inject is False"))
+            self.leave(path, "not as a whole block: replace_with_kernel_inject is False")
             self.linears(module, path)
         elif specs:
             try:
                 self.steps.append(self.block(module, path, bind_any(specs, module, config)))
             except SpecMismatch as mismatch:
-                self.left.append(Left(path, f"not as a whole block: {mismatch}"))
+                self.leave(path, f"not as a whole block: {mismatch}")
                 self.split(module, path, config)
         elif linear_shape(module) is not None:
             self.linears(module, path)
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-            self.left.append(
-                Left(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself")
-            )
+            self.leave(path, f"{type(module).__name__} hands the weights of its linears to PyTorch's kernels itself")
         elif next(module.children(), None) is None:
             if self.mesh.tp > 1 and path == self.table and embedding_shape(module) is not None:
                 self.steps += [] if any(step.path == path for step in self.steps) else [self.embedding(path)]
             elif module._parameters:
-                self.left.append(Left(path, f"{type(module).__name__} is in no layer that has a spec"))
+                self.leave(path, f"{type(module).__name__} is in no layer that has a spec")
         else:
             if module._parameters:
-                self.left.append(
-                    Left(path, f"{type(module).__name__} has parameters of its own: {', '.join(module._parameters)}")
-                )
+                own = ", ".join(module._parameters)
+                self.leave(path, f"{type(module).__name__} has parameters of its own: {own}")
             config = getattr(module, "config", config)
             for name, child in module.named_children():
                 if name not in adapter_parts(module):
@@ -140,13 +140,12 @@ class _Decision:
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
         if differences := differences + users_own(module, bound.attn):
             raise SpecMismatch(name, differences)
-        parts = [RankShare(bound.shape, bound.fills)]
-        if self.mesh.tp > 1:
-            multiples = {matrix.weight: self.formats.multiple(fill, path, matrix.inputs) for fill, matrix in made}
-            parts = [
-                layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
-                for rank in self.mesh.ranks()
-            ]
+        inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
+        multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
+        parts = [
+            layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
+            for rank in self.mesh.ranks()
+        ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
@@ -170,13 +169,11 @@ class _Decision:
                     steps.append(Step(path, type(module).__name__, shape, fills, bodies, why, whole=all_of_it))
                     left = left or list(self.left)  # report the first interpretation only
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
-                self.left = [*left] + [
-                    Left(f"{path}: {name}", "not tensor-parallel: neither column- nor row-parallel")
-                    for name in roles.left
-                ]
+                why = "not tensor-parallel: neither column- nor row-parallel"
+                self.left = [*left, *(Left(f"{path}: {name}", why) for name in roles.left)]
                 return
         except SpecMismatch as mismatch:
-            self.left.append(Left(path, f"whole on each rank: {mismatch}"))
+            self.leave(path, f"whole on each rank: {mismatch}")
         self.linears(module, path)
 
     def chosen(self, parts: list[RankShare], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
@@ -190,41 +187,33 @@ class _Decision:
         """Add steps for the plain linears in `module` that gain from a replacement."""
         for name, shape in linears(module, path):
             if not name:
-                self.left.append(Left("", "the model itself is one linear, which has no place to be put in"))
+                self.leave("", "the model itself is one linear, which has no place to be put in")
                 continue
-            ranks = self.mesh.ranks() if name == self.head else ()
+            ranks = self.mesh.ranks() if name == self.head else (ONE,)
             split = len(ranks) > 1
             others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
             unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]
             if unlike and self.formats.of(name) is not None:
-                self.left.append(
-                    Left(
-                        name, f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
-                    )
-                )
+                why = f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
+                self.leave(name, why)
                 if not split:
                     continue
-            parts = (
-                [plain_part(shape, rank, self.grain) for rank in ranks] if split else [RankShare(shape, shape.fills)]
-            )
+            parts = [plain_part(shape, rank, self.grain) for rank in ranks]
             own, fills, whole = self.chosen(parts, shape, name)
             if unlike:  # the embedding stays whole, and the head copies its rows
                 fills, others = tuple(replace(fill, format=None) for fill in fills), ()
             bodies = self.bodies(matrix_ops(fills, own))
-            if (
-                shape.transposed
-                and not fills[0].format
-                and is_adapter(self.model.get_submodule(name.rpartition(".")[0]))
-            ):
-                self.left.append(Left(name, "its adapter (peft) merges into a transposed weight"))
+            caller = self.model.get_submodule(name.rpartition(".")[0])
+            if shape.transposed and not fills[0].format and is_adapter(caller):
+                self.leave(name, "its adapter (peft) merges into a transposed weight")
             elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
                 self.steps.append(Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
-                    # `embedding` drops the earlier steps of these modules.
+                    # Not in one line: `embedding` drops earlier steps of these modules from `self.steps`.
                     tied = [self.embedding(other, name, fills[0].format) for other in others]
                     self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
-                self.left.append(Left(name, "nothing to gain: PyTorch's own linear is the best body here"))
+                self.leave(name, "nothing to gain: PyTorch's own linear is the best body here")
 
     def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
         """Return the step for an embedding that ranks share, or that is tied to a quantized or shared `head`."""
@@ -232,7 +221,7 @@ class _Decision:
         self.steps = [step for step in self.steps if step.path != path]
         whole = embedding_shape(self.model.get_submodule(path))
         assert whole is not None, path
-        part = plain_part(whole, self.mesh, self.grain) if self.mesh.tp > 1 else RankShare(whole, whole.fills)
+        part = plain_part(whole, self.mesh, self.grain)
         fills = tuple(replace(fill, format=format) for fill in part.fills)
         what = "quantized weight" if format else "rows"
         why = f"looks its rows up in the {what} of {head}" if head else "each rank has some of its rows"
@@ -242,20 +231,16 @@ class _Decision:
 
     def hook(self, model: nn.Module) -> None:
         """Add a step for the attention of layers that stay, if the model allows another one and our kernel helps."""
-        if (
-            not getattr(model, "_supports_attention_backend", False)
-            or getattr(model.config, "_attn_implementation", "") != "sdpa"
-        ):
+        if not getattr(model, "_supports_attention_backend", False):
+            return
+        if getattr(model.config, "_attn_implementation", "") != "sdpa":
             return
         blocks = tuple(f"{step.path}." for step in self.steps if step.depth == BLOCK)
-        stays = any(
-            hasattr(module, "is_causal") and not f"{name}.".startswith(blocks) for name, module in model.named_modules()
-        )
+        outside = (module for name, module in model.named_modules() if not f"{name}.".startswith(blocks))
+        stays = any(hasattr(module, "is_causal") for module in outside)
         bodies = self.bodies(("attention",))
         if stays and any(step.depth == SPLIT for step in self.steps):
-            self.left.append(
-                Left("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec")
-            )
+            self.leave("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec")
         elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
             why = "attention of layers that stay, by transformers' attention interface"
             self.steps.append(Step("", type(model).__name__, None, (), bodies, why))
@@ -268,14 +253,12 @@ class _Decision:
         format = self.formats.of_fill(fill, path)
         if format is None:
             if self.formats.left_alone(linears_of(fill, path)[0]):
-                self.left.append(
-                    Left(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
-                )
+                self.leave(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
             return fill
         format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
         widths = [own.inputs for shape in shapes if (own := matrix_of(shape, fill.target)) is not None]
         if reason := next((reason for width in widths if (reason := format.fits(width))), None):
-            self.left.append(Left(f"{path}: {fill.target}", f"in {self.dtype}: {reason}"))
+            self.leave(f"{path}: {fill.target}", f"in {self.dtype}: {reason}")
             return fill
         for name, body in self.bodies(("quantized_linear",)):
             layout = ops.registered()[name].bodies[body].layout

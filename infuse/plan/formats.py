@@ -43,19 +43,14 @@ class Formats:
         if self._everywhere is None:
             return None
         format = quant_format(self._everywhere)
-        return (
-            replace(quant_format("int8"), activation_bits=format.activation_bits)
-            if path == self._head and format.bits < 8
-            else format
-        )
+        if path == self._head and format.bits < 8:
+            return replace(quant_format("int8"), activation_bits=format.activation_bits)
+        return format
 
     def idle(self, device: Device, dtype: torch.dtype) -> list[str]:
         """Notes on formats whose 8-bit activations have no effect on the device."""
-        asked = [
-            text
-            for text in (self._everywhere, *self._by_name.values())
-            if text and quant_format(text).activation_bits == 8
-        ]
+        given = filter(None, (self._everywhere, *self._by_name.values()))
+        asked = [text for text in given if quant_format(text).activation_bits == 8]
         reason = keeps_activations(device, dtype) if asked else None
         return [f"{asked[0]}: activations keep 16 bits here: {reason}"] if reason else []
 
@@ -67,9 +62,9 @@ class Formats:
         """Format of the matrix that `fill` merges from linears below `path`; `difference` says if these disagree."""
         return [self.of(source) for source in linears_of(fill, path)][0]
 
-    def multiple(self, fill: Fill, path: str, inputs: int) -> int:
-        """Number that a rank's part of `inputs` must be a multiple of, to hold whole groups of the format."""
-        format = self.of_fill(fill, path)
+    def multiple(self, path: str, inputs: int) -> int:
+        """Number that a rank's part of the `inputs` of the linear at `path` must be a multiple of: its groups' size."""
+        format = self.of(path)
         return 1 if format is None else format.of_part(inputs).group_size or format.pack
 
     def difference(self, fill: Fill, path: str) -> str | None:
@@ -120,9 +115,9 @@ def linears_of(fill: Fill, path: str) -> list[str]:
     return [".".join(part for part in (path, owner) if part) for owner in owners]
 
 
-def matrices_made(fills: Iterable[Fill], shape: HasMatrices) -> list[tuple[Fill, Matrix]]:
+def matrices_made(fills: Iterable[Fill], shape: HasMatrices | None) -> list[tuple[Fill, Matrix]]:
     """The fills that make a matrix of `shape`, each with that matrix."""
-    by_weight = {matrix.weight: matrix for matrix in shape.matrices}
+    by_weight = {} if shape is None else {matrix.weight: matrix for matrix in shape.matrices}
     return [(fill, by_weight[fill.target]) for fill in fills if fill.target in by_weight]
 
 
@@ -135,24 +130,18 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*multiplied, *looked_up, *quantized)))
 
 
-def format_bytes(fills: Iterable[Fill], shape: HasMatrices | None) -> dict[str, int]:
-    """Target → bytes of its quantized matrix: codes, scales and zeros."""
-    made = [] if shape is None else matrices_made(fills, shape)
-    return {
-        fill.target: quant_format(fill.format).nbytes(matrix.outputs, matrix.inputs)
-        for fill, matrix in made
-        if fill.format
-    }
+def held_bytes(
+    fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]] = ()
+) -> dict[str, int]:
+    """Target → bytes of its quantized matrix: codes, scales and zeros.
 
-
-def held_bytes(fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Like format_bytes, but with dequantized values instead of codes if the chosen body holds those."""
-    fills, chosen = tuple(fills), dict(bodies)
-    found = format_bytes(fills, shape)
-    held = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))
-    if held is not None and shape is not None:
-        for fill, matrix in matrices_made(fills, shape):
-            if fill.format:
-                values = matrix.outputs * matrix.inputs
-                found[fill.target] += values * held.itemsize - values * quant_format(fill.format).bits // 8
+    If the chosen body holds dequantized values, these count instead of the codes.
+    """
+    chosen, found = dict(bodies), {}
+    dtype = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))
+    for fill, matrix in matrices_made(fills, shape):
+        if fill.format:
+            format, values = quant_format(fill.format), matrix.outputs * matrix.inputs
+            held = 0 if dtype is None else values * dtype.itemsize - values * format.bits // 8
+            found[fill.target] = format.nbytes(matrix.outputs, matrix.inputs) + held
     return found

@@ -58,17 +58,8 @@ class Plan:
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
         steps = [
-            (
-                step.path,
-                step.depth,
-                step.layer,
-                step.whole or step.shape,
-                step.formats,
-                step.bodies,
-                step.why,
-                step.skips_padding,
-            )
-            for step in self.steps
+            (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding)
+            for s in self.steps
         ]
         return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
 
@@ -80,31 +71,35 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return "\n".join(plan_lines(self))
+        return "\n".join(_lines(self))
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        """One table, with a row for each line of the text."""
+        body = "".join(
+            "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
+            for row in (*_step_rows(self), *_other_rows(self))
+        )
+        words = "<br>".join(escape(line) for line in _legend(self))
+        head = "".join(f'<th style="text-align:left">{name}</th>' for name in ("", "module", "what and why", "kernels"))
+        return (
+            f"<table><caption>{escape(title(self))}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table><p>{words}</p>"
+        )
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of the text: replacements, modules left alone, declined kernels, notes, memory, a legend."""
+def _lines(plan: Plan) -> Iterator[str]:
     yield title(plan)
-    rows = step_rows(plan)
-    if rows:
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        for depth, path, formats, bodies, why in rows:
-            yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {formats}{why}"
-            yield f"  {'':<{widths[0]}}  {bodies}"
-    else:
+    rows = _step_rows(plan)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    for depth, path, why, bodies in rows:
+        yield f"  {depth:<{widths[0]}}  {path:<{widths[1]}}  {why}"
+        yield f"  {'':<{widths[0]}}  {bodies}"
+    if not rows:
         yield "  nothing is replaced"
-    for path, why in left_rows(plan):
-        yield f"  left  {path}: {why}" if path else f"  left  {why}"
-    for body, names, reason in declined_rows(plan):
-        yield f"  declined  {body}, for {names}: {reason}"
-    for note in plan.notes:
-        yield f"  note  {note}"
-    yield f"  memory  {memory(plan)}"
-    for line in legend(plan):
+    for kind, path, why, body in _other_rows(plan):
+        where, by = f"{path}: " if path else "", f"{body}, " if body else ""
+        yield f"  {kind}  {where}{by}{why}"
+    for line in _legend(plan):
         yield f"  {line}"
 
 
@@ -114,50 +109,45 @@ def title(plan: Plan) -> str:
     return f"plan for {plan.model} on {plan.device}{ranks}: {dtype} ({plan.dtype_why})"
 
 
-def step_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Depth, path, formats, bodies and reason of the steps."""
-    return grouped([(step.depth, step.path, *_step_text(step)) for step in plan.steps])
+def _step_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Depth, path, formats and reason, bodies of the steps."""
+    rows = []
+    for step in plan.steps:
+        skips = "; rows of padding are skipped: their output is zero" if step.skips_padding else ""
+        by_body: dict[str, list[str]] = {}
+        for name, body in step.bodies:
+            by_body.setdefault(body, []).append(name)
+        bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
+        rows.append((step.depth, step.path, f"{_formats_text(step)}{step.why}{skips}", bodies))
+    return grouped(rows)
 
 
-def left_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Path and reason of the modules left alone."""
-    return grouped([(left.path, left.why) for left in plan.left], path_column=0)
-
-
-def declined_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Body, the ops that it declined, and the reason."""
+def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Kind, path, text and body of the modules left alone, of declined bodies, of notes and of the memory."""
+    yield from grouped([("left", left.path, left.why, "") for left in plan.left])
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, body, reason in plan.declined:
         by_reason.setdefault((body, reason), []).append(name)
-    return [(body, ", ".join(names), reason) for (body, reason), names in by_reason.items()]
+    for (body, reason), names in by_reason.items():
+        yield "declined", "", f"for {', '.join(names)}: {reason}", body
+    for note in plan.notes:
+        yield "note", "", note, ""
+    yield "memory", "", memory(plan), ""
 
 
 def memory(plan: Plan) -> str:
     return f"{plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
 
 
-def legend(plan: Plan) -> list[str]:
+def _legend(plan: Plan) -> list[str]:
     """Up to two lines that explain the words and the kernels in the plan."""
-    used = (
-        {step.depth for step in plan.steps}
-        | ({"left"} if plan.left else set())
-        | ({"declined"} if plan.declined else set())
-    )
+    used = {step.depth for step in plan.steps} | {row[0] for row in _other_rows(plan)}
     bodies = {body for step in plan.steps for _, body in step.bodies}
     lines = []
     for what, meanings, there in (("words", _WORDS, used), ("kernels", _KERNELS, bodies)):
         if told := "; ".join(f"{word}: {meaning}" for word, meaning in meanings.items() if word in there):
             lines.append(f"{what}  {told}")
     return lines
-
-
-def _step_text(step: Step) -> tuple[str, str, str]:
-    by_body: dict[str, list[str]] = {}
-    for name, body in step.bodies:
-        by_body.setdefault(body, []).append(name)
-    bodies = "; ".join(f"{body}: {', '.join(names)}" for body, names in by_body.items())
-    skips = "; rows of padding are skipped: their output is zero" if step.skips_padding else ""
-    return (_formats_text(step), bodies, step.why + skips)
 
 
 def _formats_text(step: Step) -> str:
@@ -169,12 +159,9 @@ def _formats_text(step: Step) -> str:
     parts = []
     for format, members in sorted(by_format.items()):
         where = "" if len(members) == len(step.matrices) else f" for {' and '.join(name for name, _ in members)}"
-        parts.append(f"{format}{where} {_bytes_text(sum(size for _, size in members))}, ")
+        size = sum(size for _, size in members)
+        parts.append(f"{format}{where} " + (f"{size / 1e6:,.1f} MB, " if size >= 1e6 else f"{size / 1e3:,.1f} kB, "))
     return "".join(parts)
-
-
-def _bytes_text(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
 
 
 class Report(str):
@@ -191,30 +178,4 @@ class Report(str):
         return report
 
     def _repr_html_(self) -> str:
-        return f"{plan_html(self._plan)}<pre>{escape(self._rest)}</pre>"
-
-
-def plan_html(plan: Plan) -> str:
-    """The plan as one table, with a row for each line of its text."""
-    body = "".join(
-        "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
-        for row in _rows(plan)
-    )
-    words = "<br>".join(escape(line) for line in legend(plan))
-    head = "".join(f'<th style="text-align:left">{name}</th>' for name in ("", "module", "what and why", "kernels"))
-    return (
-        f"<table><caption>{escape(title(plan))}</caption><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table><p>{words}</p>"
-    )
-
-
-def _rows(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    for depth, path, formats, bodies, why in step_rows(plan):
-        yield depth, path, f"{formats}{why}", bodies
-    for path, why in left_rows(plan):
-        yield "left", path, why, ""
-    for body, names, reason in declined_rows(plan):
-        yield "declined", "", f"for {names}: {reason}", body
-    for note in plan.notes:
-        yield "note", "", note, ""
-    yield "memory", "", memory(plan), ""
+        return f"{self._plan._repr_html_()}<pre>{escape(self._rest)}</pre>"

@@ -82,7 +82,7 @@ class Step:
     @property
     def made(self) -> list[tuple[Fill, Matrix]]:
         """The fills that make a matrix, each with its matrix."""
-        return [] if self.shape is None else matrices_made(self.fills, self.shape)
+        return matrices_made(self.fills, self.shape)
 
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:

@@ -52,8 +52,7 @@ class Splits:
         roles, layer = self._roles.of(path), self._model.get_submodule(path)
 
         def multiple(linear: str, inputs: int) -> int:
-            format = formats.of(f"{path}.{linear}")
-            return 1 if format is None else format.of_part(inputs).group_size or format.pack
+            return formats.multiple(f"{path}.{linear}", inputs)
 
         return roles, split_parts(layer, roles, config, self._mesh, grain=self._grain, multiple=multiple)
 
