@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.attention import AttentionShape
-from infuse.architectures.norm import NormShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
@@ -64,9 +63,7 @@ class Attention(nn.Module):
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
-            return direct(parts["out"], out) if residual is None else product(
-                parts["out"], out, None, residual
-            ), weights
+            return product(parts["out"], out, None, residual), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
         if inputs.mask is None and causal and not isinstance(inputs.cache, KVCache):
@@ -172,14 +169,10 @@ class Attention(nn.Module):
         ]
 
     def _check_window(self, cache: Any, tokens: int) -> None:
-        """Raise UnsupportedCall for a cache with room after its last token, such as a static one.
-
-        A window counts back from the last key, which must be the last query's.
-        """
-        if (
-            isinstance(cache, KVCache)
-            or cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens
-        ):
+        """Refuse caches with room after their last token: a window counts back from the last key, the last query's."""
+        if isinstance(cache, KVCache):
+            return
+        if cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens:
             return
         raise UnsupportedCall(
             f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens "
@@ -210,7 +203,7 @@ def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tenso
 def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
     if norm is None:
         return x_BTM
-    if _over_all_heads(norm.shape, x_BTM.shape[-1]):
+    if norm.shape.weight == (x_BTM.shape[-1],):  # over all heads
         return norm(x_BTM)
     return norm(x_BTM.unflatten(-1, (heads, -1))).flatten(-2)
 
@@ -221,7 +214,3 @@ def _scaled(x_BTM: Tensor, norm: Norm, squares_BT: Tensor) -> Tensor:
     shape = norm.shape
     normed = x_BTM.float() * torch.rsqrt(squares_BT[..., None] / shape.whole + shape.eps)
     return (normed * (norm.weight.float() + shape.offset)).to(x_BTM.dtype)
-
-
-def _over_all_heads(shape: NormShape, rows: int) -> bool:
-    return shape.weight is not None and shape.weight == (rows,)

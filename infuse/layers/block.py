@@ -80,9 +80,7 @@ class Block(InferenceModule):
         self._heads = shape.attn.all_heads
         self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
         self._index, self._layer = index, layer
-        self._served = (
-            SERVED | NEUTRAL | set(shape.repeated) | ({self._bias_argument} if self._bias_argument else set())
-        )
+        self._served = SERVED | NEUTRAL | {*shape.repeated, *filter(None, (self._bias_argument,))}
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the original layer does; `hidden_states` [B, T, C].
@@ -143,11 +141,8 @@ class Block(InferenceModule):
             return self._program
         if type(attention).forward is not Attention.forward or type(parts["mlp"]) is not MLP:
             return self._program
-        silent = untouched(attention) and all(
-            untouched(parts[name])  # type: ignore[arg-type]
-            for name in self._passed_by
-        )
-        return few if silent else self._program
+        passed_by: Any = (attention, *(parts[name] for name in self._passed_by))
+        return few if all(map(untouched, passed_by)) else self._program
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:
@@ -172,11 +167,6 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
 
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
-    """Whether a hook may read attention weights, which eager attention always returns.
-
-    Some models collect them by hooks and do not pass output_attentions.
-    """
-    return (
-        bool(attention._forward_hooks)
-        and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
-    )
+    """Whether a hook may read attention weights, which eager attention returns even without output_attentions."""
+    hooked = bool(attention._forward_hooks)
+    return hooked and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"

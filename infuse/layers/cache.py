@@ -63,27 +63,23 @@ class KVSlot(CacheLayerMixin):
             held = f"the cache holds {self.length} tokens, {tokens} more were given"
             raise ContextLimitError(f"{held}, and max_out_tokens is {self.limit_tokens}")
         storage = self.key_storage
-        if self.length:
-            assert storage is not None
-            rows, heads, room, held_width = storage.shape
-            if rows != batch:  # a batch of one would be broadcast silently
-                raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
-            if heads != kv_heads or held_width != width or storage.dtype != like.dtype or storage.device != like.device:
-                held = f"{heads} heads of {held_width} in {storage.dtype} on {storage.device}"
-                given = f"{kv_heads} heads of {width} in {like.dtype} on {like.device}"
-                what = f"the cache was filled with {held}, and this layer makes {given}"
-                raise UnsupportedCall(f"past_key_values: {what}; fill a new cache with this model, or reset() this one")
-            if room < needed:
-                self._grow(batch, needed, kv_heads, width, like)
-        elif storage is None or not self._fits(storage, (batch, kv_heads, width), tokens, like):
+        if storage is None:
+            self._grow(batch, needed, kv_heads, width, like)
+            return self.length
+        rows, heads, room, held_width = storage.shape
+        alike = (
+            heads == kv_heads and held_width == width and storage.dtype == like.dtype and storage.device == like.device
+        )
+        if self.length and rows != batch:  # a batch of one would be broadcast silently
+            raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
+        if self.length and not alike:
+            held = f"{heads} heads of {held_width} in {storage.dtype} on {storage.device}"
+            given = f"{kv_heads} heads of {width} in {like.dtype} on {like.device}"
+            what = f"the cache was filled with {held}, and this layer makes {given}"
+            raise UnsupportedCall(f"past_key_values: {what}; fill a new cache with this model, or reset() this one")
+        if room < needed or rows != batch or not alike:
             self._grow(batch, needed, kv_heads, width, like)
         return self.length
-
-    def _fits(self, storage: Tensor, shape: tuple[int, int, int], tokens: int, like: Tensor) -> bool:
-        """Whether the storage of an emptied slot can be reused."""
-        batch, kv_heads, capacity, width = storage.shape
-        alike = storage.dtype == like.dtype and storage.device == like.device
-        return alike and (batch, kv_heads, width) == shape and capacity >= tokens
 
     def _grow(self, batch: int, needed: int, kv_heads: int, width: int, like: Tensor) -> None:
         doubled = 2 * self.key_storage.shape[2] if self.length and self.key_storage is not None else 0
@@ -119,13 +115,10 @@ class KVSlot(CacheLayerMixin):
 
     def crop_rows(self, lengths: Tensor) -> None:
         """Keep the first lengths[b] tokens of row b ([B] integers). Later tokens are appended at each row's own end."""
-        if (
-            self.key_storage is None
-            or lengths.shape != self.key_storage.shape[:1]
-            or bool((lengths > self.length).any())
-        ):
+        storage = self.key_storage
+        if storage is None or lengths.shape != storage.shape[:1] or bool((lengths > self.length).any()):
             raise InfuseError(f"lengths {lengths.tolist()} do not fit a cache of {self.length} tokens")
-        self.row_lengths = lengths.to(self.key_storage.device, torch.long, copy=True)
+        self.row_lengths = lengths.to(storage.device, torch.long, copy=True)
         self.length = int(lengths.max())
 
     def seen(self, tokens: int) -> Tensor | None:
@@ -214,10 +207,9 @@ class KVSlot(CacheLayerMixin):
     def crop(self, tokens: int) -> None:
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
         self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
-        if self.row_lengths is not None:
-            self.row_lengths = (
-                self.row_lengths.clamp(max=tokens) if tokens > 0 else (self.row_lengths + tokens).clamp(min=0)
-            )
+        rows = self.row_lengths
+        if rows is not None:
+            self.row_lengths = rows.clamp(max=tokens) if tokens > 0 else (rows + tokens).clamp(min=0)
 
     def _select(self, rows: Tensor) -> None:
         if self.key_storage is not None and self.value_storage is not None:
@@ -246,12 +238,6 @@ class KVSlot(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.key_storage is not None:
             self._select(torch.arange(self.key_storage.shape[0]).repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        """Do nothing: storage stays on the device that computes on it."""
-
-    def prefetch(self) -> None:
-        """Do nothing: storage stays on the device that computes on it."""
 
 
 class KVCache(Cache):

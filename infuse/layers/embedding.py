@@ -61,10 +61,7 @@ def fix_vocabulary(module: nn.Module) -> None:
 def _refuse_resizing(
     table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Replace resize_token_embeddings of a model with a quantized vocabulary. The present size is accepted.
-
-    Raise UnsupportedCall for any other size.
-    """
+    """Stand for resize_token_embeddings of a model with a quantized vocabulary: accept only the present size."""
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
@@ -107,14 +104,9 @@ def looked_up(
     if combine is None:
         return rows(index)
     if index.device.type == "cpu" and index.numel():  # on other devices the host would have to wait
-        check(index, shape.all_rows)
+        least, most = int(index.min()), int(index.max())
+        if least < 0 or most >= shape.all_rows:
+            raise IndexError(f"token ids from {least} to {most} for a table of {shape.all_rows} rows")
     own = index - shape.first_row
     elsewhere = (own < 0) | (own >= shape.rows)
     return combine(rows(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
-
-
-def check(index: Tensor, rows: int) -> None:
-    """Raise IndexError for ids outside the table, as an embedding on one rank does."""
-    least, most = int(index.min()), int(index.max())
-    if least < 0 or most >= rows:
-        raise IndexError(f"token ids from {least} to {most} for a table of {rows} rows")

@@ -57,10 +57,7 @@ class OneCall:
                 self._branches.append((name, type(part).forward))
                 integers += self._attention(part, reals) if isinstance(part, Attention) else self._mlp(part)
         # Tensors, because passing these lists would take 5 us in each call.
-        self._numbers = (
-            torch.tensor(integers, device="cpu"),
-            torch.tensor(reals, dtype=torch.float64, device="cpu"),
-        )
+        self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the block's result; None if it has to run part by part."""
