@@ -58,10 +58,8 @@ def _without_ends(processor: Any, ends: list[int], ids_BI: Tensor, scores_BV: Te
     """Do the same as MinNewTokensLengthLogitsProcessor, without comparing the whole vocabulary with the end tokens."""
     if ids_BI.shape[-1] - processor.prompt_length_to_skip >= processor.min_new_tokens:
         return scores_BV
-    inside = torch.tensor(
-        [end for end in ends if 0 <= end < scores_BV.shape[-1]], dtype=torch.long, device=scores_BV.device
-    )
-    return scores_BV.index_fill(-1, inside, -math.inf)
+    inside = [end for end in ends if 0 <= end < scores_BV.shape[-1]]
+    return scores_BV.index_fill(-1, torch.tensor(inside, dtype=torch.long, device=scores_BV.device), -math.inf)
 
 
 def ends_of(criteria: Iterable[Any]) -> tuple[int | None, set[int], list[Any]]:

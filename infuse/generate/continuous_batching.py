@@ -50,10 +50,8 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotAvailable(
             f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank"
         )
-    own = sorted(
-        {type(part).__name__ for part in self.modules() if isinstance(part, Attention) and not calls_by_name(part)}
-    )
-    if own:
+    attentions = [part for part in self.modules() if isinstance(part, Attention)]
+    if own := sorted({type(part).__name__ for part in attentions if not calls_by_name(part)}):
         raise UnsupportedCall(
             f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of "
             "its own, which does not: use generate(), whose batches may be padded"

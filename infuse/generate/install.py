@@ -100,7 +100,7 @@ def install(
     fix_vocabulary(module)
     handles = []
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
-        handles.append(module.register_forward_pre_hook(_bring, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(_moved, with_kwargs=True))
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
     if group.size > 1:
@@ -174,14 +174,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _can_replay(module: nn.Module) -> bool:
     """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    return not compiled and not _is_watched(module) and names_ours(module)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether the module has hooks other than ours, which a replay would skip."""
-    ours = (_bring, _refuse_too_long, check_before_forward)
+    # A replay would skip hooks other than ours.
+    ours = (_moved, _refuse_too_long, check_before_forward)
     before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
-    return bool(before or module._forward_hooks)
+    return not (compiled or before or module._forward_hooks) and names_ours(module)
 
 
 class _Asked:
@@ -190,6 +186,8 @@ class _Asked:
     def __init__(self, model: Any, kwargs: Mapping[str, Any]):
         self._model, self._kwargs = model, kwargs
         self._configs = (kwargs.get("generation_config"), model.generation_config)
+        given = [kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
+        self._prompt = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
 
     def value(self, name: str) -> Any:
         """Return the first value given for `name`; None if there is none."""
@@ -211,21 +209,14 @@ class _Asked:
 
     def rows(self) -> int:
         """Return the batch size: prompts times the larger of beams and returned sequences for each."""
-        given = [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]
-        prompts = next((value.shape[0] for value in given if isinstance(value, Tensor) and value.dim() >= 2), 1)
+        prompts = 1 if self._prompt is None else self._prompt.shape[0]
         return prompts * max(self.value("num_beams") or 1, self.value("num_return_sequences") or 1)
 
     def prompt_tokens(self) -> int:
-        """Return the length of the prompt in tokens, from embeddings if given, else from ids.
-
-        With a passed cache, the attention mask's length counts if it is larger, because it includes the cached tokens.
-        """
+        """Return the length of the prompt in tokens, including those in a passed cache, which only the mask counts."""
         mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
         seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
-        for given in [self._kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs")]:
-            if isinstance(given, Tensor) and given.dim() >= 2:
-                return max(given.shape[1], seen)
-        return max(1, seen)
+        return max(1 if self._prompt is None else self._prompt.shape[1], seen)
 
     def total_tokens(self) -> int:
         """Return the largest length of prompt and answer together, as transformers computes it."""
@@ -242,9 +233,8 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
     # cu_seq_lens_q: requests of a continuous batch, which are checked when they are added.
     if not isinstance(given, Tensor) or given.dim() < 2 or kwargs.get("cu_seq_lens_q") is not None:
         return
-    held = max(
-        [0, *(given.get_seq_length() for given in (*args, *kwargs.values()) if hasattr(given, "get_seq_length"))]
-    )
+    caches = [value for value in (*args, *kwargs.values()) if hasattr(value, "get_seq_length")]
+    held = max([0, *(cache.get_seq_length() for cache in caches)])
     if isinstance(held, Tensor):  # in a capture: its bucket is no larger than the cap
         return
     if held + given.shape[1] > limit_tokens:
@@ -254,12 +244,8 @@ def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: 
         )
 
 
-def _bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook: move tensors to the model's device."""
-    return _moved(module, args, kwargs)
-
-
 def _moved(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook: move tensors to the model's device."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
     def moved(value: Any) -> Any:

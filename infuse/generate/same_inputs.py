@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from infuse.graphs.runner import modes
+from infuse.graphs.pool import BucketPool
+from infuse.graphs.runner import GraphRunner, modes
 from infuse.layers.cache import KVSlot
 from infuse.parallel.group import Group
 
@@ -25,20 +26,7 @@ _CALLED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OWN = ("initial_timestamp", "transformers_version")
 
 
-class KeptGraphs(Protocol):
-    """Graphs that are kept from call to call."""
-
-    def standing(self) -> Any:
-        """What the next call depends on besides its arguments. Its repr is equal on ranks that will do the same."""
-
-    def fitting(self) -> int:
-        """Number of the most recent graphs that fit into memory."""
-
-    def keep(self, latest: int) -> None:
-        """Drop all graphs but the `latest` most recent."""
-
-    def clear(self) -> None:
-        """Drop all graphs."""
+KeptGraphs = GraphRunner | BucketPool
 
 
 def check_before_forward(group: Group, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -61,9 +49,7 @@ def check_same_inputs(
     inputs = {name: value for name, value in kwargs.items() if name not in _CALLED}
     checksums = {
         given: _checksum((args, inputs, repr(modes()))),
-        "the caches (tokens, rows, crops)": _checksum(
-            [_cache_state(value) for value in values if isinstance(value, Cache)]
-        ),
+        "the caches (tokens, rows, crops)": _checksum([_cache_state(v) for v in values if isinstance(v, Cache)]),
         "the generation configs": _checksum([vars(value) for value in values if isinstance(value, GenerationConfig)]),
         "the caps on tokens": _checksum([value for value in settings if not isinstance(value, GenerationConfig)]),
         "the logits processors and stopping criteria": _checksum([_called_state(value) for value in called]),
@@ -110,11 +96,7 @@ def _called_state(value: Any) -> Any:
 
 
 def _checksum(value: Any, seed: int = 0) -> int:
-    """Compute a checksum of nested values, chained from `seed`.
-
-    It covers values of CPU tensors, shapes and dtypes of other tensors, attributes of processors and criteria, and only
-    the class of other objects.
-    """
+    """Checksum of nested values: CPU tensors by value, others by shape and dtype, unknown objects by class alone."""
     if isinstance(value, Tensor):
         seed = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), seed)
         if value.device.type != "cpu":

@@ -89,10 +89,7 @@ class Bucket:
 
 
 class _Step:
-    """The decode step that is captured: a model's forward over one cache.
-
-    It does not refer to its bucket: a cycle would delay freeing the bucket's memory until garbage collection.
-    """
+    """The captured decode step: a forward over one cache. Not a method of Bucket: a cycle would delay freeing it."""
 
     def __init__(self, cache: KVCache, weights: Callable[[], Hashable] | None):
         self.cache = cache
@@ -105,18 +102,14 @@ class _Step:
         return None if self._weights is None else self._weights(), self.addresses
 
     def __call__(self, places: Tensor, **inputs: Any) -> Any:
-        """Return the model's output without the cache. Must not use host numbers that change from step to step.
-
-        `places` holds the index at which the token is written and the number of tokens including it. Raise Unsupported
-        if the model returns more than logits, such as hidden states or attention weights, which would cover empty room.
-        """
+        """Return the logits; `places` holds the index at which the token is written, and the tokens including it."""
         assert self.forward is not None
         self.cache.hold_place(places[0], places[1])
         try:
             output: Any = self.forward(past_key_values=self.cache, **inputs)
         finally:
             self.cache.hold_place(None)
-        names = {"logits", "past_key_values"}
+        names = {"logits", "past_key_values"}  # others, such as hidden states, would cover empty room
         if not isinstance(output, Mapping) or set(output) != names or output["past_key_values"] is not self.cache:
             raise Unsupported(f"a step that returns {type(output).__name__}")
         kind: Any = type(output)

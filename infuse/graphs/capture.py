@@ -99,7 +99,8 @@ class CudaBackend:
                 try:
                     result = run()
                 except BaseException:
-                    _end_quietly(graph)
+                    with suppress(RuntimeError):  # the capture has failed already, and its error is being raised
+                        graph.capture_end()
                     raise
                 graph.capture_end()
         finally:
@@ -121,11 +122,6 @@ class CudaBackend:
             finally:
                 self._last = self._last or torch.cuda.Event()
                 self._last.record(current)
-
-
-def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    with suppress(RuntimeError):  # the capture has failed already, and its error is being raised
-        graph.capture_end()
 
 
 def backend_for(device: torch.device | str) -> Backend | None:

@@ -57,10 +57,7 @@ class Forward:
             raise explained(error, self._module, self.clear) from (None if isinstance(error, OutOfMemory) else error)
 
     def _refusing(self, output: Any) -> Any:
-        """Make the backward pass of a graph's output raise if the module's own would compute gradients.
-
-        Autograd does not record a replay.
-        """
+        """Make the backward pass of a graph's output raise where autograd would have recorded the module's own."""
         if all(not parameter.requires_grad for parameter in self._module.parameters()):
             return output
         found: list[Tensor] = []

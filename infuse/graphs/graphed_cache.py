@@ -88,22 +88,16 @@ class GraphedCache(KVCache):
     def _padded(
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
-        """Return a step's arguments without the cache, sorted and with the mask padded to the capacity.
-
-        All steps then have one signature.
-        """
+        """Return a step's arguments so that all steps have one signature: no cache, the mask padded to the capacity."""
         inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
-        if mask is None and self._model_takes_mask(forward):  # without one, some models make it on the host
+        if self._takes_mask is None:
+            self._takes_mask = "attention_mask" in inspect.signature(forward).parameters
+        if mask is None and self._takes_mask:  # without one, some models make it on the host
             mask = ids.new_ones(ids.shape[0], tokens + 1)
         if mask is not None:
             inputs["attention_mask"] = F.pad(mask, (0, capacity_tokens - tokens - 1))
         return inputs
-
-    def _model_takes_mask(self, forward: Callable[..., Any]) -> bool:
-        if self._takes_mask is None:
-            self._takes_mask = "attention_mask" in inspect.signature(forward).parameters
-        return self._takes_mask
 
 
 def _plain(make_slot: Callable[[], KVSlot], layers: list[KVSlot]) -> KVCache:

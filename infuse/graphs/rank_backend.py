@@ -46,9 +46,7 @@ class RankBackend:
         if error is not None and all(failed) and alike:
             raise error
         if any(failed) or not alike:
-            fault = self._group.any_fault(
-                None if error is None else where(error), "the errors of a step before its capture"
-            )
+            fault = self._group.any_fault(_said(error), "the errors of a step before its capture")
             lost = self._group.failed(f"a step before its capture: {fault or _UNLIKE}")
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
@@ -71,17 +69,14 @@ class RankBackend:
             raise self._group.failed(f"a capture: {_UNLIKE}") from error
         if any(failed):
             found = None
-            fault = self._group.any_fault(None if error is None else where(error), "the errors of a capture")
+            fault = self._group.any_fault(_said(error), "the errors of a capture")
             raise RuntimeError(str(fault)) from error
         assert found is not None
         found[0].nbytes = max(held for (held,) in self._group.numbers([found[0].nbytes], "the memory of a graph"))
         return found
 
     def _failed(self, error: Exception | None, what: str) -> tuple[list[bool], bool]:
-        """Return which ranks failed, and whether all have queued equally many collectives.
-
-        Otherwise collectives of the next call would pair with those of this one.
-        """
+        """Return which ranks failed, and whether the next call's collectives will pair: all queued equally many."""
         failed, queued = zip(*self._group.numbers([error is not None, self._group.queued()], what), strict=True)
         return [bool(each) for each in failed], len(set(queued)) == 1
 
@@ -90,3 +85,7 @@ class RankBackend:
 
     def turn(self) -> Any:
         return self._backend.turn()
+
+
+def _said(error: Exception | None) -> str | None:
+    return None if error is None else where(error)

@@ -126,10 +126,7 @@ class GraphRunner:
         """What the next call depends on besides its arguments, as far as ranks can compare it."""
         with self.backend.turn():
             self._look()
-        return [
-            (min(entry.calls, _EAGER_CALLS), entry.captured is not None, entry.eager)
-            for entry in self._entries.values()
-        ]
+        return [(min(e.calls, _EAGER_CALLS), e.captured is not None, e.eager) for e in self._entries.values()]
 
     def fitting(self) -> int:
         """Number of the most recent signatures that may be kept, which is all."""
@@ -232,9 +229,8 @@ class LocalGraph(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `module`, by a graph if possible. On devices without graphs it runs eagerly."""
         if self._graphs is None:
-            backend = self._backend or backend_for(
-                next((p.device for p in self.module.parameters()), torch.device("cpu"))
-            )
+            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            backend = self._backend or backend_for(device)
             if backend is None:
                 return self.module(*args, **kwargs)
             self._graphs = GraphRunner(self.module, backend, limit_bytes=self._limit_bytes, state=Places(self.module))
@@ -257,12 +253,8 @@ class Places:
 
     def __call__(self) -> Hashable:
         if self._ends is None:
-            owners = [
-                (owner, name)
-                for owner in self._module.modules()
-                for name, p in owner._parameters.items()
-                if p is not None
-            ]
+            held = [(owner, name, p) for owner in self._module.modules() for name, p in owner._parameters.items()]
+            owners = [(owner, name) for owner, name, p in held if p is not None]
             self._ends = (owners[0], owners[-1]) if owners else ()
         ends = [owner._parameters[name] for owner, name in self._ends]
         return (self._module.training, *((p.data_ptr(), p.dtype, p.device) for p in ends if p is not None))
@@ -270,11 +262,8 @@ class Places:
 
 def where(error: BaseException) -> str:
     """Describe the error in one line, with the innermost line of code outside PyTorch that raised it."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename.replace("\\", "/")
-    ]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if "/torch/" not in frame.filename.replace("\\", "/")]
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     if not frames:
         return text
@@ -292,5 +281,4 @@ def _key_of(args: tuple, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Ha
 
 def modes() -> Hashable:
     """The modes that change which kernels a call runs: autocast's dtype."""
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return autocast
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

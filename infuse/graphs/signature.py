@@ -7,7 +7,7 @@ knows nothing of models: a ModelOutput is a mapping that takes its items as keyw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -15,21 +15,8 @@ import torch
 from torch import Tensor, nn
 
 # Types whose values are part of the key. The key also holds the type, because True == 1.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    Enum,
-    type,
-)
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, type)
 
 
 class Unsupported(TypeError):
@@ -68,7 +55,9 @@ def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         made = {name: rebuilt(item, tensors) for name, item in value.items()}
-        return type(value)(**made) if dataclasses.is_dataclass(value) else _mapping(type(value), made)
+        if dataclasses.is_dataclass(value):
+            return type(value)(**made)
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{name: rebuilt(item, tensors) for name, item in _fields(value)})
     return value
@@ -86,10 +75,6 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
 
 
-def _mapping(kind: Callable, made: dict) -> Any:
-    return made if kind is dict else kind(made)
-
-
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides, or None if contiguous. Axes of size 1 get 0, because their strides mean nothing."""
     if tensor.is_contiguous():
@@ -100,9 +85,8 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
 def _overlaps(tensor: Tensor) -> bool:
     """Whether two elements may share memory. Such a tensor cannot be copied into."""
     covered = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ):
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
         if stride < covered:
             return True
         covered = stride * size
