@@ -15,14 +15,9 @@ from infuse.errors import SpecMismatch
 SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *gpt.SPECS, *bert.SPECS)
 
 
-def _table() -> Mapping[str, tuple[LayerSpec, ...]]:
-    table: dict[str, tuple[LayerSpec, ...]] = {}
-    for spec in SPECS:
-        table[spec.layer] = (*table.get(spec.layer, ()), spec)
-    return MappingProxyType(table)
-
-
-BY_CLASS = _table()  # layer class as "module.name" → its specs
+BY_CLASS: Mapping[str, tuple[LayerSpec, ...]] = MappingProxyType(
+    {layer: tuple(spec for spec in SPECS if spec.layer == layer) for layer in dict.fromkeys(s.layer for s in SPECS)}
+)  # layer class as "module.name" → its specs
 
 
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:

@@ -5,7 +5,7 @@ PEFT is not imported: its classes are recognized by module name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,13 @@ def adapter_parts(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in module.named_children() if name not in _OWN) if is_adapter(module) else ()
 
 
-def adapted(module: nn.Module) -> list[str]:
-    """Paths of the outermost PEFT modules inside `module`."""
-    return [name for name, _ in _outermost(module, "")]
-
-
-def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def adapted(module: nn.Module, path: str = "") -> list[str]:
+    """Paths of the outermost PEFT modules inside `module`; `path` is its own."""
+    found = []
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        if is_adapter(child):
-            yield where, child
-        else:
-            yield from _outermost(child, where)
+        found += [where] if is_adapter(child) else adapted(child, where)
+    return found
 
 
 def adapter_notes(model: nn.Module) -> list[str]:

@@ -88,13 +88,11 @@ def _token_input(model: nn.Module, names: list[str], shape: tuple[int, int], mak
 
 def _table(model: Any) -> nn.Module | None:
     """The model's token embedding; None without one."""
-    if not hasattr(model, "get_input_embeddings"):
-        return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     try:
         return model.get_input_embeddings()
-    except AttributeError:  # the user deleted the table, to pass embeddings only
-        return None
-    except NotImplementedError:
+    except (AttributeError, NotImplementedError) as error:
+        if isinstance(error, AttributeError) and hasattr(model, "get_input_embeddings"):
+            return None  # the user deleted the table, to pass embeddings only
         return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,6 @@ Combine = Callable[[Tensor], Tensor]  # a rank's part of a result → the whole
 _RAISED_ON_ALL = {kind.__name__: kind for kind in (CheckpointError, ConfigError, NotAvailable, OutOfMemory, ProofError)}
 
 
-class Transport(Protocol):
-    """How tensors travel. x is contiguous, `axis` is not negative. RankErrors name rank, collective and reason."""
-
-    name: str
-
-    def all_reduce(self, x: Tensor, what: str) -> Tensor: ...
-    def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str, failure: str = "") -> Tensor: ...
-    def broadcast(self, x: Tensor, what: str) -> Tensor: ...
-
-
 class Group:
     """The ranks that share each layer. `what` names a collective in errors: "all-reduce of model.layers.3.self_attn".
 
@@ -48,7 +38,7 @@ class Group:
     share its group, which cannot be pickled if it has several ranks.
     """
 
-    def __init__(self, distributed: Distributed | None, shared: Transport | None = None, why_not_shared: str = ""):
+    def __init__(self, distributed: Distributed | None, shared: SharedMemory | None = None, why_not_shared: str = ""):
         self.rank, self.size = (distributed.rank, distributed.size) if distributed else (0, 1)
         self.why_not_shared = why_not_shared  # why there is no shared memory
         self.distributed, self.shared = distributed, shared
@@ -67,13 +57,9 @@ class Group:
         return self._run(lambda: self._transport(x).all_reduce(x.contiguous(), what), what)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int], axis: int, what: str) -> Tensor:
-        """All ranks' pieces in rank order along `axis`, where they have `sizes`; the other axes have one size on all
-        ranks.
-        """
+        """All ranks' pieces in rank order along `axis`, where they have `sizes`; other axes are alike on all ranks."""
         axis %= x.dim()
-        assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], (
-            f"{tuple(x.shape)} for {sizes}[{self.rank}] on axis {axis}"
-        )
+        assert len(sizes) == self.size and x.size(axis) == sizes[self.rank], (x.shape, sizes, self.rank, axis)
         if self.size == 1:
             return x
         return self._run(lambda: self._transport(x).all_gather(x.contiguous(), sizes, axis, what), what)
@@ -139,8 +125,7 @@ class Group:
 
     @contextmanager
     def on_all_or_none(self, what: str) -> Iterator[None]:
-        """Run the body on all ranks or on none: if it raises on one, the others raise an error of the same class that
-        names it.
+        """Run the body on all ranks or on none: if it raises on one, the others raise an error of the same class.
 
         Ranks that wait in a collective inside of the body get a RankError there, and the group has failed.
         """
@@ -157,8 +142,7 @@ class Group:
             raise kind(f"{what} failed on {fault}")
 
     def abort(self, why: str) -> bool:
-        """Abort the collective that the other ranks wait in: it raises RankError there. True if all ranks abort for one
-        reason.
+        """Abort the collective that the other ranks wait in with RankError. True if all ranks abort for one reason.
 
         Ranks that wait for NCCL on the device do not hear of it.
         """
@@ -189,9 +173,7 @@ class Group:
         if not self.distributed.nccl or device.type != "cuda":
             return f"the ranks add up by {self.describe()}, which waits on the host; NCCL can be captured"
         if self._device.type != "cpu":
-            return (
-                'the ranks have NCCL alone, and need gloo to agree on what is captured; "cpu:gloo,cuda:nccl" has both'
-            )
+            return 'the ranks have NCCL alone, and need gloo to agree on captures; "cpu:gloo,cuda:nccl" has both'
         return ""
 
     @contextmanager
@@ -226,7 +208,7 @@ class Group:
             return self.distributed.name
         return self.shared.name
 
-    def _transport(self, x: Tensor) -> Transport:
+    def _transport(self, x: Tensor) -> Distributed | SharedMemory:
         if self.shared is not None and x.device.type == "cpu":
             return self.shared
         assert self.distributed is not None
@@ -260,7 +242,7 @@ class Group:
 
     def __reduce__(self) -> Any:
         if self.size == 1:
-            return _local, ()
+            return "LOCAL"
         raise TypeError(
             f"a model that {self.size} ranks share cannot be pickled: rank {self.rank} holds a part of it, and the "
             "group belongs to its process. Save our shards (save_mp_checkpoint_path=FOLDER) and call "
@@ -269,10 +251,6 @@ class Group:
 
 
 LOCAL = Group(None)
-
-
-def _local() -> Group:
-    return LOCAL
 
 
 def make_group(

@@ -182,9 +182,7 @@ class Heartbeat:
         return {rank: Note(**json.loads(self._store.get(str(rank)))) for rank in written}
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer, or None and `store_failure`: an unreachable store may block for minutes, so a thread
-        asks.
-        """
+        """The store's answer, or None and `store_failure`. A thread asks: an unreachable store may block."""
         answers: list[T] = []
         errors: list[str] = []
 

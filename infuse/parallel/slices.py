@@ -32,8 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a target tensor: positions `ranges` along `axis` (0 outputs, 1 inputs) of the whole, in their
-    order.
+    """A rank's part of a target tensor: the positions `ranges`, in order, along `axis` (0 outputs, 1 inputs).
 
     The whole is what one rank alone would hold; `sizes` are the lengths of its sources along that axis.
     """
@@ -137,9 +136,7 @@ def _units(grain: int, multiple: int) -> list[int]:
 
 
 def split_heads(heads: int, kv_heads: int, size: int) -> tuple[HeadShare, ...] | None:
-    """The heads of each rank: whole groups where there are enough of them, else ranks share a key/value head. None: too
-    few heads.
-    """
+    """The heads of each rank: whole groups if there are enough, else ranks share a key/value head. None: too few."""
     if size > heads:
         return None
     group = heads // kv_heads
