@@ -1,7 +1,6 @@
 """infuse makes a PyTorch or Hugging Face model that you already hold run near the limit of the hardware.
 
-engine = infuse.init_inference(model, dtype=torch.bfloat16)
-engine(**inputs); engine.generate(**inputs)
+engine = infuse.init_inference(model, dtype=torch.bfloat16) engine(**inputs); engine.generate(**inputs)
 """
 
 from infuse.config.inference import InferenceConfig

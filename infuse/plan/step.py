@@ -25,10 +25,9 @@ class Step:
     """Replace the module at `path` by one built from `shape`. Only the step for attention has no shape.
 
     `bodies`: pairs of op and body. `attn`: path of the attention module inside a layer. `index`: the layer's index in
-    the cache. `shares`: path of the head whose weight an embedding uses. If ranks share the module,
-    `shape` and `fills` are this rank's, and `whole` is the shape of the whole module. `others`: further
-    interpretations of a layer without a spec; the proof picks one. `skips_padding`: an encoder layer returns zeros at
-    padding instead of computing it.
+    the cache. `shares`: path of the head whose weight an embedding uses. If ranks share the module, `shape` and `fills`
+    are this rank's, and `whole` is the shape of the whole module. `others`: further interpretations of a layer without
+    a spec; the proof picks one. `skips_padding`: an encoder layer returns zeros at padding instead of computing it.
     """
 
     path: str

@@ -11,9 +11,6 @@
 namespace infuse {
 namespace {
 
-// Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
-constexpr int64_t kGrainElements = 16384;
-
 void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
   a.x = x.const_data_ptr();
   a.columns = x.size(-1);
@@ -22,12 +19,7 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
   a.bias = bias ? bias->const_data_ptr() : nullptr;
   a.type = type_of(x);
   const auto run = kernels().norm;
-  if (a.rows * a.columns <= kGrainElements) {
-    run(a, 0, a.rows);
-    return;
-  }
-  const int64_t grain = kGrainElements / a.columns + 1;
-  torch::stable::parallel_for(0, a.rows, grain, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 std::string isa() { return kernels().isa; }
@@ -58,26 +50,15 @@ std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Ten
   return {sum, y};
 }
 
-STABLE_TORCH_LIBRARY(infuse_cpu, m) {
-  m.def("isa() -> str");
-  m.def("has_amx() -> bool");
-  m.def("limits() -> int[]");
-  m.def("norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor");
-  m.def(
-      "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred)"
-      " -> (Tensor, Tensor)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
-  m.impl("isa", TORCH_BOX(&isa));
-  m.impl("has_amx", TORCH_BOX(&has_amx));
-  m.impl("limits", TORCH_BOX(&limits));
-}
+INFUSE_OPERATORS(CompositeExplicitAutograd,
+    {"isa() -> str", TORCH_BOX(&isa)},
+    {"has_amx() -> bool", TORCH_BOX(&has_amx)},
+    {"limits() -> int[]", TORCH_BOX(&limits)})
 
 // Only for CPU tensors: the pointers of other devices' tensors and of fake tensors (tracing) cannot be read here.
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
-  m.impl("norm", TORCH_BOX(&norm));
-  m.impl("add_norm", TORCH_BOX(&add_norm));
-}
+INFUSE_OPERATORS(CPU,
+    {"norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor", TORCH_BOX(&norm)},
+    {"add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> "
+     "(Tensor, Tensor)", TORCH_BOX(&add_norm)})
 
 }  // namespace infuse

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
+#include <optional>
+#include <string>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -24,6 +27,24 @@ inline Type type_of(const Tensor& t) {
 // The code of a quantized weight, without the flag of ops/cpu/quantized_linear.py that x may be rounded to 8 bits.
 constexpr int64_t kShortX = 8;
 inline Code code_of(int64_t code) { return Code(code & ~kShortX); }
+
+// An operator by its schema, and a function that TORCH_BOX makes.
+struct Operator {
+  const char* schema;
+  void (*function)(StableIValue*, uint64_t, uint64_t);
+};
+
+// Registers operators, once in a file for each dispatch key.
+#define INFUSE_OPERATORS(key, ...)                                                                   \
+  static const Operator operators_of_##key[] = {__VA_ARGS__};                                        \
+  STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {                                                     \
+    for (const Operator& op : operators_of_##key) m.def(op.schema);                                  \
+  }                                                                                                  \
+  STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, key, m) {                                                    \
+    for (const Operator& op : operators_of_##key) {                                                  \
+      m.impl(std::string(op.schema, std::strchr(op.schema, '(')).c_str(), op.function);              \
+    }                                                                                                \
+  }
 
 constexpr int64_t kMostAxes = 8;
 
@@ -53,5 +74,15 @@ inline Tensor empty_rows(const Tensor& x, int64_t columns) {
   return empty(sizes, axes, x);
 }
 inline Tensor empty_as(const Tensor& x) { return empty_rows(x, x.size(x.dim() - 1)); }
+
+// Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
+constexpr int64_t kGrainElements = 16384;
+
+// Calls run(begin, end) over all rows of `columns` elements, on several threads if there are many.
+template <class F>
+void over_rows(int64_t rows, int64_t columns, const F& run) {
+  if (rows * columns <= kGrainElements) return run(0, rows);
+  torch::stable::parallel_for(0, rows, kGrainElements / columns + 1, run);
+}
 
 }  // namespace infuse

@@ -10,9 +10,6 @@ namespace infuse {
 
 namespace {
 
-// Minimum work of a thread, in elements, so that waking another thread saves more than it costs.
-constexpr int64_t kGrainElements = 16384;
-
 std::optional<Type> known_type(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float: return Type::f32;
@@ -55,10 +52,8 @@ bool set_rotated(RotaryArgs& a, const Tensor& x, bool interleaved) {
 
 void run_rotary(const RotaryArgs& a, int64_t batch) {
   const auto run = kernels().attention.rotary;
-  const int64_t rows = batch * a.tokens, elements = (a.heads + 2 * a.kv_heads) * a.width;
-  if (rows * elements <= kGrainElements) return run(a, 0, rows);
-  const int64_t grain = kGrainElements / elements + 1;
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  const int64_t elements = (a.heads + 2 * a.kv_heads) * a.width;
+  over_rows(batch * a.tokens, elements, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) {
@@ -258,24 +253,13 @@ std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, 
   return out;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?");
-  m.def(
-      "rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int heads,"
-      " bool interleaved) -> Tensor?");
-  m.def(
-      "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window,"
-      " float softcap) -> Tensor?");
-  m.def("activation(Tensor x, int act) -> Tensor?");
-  m.def("gated_activation(Tensor x, int act) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
-  m.impl("rotary", TORCH_BOX(&rotary));
-  m.impl("rotary_append", TORCH_BOX(&rotary_append));
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("activation", TORCH_BOX(&activation));
-  m.impl("gated_activation", TORCH_BOX(&gated_activation));
-}
+INFUSE_OPERATORS(CPU,
+    {"rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?", TORCH_BOX(&rotary)},
+    {"rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int "
+     "heads, bool interleaved) -> Tensor?", TORCH_BOX(&rotary_append)},
+    {"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, "
+     "float softcap) -> Tensor?", TORCH_BOX(&attention)},
+    {"activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&activation)},
+    {"gated_activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&gated_activation)})
 
 }  // namespace infuse

@@ -67,7 +67,7 @@ struct EncoderMachine {
 
   uint16_t* sum(const uint16_t* a, const uint16_t* b) const {
     uint16_t* to = fresh();
-    over_tokens([&](int64_t begin, int64_t end) {
+    over_rows(rows, columns, [&](int64_t begin, int64_t end) {
       const void* from[] = {a, b};
       kernels().sum_arrays({from, to, 2, Type::bf16}, begin * columns, end * columns);
     });
@@ -107,12 +107,6 @@ struct EncoderMachine {
     return room + 2 * size;
   }
 
-  template <class F>
-  void over_tokens(const F& run) const {
-    constexpr int64_t kGrainElements = 16384;
-    torch::stable::parallel_for(0, rows, kGrainElements / columns + 1, run);
-  }
-
   // The norm of `of`, or of `of` + residual, which is written to `sum`; `sum` may be `of`.
   uint16_t* normalise(const NormPart& part, const uint16_t* of, const uint16_t* residual, uint16_t* sum,
                       uint16_t* to) const {
@@ -121,7 +115,7 @@ struct EncoderMachine {
     a.weight = data_of(part.weight), a.bias = data_of(part.bias);
     a.rows = rows, a.columns = columns, a.type = Type::bf16;
     a.eps = float(part.eps), a.offset = float(part.offset), a.centred = part.centred;
-    over_tokens([&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
+    over_rows(rows, columns, [&](int64_t begin, int64_t end) { kernels().norm(a, begin, end); });
     return to;
   }
 
@@ -181,10 +175,8 @@ Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor in
   return y;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("encoder_layer(Tensor x, Tensor[] tensors, Tensor? mask, Tensor integers, Tensor reals) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) { m.impl("encoder_layer", TORCH_BOX(&encoder_layer)); }
+INFUSE_OPERATORS(CPU,
+    {"encoder_layer(Tensor x, Tensor[] tensors, Tensor? mask, Tensor integers, Tensor reals) -> Tensor?",
+     TORCH_BOX(&encoder_layer)})
 
 }  // namespace infuse

@@ -102,12 +102,9 @@ Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Ma
   return run(program, machine) ? machine.x : std::nullopt;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def(
-      "layer_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!) keys,"
-      " Tensor(b!) values, int start, bool causal, int window, Tensor integers, Tensor reals) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) { m.impl("layer_step", TORCH_BOX(&layer_step)); }
+INFUSE_OPERATORS(CPU,
+    {"layer_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!) "
+     "keys, Tensor(b!) values, int start, bool causal, int window, Tensor integers, Tensor reals) -> Tensor?",
+     TORCH_BOX(&layer_step)})
 
 }  // namespace infuse

@@ -50,14 +50,8 @@ std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("tiled_linear(Tensor x, Tensor weight, Tensor? bias, int act, bool gated) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
-  m.impl("tiled_linear", TORCH_BOX(&tiled_linear));
-}
+INFUSE_OPERATORS(CPU,
+    {"linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", TORCH_BOX(&linear)},
+    {"tiled_linear(Tensor x, Tensor weight, Tensor? bias, int act, bool gated) -> Tensor?", TORCH_BOX(&tiled_linear)})
 
 }  // namespace infuse

@@ -245,22 +245,13 @@ void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def(
-      "quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs,"
-      " int act, bool gated) -> Tensor?");
-  m.def("dequantize(Tensor data, Tensor scale, Tensor? zero, int code, Tensor(a!) to) -> ()");
-  m.def("gather_rows(Tensor data, Tensor scale, Tensor? zero, int code, Tensor index, Tensor(a!) to) -> ()");
-  m.def("pack_panels(Tensor data, int code, Tensor(a!) to) -> bool");
-  m.def("unpack_panels(Tensor data, int code, Tensor(a!) to) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) {
-  m.impl("quantized_linear", TORCH_BOX(&quantized_linear));
-  m.impl("dequantize", TORCH_BOX(&dequantize));
-  m.impl("gather_rows", TORCH_BOX(&gather_rows));
-  m.impl("pack_panels", TORCH_BOX(&pack_panels));
-  m.impl("unpack_panels", TORCH_BOX(&unpack_panels));
-}
+INFUSE_OPERATORS(CPU,
+    {"quantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? zero, Tensor? bias, int code, int outputs, int "
+     "act, bool gated) -> Tensor?", TORCH_BOX(&quantized_linear)},
+    {"dequantize(Tensor data, Tensor scale, Tensor? zero, int code, Tensor(a!) to) -> ()", TORCH_BOX(&dequantize)},
+    {"gather_rows(Tensor data, Tensor scale, Tensor? zero, int code, Tensor index, Tensor(a!) to) -> ()",
+     TORCH_BOX(&gather_rows)},
+    {"pack_panels(Tensor data, int code, Tensor(a!) to) -> bool", TORCH_BOX(&pack_panels)},
+    {"unpack_panels(Tensor data, int code, Tensor(a!) to) -> ()", TORCH_BOX(&unpack_panels)})
 
 }  // namespace infuse

@@ -51,18 +51,10 @@ std::string torch_version() { return TORCH_VERSION; }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("read_bytes(Tensor x) -> int");
-  m.def("levels() -> str");
-  m.def("compiler() -> str");
-  m.def("torch_version() -> str");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
-  m.impl("read_bytes", TORCH_BOX(&read_bytes));
-  m.impl("levels", TORCH_BOX(&levels));
-  m.impl("compiler", TORCH_BOX(&compiler));
-  m.impl("torch_version", TORCH_BOX(&torch_version));
-}
+INFUSE_OPERATORS(CompositeExplicitAutograd,
+    {"read_bytes(Tensor x) -> int", TORCH_BOX(&read_bytes)},
+    {"levels() -> str", TORCH_BOX(&levels)},
+    {"compiler() -> str", TORCH_BOX(&compiler)},
+    {"torch_version() -> str", TORCH_BOX(&torch_version)})
 
 }  // namespace infuse

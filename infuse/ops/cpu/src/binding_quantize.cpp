@@ -45,11 +45,8 @@ bool quantize(Tensor weight, Tensor candidates, double largest_weight, int64_t c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("quantize(Tensor weight, Tensor candidates, float largest_weight, int code, Tensor(a!) data, Tensor(b!) scale, "
-        "Tensor(c!)? zero) -> bool");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) { m.impl("quantize", TORCH_BOX(&quantize)); }
+INFUSE_OPERATORS(CPU,
+    {"quantize(Tensor weight, Tensor candidates, float largest_weight, int code, Tensor(a!) data, Tensor(b!) "
+     "scale, Tensor(c!)? zero) -> bool", TORCH_BOX(&quantize)})
 
 }  // namespace infuse

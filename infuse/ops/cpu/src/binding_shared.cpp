@@ -72,65 +72,73 @@ Share share_of(int64_t elements, int64_t rank, int64_t ranks) {
   return {std::min(elements, rank * each), std::min(elements, (rank + 1) * each)};
 }
 
-// One chunk of a long array, `elements` at x: each rank sums its share of all buffers and writes the sum to its own
+// Meeting number `meeting` of a turn: fills this rank's buffer and waits for the other ranks, unless an earlier call
+// has done so.
+template <class F>
+Outcome meet(const Meeting& ranks, int64_t meeting, const Operation& operation, const F& fill) {
+  Place& place = ranks.place();
+  if (place.stage == meeting) {
+    fill();
+    ranks.publish(operation);
+    place.stage = meeting + 1;
+  }
+  return place.stage == meeting + 1 ? ranks.gather() : Outcome::done;
+}
+
+// Calls turn(begin, end) for each stretch of [0, bytes) that fits into a buffer, at least once, and goes on where the
+// last call stopped.
+template <class F>
+int64_t in_turns(const Meeting& ranks, int64_t bytes, const F& turn) {
+  const int64_t buffer_bytes = ranks.buffer_bytes();
+  Place& place = ranks.place();
+  do {
+    const int64_t begin = place.chunk * buffer_bytes;
+    const Outcome outcome = turn(begin, std::min(begin + buffer_bytes, bytes));
+    if (outcome != Outcome::done) return int64_t(outcome);
+    ranks.next_turn();
+  } while (place.chunk * buffer_bytes < bytes);
+  place.chunk = 0;
+  return int64_t(Outcome::done);
+}
+
+// One turn over a long array, `elements` at x: each rank sums its share of all buffers and writes the sum to its own
 // buffer for the others.
-Outcome sum_chunk(const Meeting& ranks, const Operation& operation, uint64_t signature, char* x, int64_t elements,
-                  const Tensor& like) {
+Outcome sum_by_shares(const Meeting& ranks, const Operation& operation, char* x, int64_t elements, const Tensor& like) {
   const int64_t element = int64_t(like.element_size()), rank = ranks.rank();
   const Share mine = share_of(elements, rank, ranks.ranks());
   char* buffer = ranks.buffer(rank);
-  Place& place = ranks.place();
-  if (place.stage == 0) {
+  Outcome outcome = meet(ranks, 0, operation, [&] {
     copy(buffer, x, mine.begin * element);  // no other rank reads this rank's share before it is summed
     copy(buffer + mine.end * element, x + mine.end * element, (elements - mine.end) * element);
-    ranks.publish(operation, signature);
-    place.stage = 1;
-  }
-  if (place.stage == 1) {
-    const Outcome outcome = ranks.gather();
-    if (outcome != Outcome::done) return outcome;
+  });
+  if (outcome != Outcome::done) return outcome;
+  outcome = meet(ranks, 1, operation, [&] {
     add_up(ranks, x, x, mine.begin, mine.end, like);
     copy(buffer + mine.begin * element, x + mine.begin * element, (mine.end - mine.begin) * element);
-    ranks.publish(operation, signature);
-    place.stage = 2;
-  }
-  const Outcome outcome = ranks.gather();
+  });
   if (outcome != Outcome::done) return outcome;
   for (int64_t r = 0; r < ranks.ranks(); ++r) {
     const Share share = share_of(elements, r, ranks.ranks());
     const int64_t begin = share.begin * element, bytes = (share.end - share.begin) * element;
     if (r != rank) copy(x + begin, ranks.buffer(r) + begin, bytes);
   }
-  ranks.next_turn();
   return Outcome::done;
 }
 
 int64_t all_reduce(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
   const Operation operation = operation_of(Kind::sum, x, tag);
-  const uint64_t signature = operation.signature();
-  const int64_t bytes = bytes_of(x), buffer_bytes = ranks.buffer_bytes();
+  const int64_t bytes = bytes_of(x);
+  const bool together = bytes <= std::min(kTogetherBytes, ranks.buffer_bytes());
   char* data = static_cast<char*>(x.mutable_data_ptr());
-  Place& place = ranks.place();
-  if (bytes <= std::min(kTogetherBytes, buffer_bytes)) {
-    if (place.stage == 0) {
-      if (bytes) std::memcpy(ranks.buffer(rank), data, size_t(bytes));
-      ranks.publish(operation, signature);
-      place.stage = 1;
+  return in_turns(ranks, bytes, [&](int64_t begin, int64_t end) {
+    if (!together) {
+      return sum_by_shares(ranks, operation, data + begin, (end - begin) / int64_t(x.element_size()), x);
     }
-    const Outcome outcome = ranks.gather();
-    if (outcome != Outcome::done) return int64_t(outcome);
-    add_up(ranks, data, data, 0, x.numel(), x);
-    ranks.next_turn();
-  } else {
-    for (int64_t at = place.chunk * buffer_bytes; at < bytes; at = place.chunk * buffer_bytes) {
-      const int64_t elements = std::min(buffer_bytes, bytes - at) / int64_t(x.element_size());
-      const Outcome outcome = sum_chunk(ranks, operation, signature, data + at, elements, x);
-      if (outcome != Outcome::done) return int64_t(outcome);
-    }
-  }
-  place.chunk = 0;
-  return int64_t(Outcome::done);
+    const Outcome outcome = meet(ranks, 0, operation, [&] { copy(ranks.buffer(rank), data, bytes); });
+    if (outcome == Outcome::done) add_up(ranks, data, data, 0, x.numel(), x);
+    return outcome;
+  });
 }
 
 // The place of a rank's piece in the whole: `bytes` bytes from `begin` on, in each row of `whole_bytes`.
@@ -166,53 +174,33 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
   }
   STD_TORCH_CHECK(bytes_of(whole) == rows * whole_bytes, "columns do not fit");
   for (Columns& place : places) place.whole_bytes = whole_bytes;
-  const uint64_t signature = operation.signature();
   const char* data = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(whole.mutable_data_ptr());
-  const int64_t buffer_bytes = ranks.buffer_bytes();
-  Place& place = ranks.place();
-  do {
-    const int64_t at = place.chunk * buffer_bytes;
-    const auto end = [&](int64_t r) { return std::max(at, std::min(at + buffer_bytes, rows * columns[size_t(r)])); };
-    if (place.stage == 0) {
-      copy(ranks.buffer(rank), data + std::min(at, bytes_of(x)), end(rank) - at);
-      ranks.publish(operation, signature);
-      place_piece(to, places[size_t(rank)], data + std::min(at, bytes_of(x)), at, end(rank));
-      place.stage = 1;
-    }
-    const Outcome outcome = ranks.gather();
-    if (outcome != Outcome::done) return int64_t(outcome);
+  return in_turns(ranks, most, [&](int64_t begin, int64_t end) {
+    const auto end_of = [&](int64_t r) { return std::clamp(rows * columns[size_t(r)], begin, end); };
+    const Outcome outcome = meet(ranks, 0, operation, [&] {
+      copy(ranks.buffer(rank), data + std::min(begin, bytes_of(x)), end_of(rank) - begin);
+    });
+    if (outcome != Outcome::done) return outcome;
     for (int64_t r = 0; r < ranks.ranks(); ++r) {
-      if (r != rank) place_piece(to, places[size_t(r)], ranks.buffer(r), at, end(r));
+      place_piece(to, places[size_t(r)], ranks.buffer(r), begin, end_of(r));
     }
-    ranks.next_turn();
-  } while (place.chunk * buffer_bytes < most);
-  place.chunk = 0;
-  return int64_t(Outcome::done);
+    return Outcome::done;
+  });
 }
 
 // Copies rank 0's x to all ranks.
 int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
   const Operation operation = operation_of(Kind::broadcast, x, tag);
-  const uint64_t signature = operation.signature();
-  const int64_t bytes = bytes_of(x), buffer_bytes = ranks.buffer_bytes();
   char* data = static_cast<char*>(x.mutable_data_ptr());
-  Place& place = ranks.place();
-  do {
-    const int64_t at = place.chunk * buffer_bytes, count = std::min(buffer_bytes, bytes - at);
-    if (place.stage == 0) {
-      if (rank == 0) copy(ranks.buffer(0), data + at, count);
-      ranks.publish(operation, signature);
-      place.stage = 1;
-    }
-    const Outcome outcome = ranks.gather();
-    if (outcome != Outcome::done) return int64_t(outcome);
-    if (rank != 0) copy(data + at, ranks.buffer(0), count);
-    ranks.next_turn();
-  } while (place.chunk * buffer_bytes < bytes);
-  place.chunk = 0;
-  return int64_t(Outcome::done);
+  return in_turns(ranks, bytes_of(x), [&](int64_t begin, int64_t end) {
+    const Outcome outcome = meet(ranks, 0, operation, [&] {
+      if (rank == 0) copy(ranks.buffer(0), data + begin, end - begin);
+    });
+    if (outcome == Outcome::done && rank != 0) copy(data + begin, ranks.buffer(0), end - begin);
+    return outcome;
+  });
 }
 
 // ---- the region itself, and reports about an operation that did not finish ----
@@ -279,30 +267,16 @@ std::string last_words(Tensor region, int64_t rank) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def("shared_all_reduce(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int");
-  m.def(
-      "shared_all_gather(Tensor region, int rank, Tensor x, Tensor(a!) whole, int[] columns, int rows, int tag,"
-      " int slice_us) -> int");
-  m.def("shared_broadcast(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int");
-  m.def("shared_bytes(int ranks, int buffer_bytes) -> int");
-  m.def("shared_begin(Tensor(a!) region, int ranks, int buffer_bytes, int spin_us) -> ()");
-  m.def("shared_states(Tensor region, int rank) -> int[]");
-  m.def("shared_operation(Tensor region, int rank, int of) -> str");
-  m.def("shared_leave(Tensor region, int rank, str words) -> ()");
-  m.def("shared_last_words(Tensor region, int rank) -> str");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CompositeExplicitAutograd, m) {
-  m.impl("shared_all_reduce", TORCH_BOX(&all_reduce));
-  m.impl("shared_all_gather", TORCH_BOX(&all_gather));
-  m.impl("shared_broadcast", TORCH_BOX(&broadcast));
-  m.impl("shared_bytes", TORCH_BOX(&bytes_of_region));
-  m.impl("shared_begin", TORCH_BOX(&begin));
-  m.impl("shared_states", TORCH_BOX(&states));
-  m.impl("shared_operation", TORCH_BOX(&operation_in_words));
-  m.impl("shared_leave", TORCH_BOX(&leave));
-  m.impl("shared_last_words", TORCH_BOX(&last_words));
-}
+INFUSE_OPERATORS(CompositeExplicitAutograd,
+    {"shared_all_reduce(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int", TORCH_BOX(&all_reduce)},
+    {"shared_all_gather(Tensor region, int rank, Tensor x, Tensor(a!) whole, int[] columns, int rows, int tag, int "
+     "slice_us) -> int", TORCH_BOX(&all_gather)},
+    {"shared_broadcast(Tensor region, int rank, Tensor(a!) x, int tag, int slice_us) -> int", TORCH_BOX(&broadcast)},
+    {"shared_bytes(int ranks, int buffer_bytes) -> int", TORCH_BOX(&bytes_of_region)},
+    {"shared_begin(Tensor(a!) region, int ranks, int buffer_bytes, int spin_us) -> ()", TORCH_BOX(&begin)},
+    {"shared_states(Tensor region, int rank) -> int[]", TORCH_BOX(&states)},
+    {"shared_operation(Tensor region, int rank, int of) -> str", TORCH_BOX(&operation_in_words)},
+    {"shared_leave(Tensor region, int rank, str words) -> ()", TORCH_BOX(&leave)},
+    {"shared_last_words(Tensor region, int rank) -> str", TORCH_BOX(&last_words)})
 
 }  // namespace infuse

@@ -128,11 +128,11 @@ class Meeting {
   }
 
   // Announces that this rank has reached the next sequence number.
-  void publish(const Operation& operation, uint64_t signature) const {
+  void publish(const Operation& operation) const {
     Post& mine = post(rank_);
     const uint64_t next = ++place().sequence;
     mine.operations[next & 1] = operation;
-    mine.signatures[next & 1] = signature;
+    mine.signatures[next & 1] = operation.signature();
     mine.sequence.store(next, std::memory_order_release);
   }
 
