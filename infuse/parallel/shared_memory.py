@@ -20,7 +20,7 @@ from torch import Tensor
 from infuse import interrupts
 from infuse.errors import RankError
 from infuse.native import DTYPES, kernels
-from infuse.parallel.distributed import gathered_shape
+from infuse.parallel.distributed import described, gathered_shape
 from infuse.parallel.liveness import Deadline, Peers, names
 
 FOLDER = Path("/dev/shm")
@@ -86,18 +86,15 @@ class SharedMemory:
         self.rank, self.size = rank, size
         self._region, self._peers, self.timeout_s = region, peers, timeout_s
         found = kernels()
-        self._sum, self._gather, self._broadcast = (
-            found.shared_all_reduce.default,
-            found.shared_all_gather.default,
-            found.shared_broadcast.default,
-        )
+        self._sum, self._gather = found.shared_all_reduce.default, found.shared_all_gather.default
+        self._broadcast = found.shared_broadcast.default
         self._tags: dict[str, int] = {}
         weakref.finalize(self, found.shared_leave, region, rank, "it dropped the group")
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, in place, added in rank order; 16-bit types are added in float32 and rounded once."""
         if x.dtype in DTYPES:
-            self._run(self._sum, (x,), what)
+            self._run(self._sum, (x,), what, x)
             return x
         pieces = self.all_gather(x.unsqueeze(0), [1] * self.size, 0, what)
         return x.copy_(pieces.sum(dim=0))
@@ -107,15 +104,15 @@ class SharedMemory:
         whole = torch.empty(gathered_shape(x, sizes, axis), dtype=x.dtype)
         rows = torch.Size(x.shape[:axis]).numel()
         column_bytes = torch.Size(x.shape[axis + 1 :]).numel() * x.element_size()
-        self._run(self._gather, (x, whole, [size * column_bytes for size in sizes], rows), what, failure)
+        self._run(self._gather, (x, whole, [size * column_bytes for size in sizes], rows), what, whole, failure)
         return whole
 
     def broadcast(self, x: Tensor, what: str) -> Tensor:
         """Rank 0's values, in place."""
-        self._run(self._broadcast, (x,), what)
+        self._run(self._broadcast, (x,), what, x)
         return x
 
-    def _run(self, operation: Callable[..., int], args: tuple, what: str, failure: str = "") -> None:
+    def _run(self, operation: Callable[..., int], args: tuple, what: str, result: Tensor, failure: str = "") -> None:
         tag = self._tags.get(what)
         if tag is None:
             tag = self._tags[what] = zlib.crc32(what.encode())
@@ -132,8 +129,10 @@ class SharedMemory:
             self._leave(f"{type(error).__name__}: {error}")
             raise
         if outcome == DIFFERS:
-            self._leave(failure or f"runs {what}")
-            raise RankError(self._difference(what))
+            kind = {self._sum: "sum", self._gather: "gather"}.get(operation, "broadcast")
+            runs = f"runs {described(what, kind, result.dtype, result.shape)}"
+            self._leave(failure or runs)
+            raise RankError(f"rank {self.rank} of {self.size} {runs}, but {self._others_words()}")
 
     def _check_others(self, what: str, deadline: Deadline) -> None:
         """Raise RankError if a rank that has not come never will, or the deadline is over."""
@@ -150,19 +149,15 @@ class SharedMemory:
         if absent and deadline.is_over():
             raise RankError(f"{where}: {names(absent)} did not come within {self.timeout_s:g} s, though still running")
 
-    def _difference(self, what: str) -> str:
-        """Which collectives the ranks are in. A rank says its own when it sees the difference itself."""
-        found = kernels()
-        until = time.monotonic() + REASON_S
-        theirs = []
+    def _others_words(self) -> str:
+        """What the ranks in another collective say of it, each when it sees the difference itself."""
+        found, until, theirs = kernels(), time.monotonic() + REASON_S, []
         for rank, state in enumerate(found.shared_states(self._region, self.rank)):
             if state == DIFFERENT:
                 while not (words := found.shared_last_words(self._region, rank)) and time.monotonic() < until:
                     time.sleep(0.001)
-                operation = found.shared_operation(self._region, self.rank, rank)
-                theirs.append(f"rank {rank} {words or 'runs something else'} ({operation})")
-        mine = found.shared_operation(self._region, self.rank, self.rank)
-        return f"rank {self.rank} of {self.size} runs {what} ({mine}), but {'; '.join(theirs)}"
+                theirs.append(f"rank {rank} {words or 'runs something else'}")
+        return "; ".join(theirs)
 
     def _leave(self, reason: str) -> None:
         kernels().shared_leave(self._region, self.rank, reason.encode()[:500].decode(errors="ignore"))

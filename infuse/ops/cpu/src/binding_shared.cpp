@@ -32,11 +32,16 @@ Meeting meeting_of(const Tensor& region, int64_t rank, int64_t slice_us = 0) {
 
 int64_t bytes_of(const Tensor& t) { return t.numel() * int64_t(t.element_size()); }
 
-Operation operation_of(Kind kind, const Tensor& x, int64_t tag) {
-  Operation o{};
-  o.kind = kind, o.type = int64_t(x.scalar_type()), o.tag = tag, o.dims = x.dim(), o.rest = x.numel();
-  for (int64_t i = 0; i < std::min<int64_t>(o.dims, kDims); ++i) o.sizes[i] = x.size(i);
-  return o;
+enum class Kind : int64_t { sum, gather, broadcast };
+
+// A hash of the numbers that describe an operation, which must be equal on all ranks.
+uint64_t signature_of(Kind kind, const Tensor& x, int64_t tag, const std::vector<int64_t>& columns = {}) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&](int64_t value) { hash = (hash ^ uint64_t(value)) * 0x9e3779b97f4a7c15, hash ^= hash >> 29; };
+  add(int64_t(kind)), add(int64_t(x.scalar_type())), add(tag), add(x.dim());
+  for (int64_t axis = 0; axis < x.dim(); ++axis) add(x.size(axis));
+  for (const int64_t bytes : columns) add(bytes);
+  return hash;
 }
 
 // Calls work(begin, end) over [0, size), on several threads if it is large.
@@ -75,11 +80,11 @@ Share share_of(int64_t elements, int64_t rank, int64_t ranks) {
 // Meeting number `meeting` of a turn: fills this rank's buffer and waits for the other ranks, unless an earlier call
 // has done so.
 template <class F>
-Outcome meet(const Meeting& ranks, int64_t meeting, const Operation& operation, const F& fill) {
+Outcome meet(const Meeting& ranks, int64_t meeting, uint64_t signature, const F& fill) {
   Place& place = ranks.place();
   if (place.stage == meeting) {
     fill();
-    ranks.publish(operation);
+    ranks.publish(signature);
     place.stage = meeting + 1;
   }
   return place.stage == meeting + 1 ? ranks.gather() : Outcome::done;
@@ -103,16 +108,16 @@ int64_t in_turns(const Meeting& ranks, int64_t bytes, const F& turn) {
 
 // One turn over a long array, `elements` at x: each rank sums its share of all buffers and writes the sum to its own
 // buffer for the others.
-Outcome sum_by_shares(const Meeting& ranks, const Operation& operation, char* x, int64_t elements, const Tensor& like) {
+Outcome sum_by_shares(const Meeting& ranks, uint64_t signature, char* x, int64_t elements, const Tensor& like) {
   const int64_t element = int64_t(like.element_size()), rank = ranks.rank();
   const Share mine = share_of(elements, rank, ranks.ranks());
   char* buffer = ranks.buffer(rank);
-  Outcome outcome = meet(ranks, 0, operation, [&] {
+  Outcome outcome = meet(ranks, 0, signature, [&] {
     copy(buffer, x, mine.begin * element);  // no other rank reads this rank's share before it is summed
     copy(buffer + mine.end * element, x + mine.end * element, (elements - mine.end) * element);
   });
   if (outcome != Outcome::done) return outcome;
-  outcome = meet(ranks, 1, operation, [&] {
+  outcome = meet(ranks, 1, signature, [&] {
     add_up(ranks, x, x, mine.begin, mine.end, like);
     copy(buffer + mine.begin * element, x + mine.begin * element, (mine.end - mine.begin) * element);
   });
@@ -127,15 +132,15 @@ Outcome sum_by_shares(const Meeting& ranks, const Operation& operation, char* x,
 
 int64_t all_reduce(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
-  const Operation operation = operation_of(Kind::sum, x, tag);
+  const uint64_t signature = signature_of(Kind::sum, x, tag);
   const int64_t bytes = bytes_of(x);
   const bool together = bytes <= std::min(kTogetherBytes, ranks.buffer_bytes());
   char* data = static_cast<char*>(x.mutable_data_ptr());
   return in_turns(ranks, bytes, [&](int64_t begin, int64_t end) {
     if (!together) {
-      return sum_by_shares(ranks, operation, data + begin, (end - begin) / int64_t(x.element_size()), x);
+      return sum_by_shares(ranks, signature, data + begin, (end - begin) / int64_t(x.element_size()), x);
     }
-    const Outcome outcome = meet(ranks, 0, operation, [&] { copy(ranks.buffer(rank), data, bytes); });
+    const Outcome outcome = meet(ranks, 0, signature, [&] { copy(ranks.buffer(rank), data, bytes); });
     if (outcome == Outcome::done) add_up(ranks, data, data, 0, x.numel(), x);
     return outcome;
   });
@@ -164,13 +169,12 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
   const Meeting ranks = meeting_of(region, rank, slice_us);
   STD_TORCH_CHECK(int64_t(columns.size()) == ranks.ranks() && bytes_of(x) == rows * columns[size_t(rank)],
                   "columns do not fit");
-  Operation operation = operation_of(Kind::gather, whole, tag);
+  const uint64_t signature = signature_of(Kind::gather, whole, tag, columns);
   std::vector<Columns> places;
   int64_t whole_bytes = 0, most = 0;
   for (const int64_t bytes : columns) {
     places.push_back({whole_bytes, bytes, 0});
     whole_bytes += bytes, most = std::max(most, rows * bytes);
-    operation.rest = int64_t(uint64_t(operation.rest) * 1000003 + uint64_t(bytes));  // a hash: it may wrap
   }
   STD_TORCH_CHECK(bytes_of(whole) == rows * whole_bytes, "columns do not fit");
   for (Columns& place : places) place.whole_bytes = whole_bytes;
@@ -178,7 +182,7 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
   char* to = static_cast<char*>(whole.mutable_data_ptr());
   return in_turns(ranks, most, [&](int64_t begin, int64_t end) {
     const auto end_of = [&](int64_t r) { return std::clamp(rows * columns[size_t(r)], begin, end); };
-    const Outcome outcome = meet(ranks, 0, operation, [&] {
+    const Outcome outcome = meet(ranks, 0, signature, [&] {
       copy(ranks.buffer(rank), data + std::min(begin, bytes_of(x)), end_of(rank) - begin);
     });
     if (outcome != Outcome::done) return outcome;
@@ -192,10 +196,10 @@ int64_t all_gather(Tensor region, int64_t rank, Tensor x, Tensor whole, std::vec
 // Copies rank 0's x to all ranks.
 int64_t broadcast(Tensor region, int64_t rank, Tensor x, int64_t tag, int64_t slice_us) {
   const Meeting ranks = meeting_of(region, rank, slice_us);
-  const Operation operation = operation_of(Kind::broadcast, x, tag);
+  const uint64_t signature = signature_of(Kind::broadcast, x, tag);
   char* data = static_cast<char*>(x.mutable_data_ptr());
   return in_turns(ranks, bytes_of(x), [&](int64_t begin, int64_t end) {
-    const Outcome outcome = meet(ranks, 0, operation, [&] {
+    const Outcome outcome = meet(ranks, 0, signature, [&] {
       if (rank == 0) copy(ranks.buffer(0), data + begin, end - begin);
     });
     if (outcome == Outcome::done && rank != 0) copy(data + begin, ranks.buffer(0), end - begin);
@@ -221,33 +225,9 @@ void begin(Tensor region, int64_t ranks, int64_t buffer_bytes, int64_t spin_us) 
 // For each rank: 0 it runs the same operation, 1 it has not arrived, 2 it runs another operation.
 std::vector<int64_t> states(Tensor region, int64_t rank) {
   const Meeting ranks = meeting_of(region, rank);
-  const uint64_t mine = ranks.operation(rank).signature();
   std::vector<int64_t> found;
-  for (int64_t r = 0; r < ranks.ranks(); ++r) {
-    const bool absent = ranks.absent(r);
-    found.push_back(absent ? 1 : ranks.operation(r).signature() != mine ? 2 : 0);
-  }
+  for (int64_t r = 0; r < ranks.ranks(); ++r) found.push_back(ranks.absent(r) ? 1 : ranks.differs(r) ? 2 : 0);
   return found;
-}
-
-std::string operation_in_words(Tensor region, int64_t rank, int64_t of) {
-  static constexpr const char* kKinds[] = {"sum", "gather", "broadcast"};
-  const Operation& o = meeting_of(region, rank).operation(of);
-  const char* type = "another type";
-  switch (ScalarType(o.type)) {
-    case ScalarType::Float: type = "float32"; break;
-    case ScalarType::Double: type = "float64"; break;
-    case ScalarType::BFloat16: type = "bfloat16"; break;
-    case ScalarType::Half: type = "float16"; break;
-    case ScalarType::Long: type = "int64"; break;
-    case ScalarType::Int: type = "int32"; break;
-    case ScalarType::Byte: type = "uint8"; break;
-    case ScalarType::Bool: type = "bool"; break;
-    default: break;
-  }
-  std::string text = std::string(kKinds[int64_t(o.kind)]) + " of " + type + " [";
-  for (int64_t i = 0; i < std::min<int64_t>(o.dims, kDims); ++i) text += (i ? ", " : "") + std::to_string(o.sizes[i]);
-  return text + (o.dims > kDims ? ", ...]" : "]");
 }
 
 // Records that this rank has left, and why.
@@ -275,7 +255,6 @@ INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"shared_bytes(int ranks, int buffer_bytes) -> int", TORCH_BOX(&bytes_of_region)},
     {"shared_begin(Tensor(a!) region, int ranks, int buffer_bytes, int spin_us) -> ()", TORCH_BOX(&begin)},
     {"shared_states(Tensor region, int rank) -> int[]", TORCH_BOX(&states)},
-    {"shared_operation(Tensor region, int rank, int of) -> str", TORCH_BOX(&operation_in_words)},
     {"shared_leave(Tensor region, int rank, str words) -> ()", TORCH_BOX(&leave)},
     {"shared_last_words(Tensor region, int rank) -> str", TORCH_BOX(&last_words)})
 

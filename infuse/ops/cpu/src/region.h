@@ -22,25 +22,9 @@ namespace infuse {
 
 constexpr int kMostRanks = 32;
 constexpr int kLine = 128;  // two cache lines: processors fetch the neighbour too
-constexpr int kDims = 6;    // sizes kept for error messages
 constexpr int kWords = 512;
 
-enum class Kind : int64_t { sum, gather, broadcast };
 enum class Outcome : int64_t { done, waiting, differs };
-
-// A rank's operation, as numbers that must be equal on all ranks.
-struct Operation {
-  Kind kind;
-  int64_t type, tag, dims, sizes[kDims], rest;  // rest: a hash of all other numbers
-
-  uint64_t signature() const {
-    uint64_t hash = 0xcbf29ce484222325;
-    const auto add = [&](int64_t value) { hash = (hash ^ uint64_t(value)) * 0x9e3779b97f4a7c15, hash ^= hash >> 29; };
-    add(int64_t(kind)), add(type), add(tag), add(dims), add(rest);
-    for (int64_t i = 0; i < std::min<int64_t>(dims, kDims); ++i) add(sizes[i]);
-    return hash;
-  }
-};
 
 struct alignas(kLine) Header {
   int64_t ranks, buffer_bytes, spin_us;
@@ -50,7 +34,6 @@ struct alignas(kLine) Header {
 struct alignas(kLine) Post {
   std::atomic<uint64_t> sequence;
   uint64_t signatures[2];
-  alignas(kLine) Operation operations[2];  // read only if signatures differ
   alignas(kLine) std::atomic<int64_t> word_bytes;
   char words[kWords];  // why the rank left
 };
@@ -128,31 +111,32 @@ class Meeting {
   }
 
   // Announces that this rank has reached the next sequence number.
-  void publish(const Operation& operation) const {
+  void publish(uint64_t signature) const {
     Post& mine = post(rank_);
     const uint64_t next = ++place().sequence;
-    mine.operations[next & 1] = operation;
-    mine.signatures[next & 1] = operation.signature();
+    mine.signatures[next & 1] = signature;
     mine.sequence.store(next, std::memory_order_release);
   }
 
   // Waits until all ranks have reached this sequence number or the time slice is over.
   Outcome gather() const {
     Patience patience(header().spin_us, slice_us_);
-    const uint64_t now = place().sequence;
     for (int64_t r = 0; r < ranks(); ++r) {
-      while (post(r).sequence.load(std::memory_order_acquire) < now) {
+      while (absent(r)) {
         if (!patience.wait()) return Outcome::waiting;
       }
     }
     for (int64_t r = 0; r < ranks(); ++r) {
-      if (post(r).signatures[now & 1] != post(rank_).signatures[now & 1]) return Outcome::differs;
+      if (differs(r)) return Outcome::differs;
     }
     return Outcome::done;
   }
 
   bool absent(int64_t rank) const { return post(rank).sequence.load(std::memory_order_acquire) < place().sequence; }
-  const Operation& operation(int64_t rank) const { return post(rank).operations[place().sequence & 1]; }
+  bool differs(int64_t rank) const {
+    const uint64_t slot = place().sequence & 1;
+    return post(rank).signatures[slot] != post(rank_).signatures[slot];
+  }
 
   // Ends the turn; the next one uses the other buffers.
   void next_turn() const {
