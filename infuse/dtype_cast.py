@@ -90,14 +90,9 @@ def cast_buffers(
         if type(module).__module__.partition(".")[0] == "infuse":  # scales have their own dtype
             continue
         for leaf, buffer in list(module._buffers.items()):
-            if (
-                buffer is None
-                or not buffer.is_floating_point()
-                or buffer.dtype == dtype
-                or kept.search(f"{path}.{leaf}")
-            ):
-                continue
-            put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
+            other = buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+            if buffer is not None and other and not kept.search(f"{path}.{leaf}"):
+                put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:

@@ -110,9 +110,7 @@ class Attention:
         out = binder.linear(self.out)
         binder.fill_linear(f"{name}.out", (self.out,), out.bias)
         if out.columns != heads * width:
-            binder.differences.append(
-                f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}"
-            )
+            binder.differ(f"{self.out} takes {out.columns} columns; {heads} heads of {width} make {heads * width}")
         return AttentionShape(
             name=name,
             hidden=hidden,
@@ -141,7 +139,7 @@ class Attention:
             width = q.rows // heads
             expected = (heads * width, kv_heads * width, kv_heads * width)
             if (q.rows, k.rows, v.rows) != expected:
-                binder.differences.append(
+                binder.differ(
                     f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows; {heads} and {kv_heads} heads want {expected}"
                 )
             bias = binder.all_or_no_bias(paths, linears)
@@ -150,9 +148,7 @@ class Attention:
         packed = binder.linear(self.qkv.path)
         width = packed.rows // (heads + 2 * kv_heads)
         if packed.rows != (heads + 2 * kv_heads) * width:
-            binder.differences.append(
-                f"{self.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them"
-            )
+            binder.differ(f"{self.qkv.path} has {packed.rows} rows; {heads} + 2 x {kv_heads} heads do not divide them")
         packing = None if self.qkv.packing == BLOCKS else self.qkv.packing  # already [q | k | v]: no reordering
         binder.fill_linear(target, (self.qkv.path,), packed.bias, packing, Heads(heads, kv_heads, width))
         return packed.columns, width, packed.bias
@@ -162,7 +158,7 @@ class Attention:
             found = getattr(binder.module(self.module, optional=True), self.scale, None)
             if isinstance(found, (int, float)):
                 return float(found)
-            binder.differences.append(f"{self.module}.{self.scale} is {found!r}, not a number")
+            binder.differ(f"{self.module}.{self.scale} is {found!r}, not a number")
             return 1.0
         return 1 / math.sqrt(max(width, 1)) if self.scale is None else self.scale
 
@@ -181,7 +177,7 @@ class Attention:
             return Rotary(position.interleaved) if rotates else NoPosition()
         if isinstance(position, RotaryTable):
             if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
-                binder.differences.append(f"there is no buffer {position.buffer}")
+                binder.differ(f"there is no buffer {position.buffer}")
             binder.fills.append(Fill(f"{name}.positions.table", (position.buffer,)))
         return position
 

@@ -42,10 +42,13 @@ class Binder:
     def __post_init__(self) -> None:
         self.parameters = dict(self.layer.named_parameters())
 
+    def differ(self, how: str) -> None:
+        self.differences.append(how)
+
     def value(self, key: str) -> Any:
         found = getattr(self.config, key, _MISSING)
         if found is _MISSING:
-            self.differences.append(f"config has no {key}")
+            self.differ(f"config has no {key}")
             return None
         return found
 
@@ -54,7 +57,7 @@ class Binder:
         if isinstance(found, int) and found > 0:
             return found
         if hasattr(self.config, key):
-            self.differences.append(f"config.{key} is {found!r}, not a positive number")
+            self.differ(f"config.{key} is {found!r}, not a positive number")
         return 1
 
     def factor(self, key: str) -> float:
@@ -62,7 +65,7 @@ class Binder:
         if isinstance(found, (int, float)):
             return float(found)
         if hasattr(self.config, key):
-            self.differences.append(f"config.{key} is {found!r}, not a number")
+            self.differ(f"config.{key} is {found!r}, not a number")
         return 1.0
 
     def module(self, path: str, optional: bool = False) -> nn.Module | None:
@@ -70,20 +73,20 @@ class Binder:
             return self.layer.get_submodule(path)
         except AttributeError:
             if not optional:
-                self.differences.append(f"there is no module {path}")
+                self.differ(f"there is no module {path}")
             return None
 
     def attribute(self, path: str, name: str) -> Any:
         owner = self.module(path, optional=True)
         found = getattr(owner, name, _MISSING)
         if found is _MISSING:
-            self.differences.append(f"{path} has no {name}")
+            self.differ(f"{path} has no {name}")
             return None
         return found
 
     def claim(self, name: str) -> Any:
         if name in self.claimed:
-            self.differences.append(f"parameter {name} is claimed twice")
+            self.differ(f"parameter {name} is claimed twice")
         self.claimed.add(name)
         return self.parameters[name]
 
@@ -91,11 +94,11 @@ class Binder:
         """Claim the linear at `path` and return its size."""
         weight = f"{path}.weight"
         if weight not in self.parameters:
-            self.differences.append(f"there is no parameter {weight}")
+            self.differ(f"there is no parameter {weight}")
             return FoundLinear(1, 1, False)
         shape = tuple(self.claim(weight).shape)
         if len(shape) != 2:
-            self.differences.append(f"{weight} has shape {shape}, not a matrix")
+            self.differ(f"{weight} has shape {shape}, not a matrix")
             return FoundLinear(1, 1, False)
         bias = f"{path}.bias" in self.parameters
         if bias:
@@ -115,13 +118,13 @@ class Binder:
     def all_or_no_bias(self, paths: tuple[str, ...], linears: list[FoundLinear]) -> bool:
         with_bias = [path for path, linear in zip(paths, linears, strict=True) if linear.bias]
         if with_bias and len(with_bias) < len(paths):
-            self.differences.append(f"only {', '.join(with_bias)} of {', '.join(paths)} have a bias")
+            self.differ(f"only {', '.join(with_bias)} of {', '.join(paths)} have a bias")
         return bool(with_bias)
 
     def activation(self, declared: str | Act) -> str:
         name = declared.name if isinstance(declared, Act) else self.value(declared)
         if name not in ACTIVATIONS:
-            self.differences.append(f"activation {name!r} is not one of {', '.join(sorted(ACTIVATIONS))}")
+            self.differ(f"activation {name!r} is not one of {', '.join(sorted(ACTIVATIONS))}")
             return "silu"
         return ACTIVATIONS[name]
 
@@ -129,7 +132,7 @@ class Binder:
         """This layer's entry in a list of the config."""
         values, index = self.value(key), self.index
         if index is None or not isinstance(values, (list, tuple)) or index >= len(values):
-            self.differences.append(f"config.{key} has no entry for layer {index}")
+            self.differ(f"config.{key} has no entry for layer {index}")
             return None
         return values[index]
 

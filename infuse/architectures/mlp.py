@@ -54,7 +54,7 @@ def _bind(
     linears = [binder.linear(path) for path in paths]
     rows = sum(linear.rows for linear in linears)
     if rows != down.columns * (2 if gated else 1):
-        binder.differences.append(f"{' and '.join(paths)} make {rows} rows; {down_path} takes {down.columns} columns")
+        binder.differ(f"{' and '.join(paths)} make {rows} rows; {down_path} takes {down.columns} columns")
     bias = binder.all_or_no_bias(paths, linears)
     binder.fill_linear(f"{name}.up", paths, bias)
     binder.fill_linear(f"{name}.down", (down_path,), down.bias)

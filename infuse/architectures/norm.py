@@ -34,7 +34,7 @@ class Norm:
         first = binder.module(members[0])
         eps = getattr(first, "variance_epsilon", getattr(first, "eps", None))
         if not isinstance(eps, float):
-            binder.differences.append(f"{members[0]} has no eps")
+            binder.differ(f"{members[0]} has no eps")
             return None
         shapes: dict[str, tuple[int, ...]] = {}
         for kind in ("weight", "bias"):

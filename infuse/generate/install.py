@@ -88,9 +88,8 @@ def install(
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
-        module.forward = Forward(  # type: ignore[assignment]
-            module, vars(module).get("forward"), backend if graphs.forward else None
-        )
+        own: Any = vars(module).get("forward")
+        module.forward = Forward(module, own, backend if graphs.forward else None)  # type: ignore[assignment]
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:

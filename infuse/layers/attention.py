@@ -154,9 +154,8 @@ class Attention(nn.Module):
         if any(norm is not None and norm.whole for norm in (shape.q_norm, shape.k_norm)):
             q, k = self._over_ranks((q, parts["q_norm"], shape.heads), (k, parts["k_norm"], shape.kv_heads))
             return torch.cat((q, k, v), dim=-1)
-        return torch.cat(
-            (_normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads), v), dim=-1
-        )
+        q, k = _normed(q, parts["q_norm"], shape.heads), _normed(k, parts["k_norm"], shape.kv_heads)
+        return torch.cat((q, k, v), dim=-1)
 
     def _over_ranks(self, *given: tuple[Tensor, Norm | None, int]) -> list[Tensor]:
         """Apply RMS norms over the heads of all ranks. One all-reduce adds up the squares for all norms."""

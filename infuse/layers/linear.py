@@ -193,9 +193,8 @@ class QuantizedLinear(Quantized):
     ):
         super().__init__(ops.quantized_linear, bodies, (outputs, inputs), format)
         self.in_features, self.out_features, self._combine = inputs, outputs, combine
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False) if bias else None
-        )
+        empty = torch.empty(outputs, device="meta")
+        self.register_parameter("bias", nn.Parameter(empty, requires_grad=False) if bias else None)
 
     def arguments(self) -> tuple:
         held = self._buffers
@@ -208,7 +207,5 @@ class QuantizedLinear(Quantized):
         return y if self._combine is None else self._combine(y)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.format}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, format={self.format}"

@@ -274,10 +274,8 @@ class _Decision:
         return tuple((name, self.choices[name].body) for name in dict.fromkeys(names))
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:
-        declined = tuple(
-            (name, body, reason) for name, choice in sorted(self.choices.items()) for body, reason in choice.declined
-        )
-        return (*declined, *self.unfit)
+        choices = [choice for _, choice in sorted(self.choices.items())]
+        return (*((choice.op, *declined) for choice in choices for declined in choice.declined), *self.unfit)
 
 
 def fallback(

@@ -73,9 +73,8 @@ class Formats:
         chosen = [str(self.of(source) or "the compute dtype") for source in sources]
         if len(set(chosen)) == 1:
             return None
-        told = ", ".join(
-            f"{source.removeprefix(f'{path}.')} in {format}" for source, format in zip(sources, chosen, strict=True)
-        )
+        names = [source.removeprefix(f"{path}.") for source in sources]
+        told = ", ".join(f"{name} in {format}" for name, format in zip(names, chosen, strict=True))
         return f"{told} cannot be one matrix"
 
     def check(self, model: nn.Module) -> list[str]:
@@ -85,11 +84,8 @@ class Formats:
         """
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
-        problems = [
-            f"{_KEY}: {pattern!r} is in no linear's path"
-            for pattern in unmatched
-            if not any(pattern in name for name in tables)
-        ]
+        missing = [pattern for pattern in unmatched if not any(pattern in name for name in tables)]
+        problems = [f"{_KEY}: {pattern!r} is in no linear's path" for pattern in missing]
         if problems:
             paths = ", ".join(path for (path,) in grouped([(path,) for path in self._linears], path_column=0))
             problems.append(f"the linears that there are: {paths or 'none'}")

@@ -81,12 +81,8 @@ def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
     where, _, name = path.rpartition(".")
     around = model.get_submodule(where)
     inside = around.named_modules() if is_adapter(around) else around.named_children()
-    return (
-        own,
-        type(around),
-        None if name.isdecimal() else name,
-        tuple((place, type(module)) for place, module in inside),
-    )
+    structure = tuple((place, type(module)) for place, module in inside)
+    return own, type(around), None if name.isdecimal() else name, structure
 
 
 def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:

@@ -17,11 +17,8 @@ def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: 
     value_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize // ranks
     if 2 * value_bytes <= device.memory_bytes:
         return {}
-    why = (
-        f"the values would take {value_bytes / 1e9:,.1f} GB, "
-        f"more than half of the {device.memory_bytes / 1e9:,.1f} GB of memory"
-    )
-    return dict.fromkeys(ops.HELD, why)
+    values, memory = f"{value_bytes / 1e9:,.1f} GB", f"{device.memory_bytes / 1e9:,.1f} GB"
+    return dict.fromkeys(ops.HELD, f"the values would take {values}, more than half of the {memory} of memory")
 
 
 def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], device: Device) -> list[str]:
@@ -35,15 +32,10 @@ def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], de
         why += ". `infuse env` says what there is, `infuse build` builds them"
     if choice.body in ops.HELD:
         held = choice.body.removeprefix("dequantized_")
-        return [
-            f"{what}: the weights are rounded to the format and held in {held}: "
-            f"as fast as the original, but not smaller. {why}"
-        ]
+        told = f"the weights are rounded to the format and held in {held}: as fast as the original, but not smaller"
+        return [f"{what}: {told}. {why}"]
     if choice.body == ops.REFERENCE:
-        room = next(
-            (f", and it is not held dequantized: {declined[name]}" for name in ops.HELD if name in declined), ""
-        )
-        return [
-            f"SLOW: {what}: each call dequantizes every weight, up to 45 times slower than without quant{room}. {why}"
-        ]
+        room = next((f", and it is not held dequantized: {declined[one]}" for one in ops.HELD if one in declined), "")
+        told = f"each call dequantizes every weight, up to 45 times slower than without quant{room}"
+        return [f"SLOW: {what}: {told}. {why}"]
     return []
