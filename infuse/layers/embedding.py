@@ -104,9 +104,14 @@ def looked_up(
     if combine is None:
         return rows(index)
     if index.device.type == "cpu" and index.numel():  # on other devices the host would have to wait
-        least, most = int(index.min()), int(index.max())
-        if least < 0 or most >= shape.all_rows:
-            raise IndexError(f"token ids from {least} to {most} for a table of {shape.all_rows} rows")
+        check(index, shape.all_rows)
     own = index - shape.first_row
     elsewhere = (own < 0) | (own >= shape.rows)
     return combine(rows(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
+
+
+def check(index: Tensor, rows: int) -> None:
+    """Raise IndexError for ids outside the table, as an embedding on one rank does."""
+    least, most = int(index.min()), int(index.max())
+    if least < 0 or most >= rows:
+        raise IndexError(f"token ids from {least} to {most} for a table of {rows} rows")
