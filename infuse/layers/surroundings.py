@@ -26,9 +26,8 @@ class Surroundings:
 
     def linear(self, matrix: Matrix) -> Linear | QuantizedLinear:
         """Make the empty linear of a part's matrix. A row-parallel one applies `combine`."""
-        combine = self.combine if matrix.split == ROW else None
-        return make_linear(matrix.inputs, matrix.outputs, matrix.bias, self.format(matrix), self.bodies, combine)
-
-    def format(self, matrix: Matrix) -> str | None:
-        """Return the quantization format of a part's matrix; None if it keeps the compute dtype."""
-        return self.formats.get(f"{self.name}.{matrix.weight}")
+        combine, format = (
+            self.combine if matrix.split == ROW else None,
+            self.formats.get(f"{self.name}.{matrix.weight}"),
+        )
+        return make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, self.bodies, combine)
