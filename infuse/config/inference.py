@@ -204,28 +204,24 @@ class InferenceConfig(Section):
         If every key is set, as in default_inference_config(), only those that differ from the defaults count.
         """
         kind = device.kind if device is not None else (self.device.type if self.device is not None else "")
-        asked = {key for key, differs in self._given() if differs or not self._complete}
-        lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if _within(key, asked)]
-        return lines + [
-            f"{key}: no effect here: {why}" for key, idle, why in _IDLE if key in asked and idle(self, kind)
-        ]
+        asked = {key for key, differs in _given_keys(self) if differs or not self._complete}
+        sections = {key.rpartition(".")[0] for key in asked} | asked  # a line may be of a key or of its section
+        lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if key in sections]
+        idle = [(key, why) for key, is_idle, why in _IDLE if key in asked and is_idle(self, kind)]
+        return [*lines, *(f"{key}: no effect here: {why}" for key, why in idle)]
 
     def not_available(self) -> list[str]:
         """One line for each valid setting that this version lacks."""
         return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
 
     def __str__(self) -> str:
-        changed = [f"{key}={config_keys.shown(self._value(key))}" for key, differs in self._given() if differs]
+        changed = [f"{key}={config_keys.shown(self._value(key))}" for key, differs in _given_keys(self) if differs]
         return f"InferenceConfig({', '.join(changed)})"
 
     @property
     def _complete(self) -> bool:
         """Whether every key was set."""
         return self.model_fields_set == set(type(self).model_fields)
-
-    def _given(self) -> Iterator[tuple[str, bool]]:
-        """Each set key, dotted, and whether its value differs from the default."""
-        return _given_keys(self, "")
 
     def _value(self, key: str) -> Any:
         value: Any = self
@@ -253,17 +249,14 @@ class InferenceConfig(Section):
         return str(value)
 
 
-def _given_keys(section: Section, at: str) -> Iterator[tuple[str, bool]]:
+def _given_keys(section: Section, at: str = "") -> Iterator[tuple[str, bool]]:
+    """Each set key, dotted, and whether its value differs from the default."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section) and name in section.model_fields_set:
             yield from _given_keys(value, f"{at}{name}.")
         elif name in section.model_fields_set:
             yield at + name, value is not field.default and (field.default is None or bool(value != field.default))
-
-
-def _within(key: str, asked: set[str]) -> bool:
-    return any(other == key or other.startswith(key + ".") for other in asked)
 
 
 # Keys and sections that are accepted because scripts set them → why they change nothing.

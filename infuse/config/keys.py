@@ -112,9 +112,7 @@ def failure(problems: list[str]) -> ConfigError:
     """The error that lists all problems."""
     if len(problems) == 1:
         return ConfigError(problems[0])
-    return ConfigError(
-        f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
-    )
+    return ConfigError("\n  ".join((f"{len(problems)} problems in the configuration:", *problems)))
 
 
 def shown(value: Any) -> str:
