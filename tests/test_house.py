@@ -19,7 +19,8 @@ MAP = ROOT / "docs" / "map.md"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "interrupts", "logs", "device", "memory", "dtype_cast", "native"),
     ("quant", "parallel"),
-    ("ops", "config", "architectures"),
+    ("ops", "config"),
+    ("architectures",),
     ("layers", "weights", "unknown", "profile"),
     ("plan", "graphs"),
     ("proof", "shards", "generate"),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infuse.apply.adopt import adopt
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import ROW
@@ -18,7 +19,8 @@ from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
-from infuse.layers.linear import QuantizedLinear, make_linear
+from infuse.layers.experts import Experts
+from infuse.layers.linear import Quantized, make_linear
 from infuse.parallel.group import LOCAL, Combine, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
@@ -44,8 +46,8 @@ class Made:
                 left.append(fill)
                 continue
             (owner, leaf), (other, its) = place_of(module, fill.target), held
-            if isinstance(owner, QuantizedLinear) and fill.format is not None:
-                assert isinstance(other, QuantizedLinear), fill
+            if isinstance(owner, Quantized) and fill.format is not None:
+                assert isinstance(other, Quantized), fill
                 owner.share(other)
             elif leaf in owner._parameters:
                 owner._parameters[leaf] = other._parameters[its]
@@ -149,6 +151,16 @@ def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) ->
     return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined)
 
 
+def _experts(step: Step, shape: ExpertsShape, dtype: torch.dtype, group: Group) -> nn.Module:
+    return Experts(shape, step.formats, dict(step.bodies))
+
+
 _BUILDERS: Mapping[type, Callable[[Step, Any, torch.dtype, Group], nn.Module]] = MappingProxyType(
-    {LayerShape: _block, SplitShape: _part, EmbeddingShape: _embedding, LinearShape: _linear}
+    {
+        LayerShape: _block,
+        SplitShape: _part,
+        EmbeddingShape: _embedding,
+        LinearShape: _linear,
+        ExpertsShape: _experts,
+    }
 )

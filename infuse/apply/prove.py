@@ -13,6 +13,7 @@ from torch import nn
 from infuse import interrupts
 from infuse.apply.build import Builder
 from infuse.apply.unknown import proven, together
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
@@ -22,9 +23,9 @@ from infuse.layers.hook import hook_name, ran
 from infuse.plan.decide import fallback
 from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
-from infuse.plan.step import LINEAR, Left, Step
+from infuse.plan.step import Left, Step
 from infuse.proof import compare
-from infuse.proof.cases import Case, matrix_cases, recorded_cases
+from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import packed_paths
@@ -53,7 +54,7 @@ class Proofs:
         """Key of a step: steps with equal keys replace modules of one kind alike and get the same verdict."""
         if self.config.verify == "all":
             return (step.path, step.depth)
-        return (step.kind, *traits(self.model, step.path, is_linear=step.depth == LINEAR))
+        return (step.kind, *traits(self.model, step.path, is_called=step.is_called))
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
@@ -94,12 +95,12 @@ class Proofs:
         # Linears are proven in their callers only on one rank, since ranks would have to synchronize in every call,
         # and only on a live model, since a checkpoint's dtypes differ from the model's.
         in_place = self.builder.group.size == 1 and self.builder.source.is_live
-        called = [step.path for step in steps if step.depth == LINEAR] if in_place else []
+        called = [step.path for step in steps if step.is_called] if in_place else []
         for done, step in enumerate(steps):
             interrupts.check()
             if done % _RECORDED_AT_ONCE == 0:
                 cases = self._cases(steps[done : done + _RECORDED_AT_ONCE])
-            if step.depth == LINEAR and called:  # late: recorded arguments take no memory during proofs of blocks
+            if step.is_called and called:  # late: recorded arguments take no memory during proofs of blocks
                 self.callers, reasons = find_callers(self.model, called, self.builder.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
             mismatch = self._mismatch(step, cases.pop(step.path, []))
@@ -119,6 +120,8 @@ class Proofs:
             if step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
                 by_owner.setdefault((owner, decodes(step)), []).append(step.path)
+            elif isinstance(step.shape, ExpertsShape):
+                found[step.path] = expert_cases(step.shape, self.builder.source.device)
             elif step.shape is not None:
                 (matrix,) = (step.whole or step.shape).matrices
                 found[step.path] = matrix_cases(matrix, self.builder.source.device)
@@ -168,8 +171,8 @@ class Proofs:
     def _structure(self, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
         return compare.structure_mismatch(self.builder.built(step.plain, dtype=None), cases, wanted)
 
-    def _linear(self, step: Step, cases: list[Case]) -> str | None:
-        """Like _module, and inside the module that calls the linear, if that is known."""
+    def _called(self, step: Step, cases: list[Case]) -> str | None:
+        """Like _module, and inside the module that calls the new one, if that is known."""
         mismatch = self._module(step, cases)  # it has no structure to verify
         caller = self.callers.pop(step.path, None)  # pop it to free its recorded arguments
         if mismatch or caller is None:
@@ -198,7 +201,8 @@ class Proofs:
 _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(
     {
         LayerShape: partial(Proofs._module, structure=True),
-        LinearShape: Proofs._linear,
+        LinearShape: Proofs._called,
+        ExpertsShape: Proofs._called,
         EmbeddingShape: Proofs._module,
         type(None): Proofs._hook,
     }

@@ -33,13 +33,25 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Tall:
+    """The layout of a source [experts, rows, columns], all slices of which make one tall matrix, one below the other.
+
+    Biases have no columns. `transposed` slices are stored [columns, rows]. `interleaved` rows alternate between gate
+    and up; those of the target are [gate | up].
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Fill:
     """How one target tensor of a step is made from source tensors.
 
-    `target` is a name under the new module, `sources` are names under the replaced one. One source with a
-    `packing` is split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis
-    (CAT) or stacks them along a new one (STACK). `cut` is the rank's part. `format` names a quantization
-    format; None keeps the compute dtype.
+    `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
+    split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis (CAT) or stacks them
+    along a new one (STACK). A source of experts has the layout `tall`. `cut` is the rank's part. `format` names a
+    quantization format; None keeps the compute dtype.
     """
 
     target: str
@@ -50,6 +62,7 @@ class Fill:
     merge: str = CAT
     format: str | None = None
     cut: Cut | None = None
+    tall: Tall | None = None
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:

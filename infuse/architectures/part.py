@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"  # ranks split the outputs of a matrix, its inputs, or neither
 HEADS, KV_HEADS, INNER, VOCAB = "heads", "key/value heads", "inner features", "rows of the vocabulary"
+EXPERT = "experts"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import HEADS, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
@@ -19,7 +20,7 @@ from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.parallel.slices import Range, split, split_heads
 
-Shape = LayerShape | LinearShape | EmbeddingShape | SplitShape
+Shape = LayerShape | LinearShape | EmbeddingShape | ExpertsShape | SplitShape
 Plain = TypeVar("Plain", LinearShape, EmbeddingShape)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
+from infuse.architectures.experts import ExpertsShape, bind_experts, experts_in, is_experts, router_paths
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
@@ -25,6 +26,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
+from infuse.layers.experts import Experts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.bytes import bytes_after, parameter_bytes
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
@@ -34,6 +36,8 @@ from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
 from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
+from infuse.quant.format import QuantFormat
+from infuse.quant.parse import quant_format
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
@@ -92,6 +96,7 @@ class _Decision:
         self.formats = Formats(config, self.head)
         self.grain = config.tensor_parallel.tp_grain_size
         self.refused = refused_bodies(model, device, dtype, mesh.tp)
+        self.routers = router_paths(model)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def leave(self, path: str, why: str) -> None:
@@ -100,8 +105,10 @@ class _Decision:
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
         specs = specs_for(module)
-        if isinstance(module, Block):
+        if isinstance(module, (Block, Experts)):
             self.leave(path, "already replaced")
+        elif is_experts(module):
+            self.experts(path)
         elif specs and (adapters := adapted(module)):
             self.leave(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}")
             self.linears(module, path)
@@ -184,8 +191,13 @@ class _Decision:
         return own.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
-        """Add steps for the plain linears in `module` that gain from a replacement."""
+        """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
+        for name in experts_in(module, path):
+            self.experts(name)
         for name, shape in linears(module, path):
+            if name in self.routers:
+                self.leave(name, "chooses among experts or weighs them, so it keeps its precision")
+                continue
             if not name:
                 self.leave("", "the model itself is one linear, which has no place to be put in")
                 continue
@@ -214,6 +226,51 @@ class _Decision:
                     self.steps += tied
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.leave(name, "nothing to gain: PyTorch's own linear is the best body here")
+
+    def experts(self, path: str) -> None:
+        """Add a step for the experts at `path`, if they gain from one. Both matrices are quantized, or none."""
+        module, where = self.model.get_submodule(path), path.rpartition(".")[0]
+        try:
+            bound = bind_experts(module, self.model.get_submodule(where))
+        except SpecMismatch as mismatch:
+            return self.leave(path, f"its experts stay: {mismatch}")
+        matrices, format = bound.shape.matrices, self.formats.of(path)
+        if format is None and self.formats.left_alone(path):
+            self.leave(path, f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
+        if format is not None:
+            misfits = [f"{one.target}: {reason}" for one in matrices if (reason := format.fits(one.inputs))]
+            if misfits:
+                self.leave(path, f"in {self.dtype}: {'; '.join(misfits)}")
+                format = None
+        text = None if format is None else str(format)
+        weights = {matrix.weight for matrix in matrices}
+        fills = tuple(replace(fill, format=text if fill.target in weights else None) for fill in bound.fills)
+        bodies = self.bodies(matrix_ops(fills, bound.shape))
+        if text is not None:
+            bodies = self.fitting(bodies, bound.shape, quant_format(text))
+        if text is None and all(body == ops.REFERENCE for _, body in bodies):
+            if all(left.path != path for left in self.left):
+                self.leave(path, "nothing to gain: transformers' own experts are the best body here")
+            return
+        why = "experts of a mixture; the model routes to them"
+        self.steps.append(Step(path, type(module).__name__, bound.shape, fills, bodies, why))
+
+    def fitting(
+        self, bodies: tuple[tuple[str, str], ...], shape: ExpertsShape, format: QuantFormat
+    ) -> tuple[tuple[str, str], ...]:
+        """`bodies`, with the reference for experts whose matrices the chosen layout does not take."""
+        chosen = dict(bodies)
+        layout = ops.quantized_experts.bodies[chosen["quantized_experts"]].layout
+        if layout is None:
+            return bodies
+        reasons = [layout.declines(format, matrix.inputs) for matrix in shape.matrices]
+        part = layout.part_rows or 1
+        uneven = [rows for rows in (shape.rows, shape.hidden) if rows % part]
+        reasons += [f"{rows} rows of an expert are no multiple of {part}" for rows in uneven]
+        if found := next(filter(None, reasons), None):
+            self.unfit["quantized_experts", chosen["quantized_experts"], found] = None
+            chosen["quantized_experts"] = ops.REFERENCE
+        return tuple(chosen.items())
 
     def embedding(self, path: str, head: str = "", format: str | None = None) -> Step:
         """Return the step for an embedding that ranks share, or that is tied to a quantized or shared `head`."""

@@ -14,6 +14,7 @@ from infuse.architectures.part import HasMatrices, Matrix
 from infuse.config import keys as config_keys
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
+from infuse.layers.experts import experts_op
 from infuse.layers.linear import linear_op
 from infuse.native import keeps_activations
 from infuse.plan.found import grouped
@@ -121,9 +122,10 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
     """Ops that multiply with the matrices of `fills` or look up rows in them, and the op that quantizes them."""
     made = matrices_made(fills, shape)
     multiplied = [linear_op(fill.format) for fill, matrix in made if matrix.op == "linear"]
+    chosen = [experts_op(fill.format) for fill, matrix in made if matrix.op == "experts"]
     looked_up = ["quantized_embedding" for fill, matrix in made if matrix.op == "embedding" and fill.format]
     quantized = ["quantize"] if any(fill.format for fill, _ in made) else []
-    return tuple(dict.fromkeys((*multiplied, *looked_up, *quantized)))
+    return tuple(dict.fromkeys((*multiplied, *chosen, *looked_up, *quantized)))
 
 
 def held_bytes(

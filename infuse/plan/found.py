@@ -65,10 +65,10 @@ def model_around(model: nn.Module, path: str) -> str:
     return ""
 
 
-def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
+def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:
     """Features besides weights in which modules of one kind may differ: plain attributes, except the layer's index.
 
-    For a linear, also its name and the structure of the parent module, which calls it.
+    For a module that its parent calls (a linear, experts), also its name and the structure of that parent.
     """
     own = tuple(
         (place, name, value)
@@ -76,7 +76,7 @@ def traits(model: nn.Module, path: str, *, is_linear: bool) -> tuple:
         for name, value in sorted(vars(module).items())
         if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
     )
-    if not is_linear:
+    if not is_called:
         return (own,)
     where, _, name = path.rpartition(".")
     around = model.get_submodule(where)

@@ -21,8 +21,15 @@ def refused_bodies(model: nn.Module, device: Device, dtype: torch.dtype, ranks: 
     return dict.fromkeys(ops.HELD, f"the values would take {values}, more than half of the {memory} of memory")
 
 
-def without_kernels(choices: Mapping[str, ops.Choice], steps: Iterable[Step], device: Device) -> list[str]:
+def without_kernels(choices: Mapping[str, ops.Choice | None], steps: Iterable[Step], device: Device) -> list[str]:
     """Return a note if this CPU has no kernels for the formats of `steps`."""
+    experts = choices.get("quantized_experts")
+    if experts is not None and experts.body == ops.REFERENCE:
+        why = dict(experts.declined).get("cpu", f"there are none for {device.kind}")
+        return [
+            f"SLOW: experts: each call dequantizes the experts that it uses. No kernels: {why}",
+            *without_kernels({**choices, "quantized_experts": None}, steps, device),
+        ]
     choice, formats = choices.get("quantized_linear"), [format for step in steps for format in step.formats.values()]
     if choice is None or not formats or device.kind != "cpu":
         return []

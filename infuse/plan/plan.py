@@ -23,6 +23,7 @@ _WORDS = {
     "split": "a layer whose linears ranks share, in its own forward",
     "linear": "one linear, replaced by ours",
     "embedding": "a table, replaced by ours",
+    "experts": "all experts of a layer, replaced by ours; what chooses among them stays",
     "attention": "only the attention of layers that stay",
     "left": "stays as it was",
     "declined": "kernels that cannot run here",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix
@@ -15,8 +16,16 @@ from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes, matrices_made
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
+EXPERTS = "experts"
 _DEPTHS: Mapping[type, str] = MappingProxyType(
-    {LayerShape: BLOCK, SplitShape: SPLIT, LinearShape: LINEAR, EmbeddingShape: EMBEDDING, type(None): ATTENTION}
+    {
+        LayerShape: BLOCK,
+        SplitShape: SPLIT,
+        LinearShape: LINEAR,
+        EmbeddingShape: EMBEDDING,
+        ExpertsShape: EXPERTS,
+        type(None): ATTENTION,
+    }
 )
 
 
@@ -52,6 +61,11 @@ class Step:
     def keeps_forward(self) -> bool:
         """True for a layer without a spec: ranks share its linears, and its own forward stays."""
         return isinstance(self.shape, SplitShape)
+
+    @property
+    def is_called(self) -> bool:
+        """True for a single linear and for experts: a module of the user's calls it, and the proof runs that module."""
+        return isinstance(self.shape, (LinearShape, ExpertsShape))
 
     @property
     def is_layer(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from infuse import interrupts
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.model_inputs import SEED, StopModel, watched
 from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
@@ -119,6 +120,26 @@ def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
         index = torch.randint(matrix.outputs, (1, 30), generator=generator)
         return [_one_call(torch.cat((torch.tensor([[0, matrix.outputs - 1]]), index), dim=1), device)]
     return [_one_call(torch.randn(1, rows, matrix.inputs, generator=generator), device) for rows in (1, 7, 33)]
+
+
+def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:
+    """Random cases for experts, [T, H] with routes: one token, some, and so many that each expert has a few.
+
+    Weights are as after a softmax. In the last case one expert has all tokens.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    routes, cases = min(4, shape.count), []
+    for tokens in (1, 7, max(33, 2 * shape.count // routes), 20):
+        x = torch.randn(tokens, shape.hidden, generator=generator)
+        index = torch.rand(tokens, shape.count, generator=generator).argsort(dim=1)[:, :routes]
+        if tokens == 20:
+            index = index[:, :1].mul(0) + shape.count - 1
+        elif tokens > 7:
+            index = (torch.arange(tokens * routes) % shape.count).view(tokens, routes)
+        weights = torch.randn(index.shape, generator=generator).softmax(dim=1)
+        call = Call(x.to(device), ((index + shape.gate.first).to(device), weights.to(device)), {}, None)
+        cases.append(Case(f"{tokens} tokens", (call,), (None,)))
+    return cases
 
 
 def _one_call(x: Tensor, device: torch.device) -> Case:

@@ -22,11 +22,12 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.plain import LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.linear import QuantizedLinear
+from infuse.layers.experts import QuantizedExpertMatrix
+from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.plan import Plan
-from infuse.plan.step import Step
+from infuse.plan.step import EXPERTS, Step
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.shards.files import Bundle, write_shards, writing
@@ -81,7 +82,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
     turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
@@ -92,7 +93,7 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             yield Bundle((name,), partial(_alone, tensor, name in turned))
 
 
-def _held(module: QuantizedLinear, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
+def _held(module: Quantized, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
     weight = module.held()
     return tuple(getattr(weight, part) for part in parts)
 
@@ -152,7 +153,7 @@ def packed_paths(step: Step) -> tuple[str, ...]:
     """Paths of a step's new modules whose tensors differ from the original's; these are read back as saved."""
     if step.keeps_forward:
         return tuple(f"{step.path}.{matrix.target}" for fill, matrix in step.made if fill.format)
-    return (step.path,) if step.is_layer or step.formats else ()
+    return (step.path,) if step.is_layer or step.formats or step.depth == EXPERTS else ()
 
 
 def packed_fill(step: Step, fill: Fill) -> bool:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from infuse import memory, ops
-from infuse.architectures.packing import STACK, Fill, spans
+from infuse.architectures.packing import STACK, Fill, Tall, spans
 from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
 from infuse.quant.format import BUFFERS, QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.reader import Reader, place_of, tensor_at
+from infuse.weights.tall import sliced, tall_reader
 
 # Source values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
@@ -27,7 +28,7 @@ PART_VALUES = 1 << 20
 
 def moves(fill: Fill) -> bool:
     """True if the parameter can be reused as is, which keeps weights tied."""
-    alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
+    alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None and fill.tall in (None, Tall())
     return alone and not fill.transposed and fill.packing is None and fill.format is None
 
 
@@ -38,6 +39,7 @@ def is_there(fill: Fill, source: nn.Module) -> bool:
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
     """Build the target tensor of `fill` in `dtype` (None keeps it). A lone source without any change is not copied."""
+    reader = tall_reader(fill, reader)
     if fill.merge == STACK:
         tensor = torch.stack([reader.read(fill.sources[span.source]) for span in _spans(fill, reader)])
     elif moves(fill):
@@ -66,7 +68,7 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part)."""
     assert fill.format is not None, fill
     format = quant_format(fill.format)
-    for limits, pieces in _parts(fill, reader, rows):
+    for limits, pieces in _parts(fill, tall_reader(fill, reader), rows):
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=_axis(fill))
         try:
             data, scale, zero = quantize(part, fill.format)
@@ -103,6 +105,8 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
     Returns views of the target for sources that are contiguous in it and not transposed.
     """
     assert fill.cut is None, fill
+    if fill.tall is not None:
+        return {fill.sources[0]: sliced(fill.tall, target, shapes[fill.sources[0]])}
     if fill.merge == STACK:
         return dict(zip(fill.sources, target.unbind(0), strict=True))
     if moves(fill):

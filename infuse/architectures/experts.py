@@ -1,0 +1,216 @@
+"""The experts of a mixture as one part: all experts of a layer, which a router outside of it chooses among.
+
+Recognized are the classes that transformers marks by `@use_experts_implementation`, and others of the same signature:
+`forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`. The instance tells how its weights are laid
+out. Its gate is recognized by the values that it returns, because classes override it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse.architectures.activations import ACTIVATIONS
+from infuse.architectures.adapters import is_adapter
+from infuse.architectures.packing import Fill, Tall
+from infuse.architectures.part import COLUMN, EXPERT, INNER, ROW, Extent, Matrix, PartShape, Share
+from infuse.architectures.plain import linears, patched
+from infuse.errors import SpecMismatch
+from infuse.ops.experts import ExpertGate
+
+_MARKS = "transformers.integrations.moe"  # the module of the forward that the decorator gives to a class
+_PROBES = 24  # values of gate and of up on which a gate is compared with ours
+_PROBE_TOLERANCE = 1e-5  # some gates round to float32; the two forms of gelu differ by up to 5e-4
+_SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
+# What the decorator writes to each instance, and what holds for a class without it.
+_LAYOUT: Mapping[str, bool] = MappingProxyType(
+    {
+        "has_gate": True,
+        "has_bias": False,
+        "is_concatenated": True,
+        "is_transposed": False,
+        "has_post_expert_norm": False,
+        "_is_expert_parallel": False,
+    }
+)
+_ROUTER_NAMES = ("router", "gate", "gating", "classifier", "wg")
+
+
+@dataclass(frozen=True)
+class ExpertsShape(PartShape):
+    """Dimensions and settings of the experts of one layer. `gate.first` is the number of the first one held here.
+
+    The first matrices of all experts are one matrix [count * rows, hidden], where rows = 2 * inner ([gate | up]) if
+    gated; the second ones are one matrix [count * hidden, inner]. Ranks split the width of each expert or, if `unit` is
+    EXPERT, get whole experts.
+    """
+
+    count: int
+    hidden: int
+    inner: int
+    gate: ExpertGate
+    up_bias: bool = False
+    down_bias: bool = False
+    unit: str = INNER
+
+    @property
+    def rows(self) -> int:
+        """Rows of one expert's first matrix."""
+        return self.inner * (2 if self.gate.gated else 1)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        of_up: tuple[Extent, ...]
+        if self.unit == EXPERT:
+            split, of_up = COLUMN, (Extent(EXPERT, self.count, self.rows),)
+            of_down = (Extent(EXPERT, self.count, self.hidden),)
+        else:
+            split, of_down = ROW, (Extent(INNER, self.inner),)
+            of_up = of_down * (self.count * self.rows // self.inner)
+        up, down = (self.count * self.rows, self.hidden), (self.count * self.hidden, self.inner)
+        return (
+            Matrix("up", *up, self.up_bias, COLUMN, of_up, op="experts"),
+            Matrix("down", *down, self.down_bias, split, of_down, op="experts"),
+        )
+
+    def of_rank(self, share: Share) -> ExpertsShape:
+        if self.unit == EXPERT:
+            first = self.gate.first + share.own[EXPERT][0]
+            return replace(self, count=share.count(EXPERT), gate=self.gate._replace(first=first))
+        return replace(self, inner=share.count(INNER), down_bias=self.down_bias and share.is_first)
+
+
+@dataclass(frozen=True)
+class BoundExperts:
+    """The shape of one module of experts and the fills from its parameters."""
+
+    shape: ExpertsShape
+    fills: tuple[Fill, ...]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module computes experts that its caller chooses, with one parameter for all of them."""
+    forward: Any = type(module).forward
+    if getattr(forward, "__globals__", {}).get("__name__") == _MARKS:
+        return True
+    arguments = tuple(inspect.signature(forward).parameters)[1:]
+    return arguments == _SIGNATURE and hasattr(module, "num_experts") and "gate_up_proj" in module._parameters
+
+
+def experts_in(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Paths, from the root, of the modules of experts in `module`, whose own path is `path`."""
+    for name, child in module.named_modules():
+        if is_experts(child):
+            yield ".".join(part for part in (path, name) if part)
+
+
+def router_paths(model: nn.Module) -> frozenset[str]:
+    """Paths of the linears beside experts that choose among them or weigh them: routers and gates of shared experts.
+
+    They are known by their outputs, one for each expert or a single one, or by their names.
+    """
+    found: set[str] = set()
+    for path in experts_in(model):
+        where, experts = path.rpartition(".")[0], model.get_submodule(path)
+        counts = (1, getattr(experts, "num_experts", 1))
+        for name, shape in linears(model.get_submodule(where), where):
+            inside = name.removeprefix(f"{where}.").split(".")
+            if shape.outputs in counts or inside[-1] in _ROUTER_NAMES or "router" in inside:
+                found.add(name)
+    return frozenset(found)
+
+
+def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
+    """Read layout, sizes and gate of a module of experts, live or on meta; `caller` holds it.
+
+    SpecMismatch lists what our experts do not compute.
+    """
+    experts: Any = module
+    told = {name: bool(getattr(experts, name, default)) for name, default in _LAYOUT.items()}
+    name = type(module).__name__
+    if differences := list(_differences(module, caller, told)):
+        raise SpecMismatch(name, differences)
+    first = "gate_up_proj" if told["has_gate"] else "up_proj"
+    leaves = (first, "down_proj") + ((f"{first}_bias", "down_proj_bias") if told["has_bias"] else ())
+    tensors = dict(experts.named_parameters())
+    if set(tensors) != set(leaves):
+        raise SpecMismatch(name, [f"its parameters are {', '.join(tensors)}; understood: {', '.join(leaves)}"])
+    sizes = _sizes(experts.num_experts, tensors[first], tensors["down_proj"], told)
+    if sizes is None:
+        shapes = ", ".join(f"{leaf} {list(tensor.shape)}" for leaf, tensor in tensors.items())
+        raise SpecMismatch(name, [f"{shapes} are not the matrices of {experts.num_experts} experts"])
+    gate = _gate(experts, told)
+    if isinstance(gate, str):
+        raise SpecMismatch(name, [gate])
+    shape = ExpertsShape(experts.num_experts, *sizes, gate, told["has_bias"], told["has_bias"])
+    turned, interleaved = told["is_transposed"], told["has_gate"] and not told["is_concatenated"]
+    layouts = (Tall(turned, interleaved), Tall(turned), Tall(interleaved=interleaved), Tall())
+    targets = ("up.weight", "down.weight", "up.bias", "down.bias")
+    found = zip(targets, leaves, layouts, strict=False)
+    return BoundExperts(shape, tuple(Fill(target, (leaf,), tall=tall) for target, leaf, tall in found))
+
+
+def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool]) -> Iterator[str]:
+    if patched(experts):
+        yield "it has a forward set on the instance"
+    if is_adapter(caller):
+        yield "its adapter (peft) changes its parameters in each call"
+    if told["has_post_expert_norm"]:
+        yield "each expert has a norm after its second product"
+    if told["_is_expert_parallel"]:
+        yield "transformers has distributed its experts over ranks"
+
+
+def _sizes(count: int, up: Tensor, down: Tensor, told: Mapping[str, bool]) -> tuple[int, int] | None:
+    """Hidden and inner width; None if the two parameters do not fit together."""
+    if up.dim() != 3 or down.dim() != 3:
+        return None
+    if told["is_transposed"]:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    _, hidden, inner = down.shape
+    rows = inner * (2 if told["has_gate"] else 1)
+    return (hidden, inner) if (*up.shape, *down.shape) == (count, rows, hidden, count, hidden, inner) else None
+
+
+def _gate(experts: Any, told: Mapping[str, bool]) -> ExpertGate | str:
+    """Our gate that returns what the module's own does for random numbers beyond all its limits; a reason if none."""
+    attributes = {name: value for name, value in vars(experts).items() if "limit" in name}
+    limits = sorted({float(value) for value in attributes.values() if isinstance(value, (int, float))} - {math.inf})
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(_PROBES, 2 * _PROBES, generator=generator, dtype=torch.float64, device="cpu")
+    probe *= 2 * max([*limits, 2.0])
+    names = tuple(dict.fromkeys(ACTIVATIONS.values()))
+    if not told["has_gate"]:
+        return _alike(experts.act_fn, probe, probe, [ExpertGate(name, gated=False) for name in names])
+    laid = probe if told["is_concatenated"] else torch.cat([probe[:, 0::2], probe[:, 1::2]], dim=1)
+    own = getattr(experts, "_apply_gate", None) or (lambda h: experts.act_fn(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1])
+    clamps = [(0.0, False), *((limit, after) for limit in limits for after in (False, True))]
+    tried = [
+        ExpertGate(name, True, limit, after, offset)
+        for limit, after in clamps
+        for offset in (0.0, 1.0)
+        for name in names
+    ]
+    return _alike(own, probe, laid, tried)
+
+
+def _alike(own: Callable[[Tensor], Tensor], probe: Tensor, laid: Tensor, tried: list[ExpertGate]) -> ExpertGate | str:
+    """The first gate in `tried` that returns for `laid` what `own` returns for `probe`; a reason if none does."""
+    try:
+        with torch.no_grad():
+            wanted = own(probe.clone())
+    except Exception as error:  # it may read what a probe does not have
+        return f"its gate cannot be tried on numbers: {type(error).__name__}: {error}".partition("\n")[0]
+    allowed = _PROBE_TOLERANCE * (wanted.abs() + 0.1)
+    for gate in tried:
+        found = gate.inner(laid)
+        if found.shape == wanted.shape and bool(((found - wanted).abs() <= allowed).all()):
+            return gate
+    return "its gate is none that our experts have: act(gate) * (up + offset), both clamped or not"
