@@ -2,6 +2,7 @@
 
 import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.experts  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <optional>
 
 #include "binding.h"
@@ -17,7 +18,7 @@ constexpr int64_t kOneThreadBytes = 1 << 17;
 constexpr int64_t kPieceBytes = 1 << 18;
 
 // Memory that a thread keeps between calls, since allocating it costs more than filling it.
-enum class Scratch { x, tile };
+enum class Scratch { x, tile, experts };
 template <Scratch purpose>
 void* scratch_of(size_t bytes) {
   struct Free {
@@ -32,13 +33,39 @@ void* scratch_of(size_t bytes) {
   return buffer.get();
 }
 
-// Calls run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`. Each thread first
-// processes its own stretch sequentially, since memory is fastest for one sequential stream, and then takes pieces of
-// unfinished stretches.
+// Pieces of work that threads take. Each thread first processes its own stretch sequentially, since memory is fastest
+// for one sequential stream, and then takes pieces of unfinished stretches.
+class Stretches {
+ public:
+  static constexpr int64_t kMost = 256;
+
+  Stretches(int64_t pieces, int64_t threads) : threads_(threads) {
+    for (int64_t t = 0; t < threads; ++t) new (&at(t)) Stretch{{pieces * t / threads}, pieces * (t + 1) / threads};
+  }
+  // Calls run(piece) for the pieces that thread t takes, until none is left.
+  template <class F>
+  void work(int64_t t, const F& run) {
+    for (int64_t i = 0; i < threads_; ++i) {
+      Stretch& s = at((t + i) % threads_);
+      for (int64_t p; (p = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end;) run(p);
+    }
+  }
+
+ private:
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  Stretch& at(int64_t t) { return reinterpret_cast<Stretch*>(room_)[t]; }
+
+  int64_t threads_;
+  alignas(64) unsigned char room_[kMost * sizeof(Stretch)];  // only as many as there are threads are initialised
+};
+
+// Calls run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`.
 template <class F>
 void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
-  constexpr int64_t kMostStretches = 256;
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), kMostStretches);
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost);
   const int64_t bytes = outputs * row_bytes;
   if (threads == 1 || bytes <= kOneThreadBytes) {
     run(0, outputs);
@@ -46,23 +73,10 @@ void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run
   }
   const int64_t rows = std::min(kPieceBytes, bytes / threads / 2) / std::max<int64_t>(row_bytes, 1);
   const int64_t piece = std::max<int64_t>(1, rows / unit) * unit, pieces = (outputs + piece - 1) / piece;
-  struct alignas(64) Stretch {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  Stretch stretches[kMostStretches];
-  for (int64_t t = 0; t < threads; ++t) {
-    stretches[t].next.store(pieces * t / threads, std::memory_order_relaxed);
-    stretches[t].end = pieces * (t + 1) / threads;
-  }
+  Stretches stretches(pieces, threads);
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t i = 0; i < threads; ++i) {
-        Stretch& s = stretches[(t + i) % threads];
-        for (int64_t p; (p = s.next.fetch_add(1, std::memory_order_relaxed)) < s.end;) {
-          run(p * piece, std::min((p + 1) * piece, outputs));
-        }
-      }
+      stretches.work(t, [&](int64_t p) { run(p * piece, std::min((p + 1) * piece, outputs)); });
     }
   });
 }

@@ -24,6 +24,12 @@ void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads);
 void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
                  int64_t code, int64_t outputs, int64_t threads);
 
+// binding_panels.cpp: sets the weight of `a` from panels and all that describes it.
+void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
+                 int64_t code, int64_t outputs);
+// Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
+bool takes_integers(const LinearArgs& a, int64_t code);
+
 // binding_attention.cpp
 std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
                                     Tensor values, int64_t start, int64_t heads, bool interleaved);

@@ -7,9 +7,6 @@
 #include "limits.h"
 
 namespace infuse {
-namespace {
-
-constexpr int64_t kPanelRows = 16;
 
 void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
                  int64_t code, int64_t outputs) {
@@ -21,6 +18,15 @@ void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   a.groups = scale.size(1);  // scale [panels, groups, 16]
 }
 
+bool takes_integers(const LinearArgs& a, int64_t code) {
+  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
+  return !(amx_multiplies() && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
+}
+
+namespace {
+
+constexpr int64_t kPanelRows = 16;
+
 void few_rows(LinearArgs& a) {
   const PanelKernels& kernel = kernels().panels;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
@@ -28,12 +34,6 @@ void few_rows(LinearArgs& a) {
   over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
   const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (a.zero ? 3 : 2);
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
-}
-
-// Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
-bool takes_integers(const LinearArgs& a, int64_t code) {
-  if (!(code & kShortX) || a.rows <= kFewRowsInteger || !kernels().panels.integer_tiles.multiply) return false;
-  return !(amx_multiplies() && a.type == Type::bf16) && a.inputs / a.groups <= kMostIntegerInputs;
 }
 
 // Returns false if x is not finite; the caller must then compute y again from the unrounded x.

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "attention_tiles.h"
+#include "experts.h"
 #include "linear.h"
 #include "norm.h"
 #include "quantize.h"
@@ -23,6 +24,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::linear_kernels(),
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),
+      INFUSE_ISA::expert_kernels(),
       INFUSE_ISA::quantize,
       INFUSE_ISA::read_bytes,
       INFUSE_ISA::sum_arrays,

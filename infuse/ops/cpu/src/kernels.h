@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention_kernels.h"
+#include "expert_kernels.h"
 #include "linear_kernels.h"
 #include "quantize_kernels.h"
 #include "types.h"
@@ -38,6 +39,7 @@ struct Kernels {
   LinearKernels linear;
   PanelKernels panels;
   AttentionKernels attention;
+  ExpertKernels experts;
   QuantizeKernel quantize;
   uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
   void (*sum_arrays)(const SumArgs&, int64_t begin, int64_t end);  // shared.h; elements [begin, end)

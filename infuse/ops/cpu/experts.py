@@ -1,0 +1,87 @@
+"""The experts of ops/experts.py in C++: all products in one parallel region (src/binding_experts.cpp).
+
+Experts with few tokens stream their rows once, those with many multiply tiles. Many tokens in float32 or float16 with
+plain weights are left to the reference, which runs PyTorch's product for each expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.native import DTYPES, kernels, needs
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
+from infuse.ops.cpu.linear import fits
+from infuse.ops.cpu.quantized_linear import PANELS, code_of
+from infuse.ops.experts import ExpertGate, experts, quantized_experts
+from infuse.quant.format import SCALE_DTYPE
+
+PLAIN = -1  # code of a matrix that is not quantized
+Matrix = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # codes or elements, scale, zero, bias
+
+
+@experts.implement("cpu", needs)
+def _experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *gate: Any,
+) -> Any:
+    dtype = x.dtype
+    if dtype in DTYPES and up.dtype is dtype and down.dtype is dtype and up.is_contiguous() and down.is_contiguous():
+        matrices = (up, None, None, up_bias), (down, None, None, down_bias)
+        y = _summed(x, index, weights, matrices, (down.shape[1], PLAIN, PLAIN), ExpertGate(*gate))
+        if y is not None:
+            return y
+    return experts.reference(x, index, weights, up, up_bias, down, down_bias, *gate)
+
+
+@quantized_experts.implement("cpu", needs, PANELS)
+def _quantized_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up_data: Tensor,
+    up_scale: Tensor,
+    up_zero: Tensor | None,
+    up_bias: Tensor | None,
+    down_data: Tensor,
+    down_scale: Tensor,
+    down_zero: Tensor | None,
+    down_bias: Tensor | None,
+    inner: int,
+    up_format: str,
+    down_format: str,
+    *gate: Any,
+) -> Any:
+    matrices = (up_data, up_scale, up_zero, up_bias), (down_data, down_scale, down_zero, down_bias)
+    codes = inner, code_of(up_format), code_of(down_format)
+    dtype = x.dtype
+    return _summed(x if dtype in DTYPES else x.float(), index, weights, matrices, codes, ExpertGate(*gate)).to(dtype)
+
+
+def _summed(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    matrices: tuple[Matrix, Matrix],
+    sizes: tuple[int, int, int],
+    gate: ExpertGate,
+) -> Any:
+    """Run the kernel; None if PyTorch is faster for so many tokens. `sizes`: inner width, codes of both matrices."""
+    given = []
+    for data, scale, zero, bias in matrices:
+        if scale is not None and scale.dtype is not SCALE_DTYPE:  # casting the model also casts its scales
+            scale = scale.to(SCALE_DTYPE)
+        if not fits(bias, x.dtype) and bias is not None:
+            bias = bias.to(x.dtype).contiguous()
+        given += [data, scale, zero, bias]
+    index, weights = index.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
+    number = ACTIVATION_NUMBERS[gate.activation]
+    return kernels().experts.default(x.contiguous(), index, weights, *given, *sizes, number, *gate[1:])
