@@ -91,7 +91,12 @@ struct Product {
 
   Way exact_way() const {
     if (args.type != Type::bf16 || args.inputs % 2 || !tiles_of(Way::tiles).multiply) return Way::stream;
-    return args.rows > (code < 0 ? kFewPlainRows : kFewRows) ? Way::tiles : Way::stream;
+    return args.rows > most_streamed() ? Way::tiles : Way::stream;
+  }
+  int64_t most_streamed() const {
+    if (code < 0) return kFewPlainRows;
+    if (!amx_multiplies() || left_to_pytorch()) return kFewRows;
+    return args.code == Code::int8 ? kFewRowsAmxBytes : kFewRowsAmx;
   }
   const TileKernels& tiles_of(Way of) const {
     if (code < 0) return kernels().linear.tiles;
