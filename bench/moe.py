@@ -56,7 +56,7 @@ def made(shape: dict[str, Any]) -> Any:
 
 def contestants(shape: dict[str, Any], formats: list[str]) -> list[Contestant]:
     eager = made(shape)
-    found = [Contestant("transformers grouped_mm", eager, DTYPE, parameter_bytes(eager), 0.0)]
+    found = [Contestant("transformers bf16", eager, DTYPE, parameter_bytes(eager), 0.0)]
     for format in ("", *formats):
         model = copy.deepcopy(eager)
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def step_bytes(shape: dict[str, Any], entry: Contestant, batch: int, tokens: int
     """What a step over `batch` rows reads: caches, and all weights but the embedding's and those of experts not hit."""
     width, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     format = entry.name.split()[-1]
-    if format in ("bf16", "grouped_mm"):
+    if format == "bf16":
         expert = 3 * width * inner * DTYPE.itemsize
     else:
         expert = quant_format(format).nbytes(2 * inner, width) + quant_format(format).nbytes(width, inner)
@@ -85,9 +85,9 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
     run = prefill(args.prefill)
     prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
     decodes = [decode_steps(entries, batch, args.context, args.new, args.repeats) for batch in (1, args.batch)]
-    what = "ratios to the first row; share of the read bandwidth (GB/s) probed around the steps, of the bytes used"
+    what = "ratios to the first row; share of the read bandwidth probed around the steps, of the bytes used"
     table = Table(title=f"{name}, {args.context} + {args.new} tokens: {what}")
-    steps = [heading for b in (1, args.batch) for heading in (f"batch {b}, ms", "spread", "x", "GB/s", "share")]
+    steps = [heading for b in (1, args.batch) for heading in (f"batch {b}, ms", "spread", "x", "share")]
     for heading in ("", f"prefill {args.prefill}, s", "x", *steps, "weights, GB", "init, s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for i, entry in enumerate(entries):
@@ -96,7 +96,7 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
             middle, read = median(seconds[i]), bandwidths[i].median
             share = step_bytes(shape, entry, batch, args.context + args.new // 2) / middle / read
             row += [f"{middle * 1e3:.2f}", f"{min(seconds[i]) * 1e3:.2f}-{max(seconds[i]) * 1e3:.2f}"]
-            row += [f"{median(seconds[0]) / middle:.2f}", f"{read / 1e9:.1f}", f"{share:.2f}"]
+            row += [f"{median(seconds[0]) / middle:.2f}", f"{share:.2f}"]
         table.add_row(*row, f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}")
     best = max((bandwidth for _, bandwidths in decodes for bandwidth in bandwidths), key=lambda b: b.best)
     return markdown(table, probed(best, {DTYPE: rate}))
