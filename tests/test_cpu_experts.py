@@ -30,7 +30,7 @@ SHAPES = (
     (9, 3, 4, 40, 72, True),
     (1, 5, 6, 64, 40, True),
 )
-FORMATS = ("int8:8", "int4:8", "fp8:row", "int8:8:asymmetric")
+FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric")
 REAL = runner("experts", "cpu")
 CODES = runner("quantized_experts", "cpu")
 

@@ -40,7 +40,7 @@ def test_the_example_runs_and_prints_what_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_the_table_is_that_of_the_formats() -> None:
     rows = re.findall(r"^\| `([\w:]+)` \| (?:`([\w:]+)`)? ?\| ([\d.]+) \| ([\d,]+) \| ([\d.]+) \|", TEXT, re.MULTILINE)
-    assert {quant_format(row[0]).name for row in rows} == {"int8", "int4", "fp8", "fp6"}
+    assert {quant_format(row[0]).name for row in rows} == {"int8", "int4", "fp8", "fp6", "mxfp4"}
     for text, same, bits, held, error in rows:
         format = quant_format(text)
         assert not same or quant_format(same) == format

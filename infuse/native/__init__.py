@@ -19,7 +19,8 @@ from infuse.native import first_use
 
 BINARY = Path(__file__).with_name("_kernels.so")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CODES = ("int8", "int4", "fp8", "fp6")  # formats of quantized weights, in the order of `enum class Code` in src/types.h
+# Formats of quantized weights, in the order of `enum class Code` in src/types.h.
+CODES = ("int8", "int4", "fp8", "fp6", "mxfp4")
 
 
 @cache

@@ -157,7 +157,7 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row")
+    texts = ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
     for i, text in enumerate(texts):
         for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
             held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)

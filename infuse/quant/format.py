@@ -19,7 +19,7 @@ from infuse.errors import ConfigError
 
 POSSIBLE = (
     "int8, int8:GROUP, int8:row, int8:groups=N; int4, fp8, fp6 likewise; int8 and int4 also with :symmetric or "
-    ":asymmetric behind, and with :a8, which lets products of many tokens round activations to 8 bits"
+    ":asymmetric behind, and with :a8, which lets products of many tokens round activations to 8 bits; mxfp4"
 )
 
 # Scales are bfloat16: a step that is off by 0.2 % costs nothing if codes are rounded against the stored step. In

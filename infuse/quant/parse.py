@@ -6,12 +6,12 @@ import re
 from functools import cache
 
 from infuse.errors import ConfigError
-from infuse.quant import floating, integer
+from infuse.quant import floating, integer, microscaling
 from infuse.quant.format import POSSIBLE, QuantFormat
 
 
 def quant_format(text: str) -> QuantFormat:
-    """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "int8:groups=2", "int8:a8".
+    """Parse a format: "int8", "int4:128", "int4:64:asymmetric", "fp8", "fp6:row", "mxfp4", "int8:groups=2", "int8:a8".
 
     ConfigError for an unknown text, listing the possible ones, or for numbers that the format cannot have.
     """
@@ -29,6 +29,8 @@ def _parsed(text: str) -> QuantFormat:
         family, size = integer.IntegerFormat, integer.DEFAULT_GROUP[name]
     elif name in floating.DEFAULT_GROUP:
         family, size = floating.FloatFormat, floating.DEFAULT_GROUP[name]
+    elif name in microscaling.DEFAULT_GROUP:
+        family, size = microscaling.MicroscalingFormat, microscaling.DEFAULT_GROUP[name]
     else:
         raise ConfigError(f"unknown quantization format {text!r}; possible: {POSSIBLE}")
     activation_bits = 16
@@ -49,4 +51,4 @@ def _parsed(text: str) -> QuantFormat:
             options.append(option)
     if options:
         raise ConfigError(f"{options[-1]!r} in the quantization format {text!r} is not known; possible: {POSSIBLE}")
-    return family(name, int(name.lstrip("intfp")), size, symmetric, groups, activation_bits)
+    return family(name, int(name.lstrip("mxintfp")), size, symmetric, groups, activation_bits)

@@ -13,6 +13,7 @@ from infuse.ops.quantize import Buffers, quantize, quantized_like
 from infuse.quant.floating import GRIDS, FloatFormat, positions
 from infuse.quant.format import LARGEST_WEIGHT, QuantFormat
 from infuse.quant.integer import INT4_DIVISORS, INT4_ENDS, INT8_LARGEST, INT8_SPANS
+from infuse.quant.microscaling import MicroscalingFormat
 from infuse.quant.parse import quant_format
 
 COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous (transposed): 4 MiB in float32
@@ -21,6 +22,8 @@ COPIED_VALUES = 1 << 20  # copied at a time from a weight that is not contiguous
 @quantize.implement("cpu", needs)
 def _quantize(weight: Tensor, format: str) -> Buffers:
     chosen = quant_format(format)
+    if isinstance(chosen, MicroscalingFormat):
+        return quantize.reference(weight, format)
     if weight.dim() != 2 or weight.dtype not in DTYPES or weight.device.type != "cpu":
         return quantize.reference(weight, format)
     buffers = data, scale, zero = quantized_like(weight, format)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infuse.ops.op import Layout
 from infuse.quant.floating import pack_fp6, unpack_fp6
-from infuse.quant.format import QuantizedWeight
+from infuse.quant.format import QuantFormat, QuantizedWeight
 
 LARGEST_SEGMENT = 64
 # Codes in a word; for fp6, their low parts.
@@ -87,4 +87,8 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, data=data)
 
 
-WORDS = Layout(_in_words, _in_rows)
+def _declined(format: QuantFormat, inputs: int) -> str | None:
+    return None if format.name in CODES else f"{format}: there is no kernel for it yet"
+
+
+WORDS = Layout(_in_words, _in_rows, _declined)

@@ -188,12 +188,12 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     return true;
   }
   // one loop per format, so that the conversion is inlined
-  if (Code(code) == Code::int4 || Code(code) == Code::int8) {
+  if (is_nibble(Code(code)) || Code(code) == Code::int8) {
     const auto pack = [&](const auto& change) {
       over_units(data.size(0), to.size(1), 4,
                  [&](int64_t row, int64_t panel) { put_word(into + panel, change(word_at(from + row))); });
     };
-    if (Code(code) == Code::int4) {
+    if (is_nibble(Code(code))) {
       pack([](uint32_t x) { return word_of_nibbles(x); });
     } else {
       pack([](uint32_t x) { return middle_bytes_swapped(x); });
@@ -223,7 +223,7 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return;
   }
-  const auto change = Code(code) == Code::int4 ? nibbles_of_word : middle_bytes_swapped;
+  const auto change = is_nibble(Code(code)) ? nibbles_of_word : middle_bytes_swapped;
   over_units(to.size(0), data.size(1), 4,
              [&](int64_t row, int64_t panel) { put_word(into + row, change(word_at(from + panel))); });
 }

@@ -35,6 +35,7 @@ template <Code C>
 float value_in(const uint32_t* words, int j) {
   if constexpr (C == Code::int8) return float(int8_t(words[0] >> bit_of(8, j)));
   if constexpr (C == Code::int4) return float(int(words[0] >> bit_of(4, j) & 15) - 8);
+  if constexpr (C == Code::mxfp4) return kMxfp4[words[0] >> bit_of(4, j) & 15];
   if constexpr (C == Code::fp8) return kFp8[words[0] >> bit_of(8, j) & 255];
   if constexpr (C == Code::fp6) {
     const int pair = j / 2, half = 16 * (j % 2);
@@ -105,6 +106,12 @@ template <Code C>
         short(0xbf80), 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0));
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(d.words[0], unsigned(4 * pair)), table);
   }
+  if constexpr (C == Code::mxfp4) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, short(0x8000), short(0xbf00), short(0xbf80),
+        short(0xbfc0), short(0xc000), short(0xc040), short(0xc080), short(0xc0c0)));
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(d.words[0], unsigned(4 * pair)), table);
+  }
   if constexpr (C == Code::fp8) return fp8_pair(d.words[0], pair != 0);
   if constexpr (C == Code::fp6) {
     if (pair < 6) return fp6_pair(pair % 2 ? _mm512_srli_epi16(d.words[pair / 2], 6) : d.words[pair / 2]);
@@ -119,6 +126,9 @@ template <Code C>
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(d.words[0], unsigned(24 - bit_of(8, j))), 24));
   } else if constexpr (C == Code::int4) {  // the permutation reads only the lowest four bits of its index
     const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(d.words[0], unsigned(bit_of(4, j))), table);
+  } else if constexpr (C == Code::mxfp4) {
+    const __m512 table = _mm512_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6);
     return _mm512_permutexvar_ps(_mm512_srli_epi32(d.words[0], unsigned(bit_of(4, j))), table);
   } else {
     const __m512i pair = float_pair<C>(d, j / 2);
@@ -136,6 +146,11 @@ template <Code C>
   } else if constexpr (C == Code::int4) {
     const __m256i nibble = _mm256_and_si256(_mm256_srli_epi32(d.words[0], bit_of(4, j)), _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(nibble, _mm256_set1_epi32(8)));
+  } else if constexpr (C == Code::mxfp4) {  // the permutation reads only the lowest three bits of its index
+    const __m256i nibble = _mm256_srli_epi32(d.words[0], bit_of(4, j));
+    const __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5, 1, 1.5, 2, 3, 4, 6), nibble);
+    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(nibble, _mm256_set1_epi32(8)), 28);
+    return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
   } else if constexpr (C == Code::fp8) {
     return half_values<4, 3>(_mm256_slli_epi32(d.words[0], 24 - bit_of(8, j)), 256.0f);
   } else {
@@ -185,6 +200,7 @@ auto with_code(Code code, const F& run) {
     case Code::int8: return run(CodeOf<Code::int8>());
     case Code::int4: return run(CodeOf<Code::int4>());
     case Code::fp8: return run(CodeOf<Code::fp8>());
+    case Code::mxfp4: return run(CodeOf<Code::mxfp4>());
     default: return run(CodeOf<Code::fp6>());
   }
 }

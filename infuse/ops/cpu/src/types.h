@@ -8,9 +8,10 @@ namespace infuse {
 enum class Type { f32, bf16, f16 };
 
 // As infuse/quant defines them, in the order of CODES in infuse/native/__init__.py.
-enum class Code { int8, int4, fp8, fp6 };
+enum class Code { int8, int4, fp8, fp6, mxfp4 };
 
-constexpr int bits_of(Code code) { return code == Code::int4 ? 4 : code == Code::fp6 ? 6 : 8; }
+constexpr bool is_nibble(Code code) { return code == Code::int4 || code == Code::mxfp4; }
+constexpr int bits_of(Code code) { return is_nibble(code) ? 4 : code == Code::fp6 ? 6 : 8; }
 
 enum class Act { silu, gelu, gelu_tanh, quick_gelu, relu, relu2, tanh };
 
