@@ -273,7 +273,7 @@ class Run {
       down.args.x = job.inner;
       down.args.scratch = room.take(down.arranged_bytes());
       down.args.y = room.take(job.count * down.args.outputs * bytes);
-      for (Product* p : {&up, &down}) p->args.ahead = p->way == Way::stream ? 0 : p->tiles().tile_columns(p->args);
+      for (Product* p : {&up, &down}) p->args.ahead = p->way == Way::stream ? 0 : p->piece();
     }
   }
 
