@@ -90,7 +90,10 @@ class Proofs:
         return self.builder.source.holds_replaced and (shared or step.shape is None or bool(packed_paths(step)))
 
     def _prove(self, candidates: Sequence[Step], progress: Callable[[int, int, str], None] | None) -> None:
-        steps = list({self.key(step): step for step in reversed(candidates)}.values())[::-1]  # the first of each kind
+        samples: dict[tuple, Step] = {}
+        for step in candidates:
+            samples.setdefault(self.key(step), step)
+        steps = list(samples.values())
         cases: dict[str, list[Case] | str] = {}
         # Linears are proven in their callers only on one rank, since ranks would have to synchronize in every call,
         # and only on a live model, since a checkpoint's dtypes differ from the model's.
