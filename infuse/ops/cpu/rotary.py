@@ -14,16 +14,13 @@ from infuse.ops.rotary import rotary, rotary_append
 
 
 @rotary.implement("cpu", needs)
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
-    out = kernels().rotary.default(x, cos, sin, interleaved)
-    return rotary.body("torch")(x, cos, sin, interleaved) if out is None else out
+def _rotary(*given: Any) -> Any:
+    out = kernels().rotary.default(*given)
+    return rotary.body("torch")(*given) if out is None else out
 
 
 @rotary_append.implement("cpu", needs)
-def _rotary_append(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, keys: Tensor, values: Tensor, start: int | Tensor, heads: int,
-    interleaved: bool,
-) -> Any:  # fmt: skip
-    start = int(start)
-    out = kernels().rotary_append.default(qkv, cos, sin, keys, values, start, heads, interleaved)
-    return rotary_append.body("torch")(qkv, cos, sin, keys, values, start, heads, interleaved) if out is None else out
+def _rotary_append(qkv: Tensor, cos: Any, sin: Any, keys: Tensor, values: Tensor, start: Any, *given: Any) -> Any:
+    args = qkv, cos, sin, keys, values, int(start), *given
+    out = kernels().rotary_append.default(*args)
+    return rotary_append.body("torch")(*args) if out is None else out
