@@ -40,23 +40,14 @@ def _values(dtype: torch.dtype, weight: QuantizedWeight) -> QuantizedWeight | No
 
 def _gathered(dtype: torch.dtype, parts: Iterable[QuantizedWeight], shape: tuple[int, int]) -> QuantizedWeight:
     """The same from parts of the rows, in order. Unchecked: from float32 and bfloat16 the codes can be recovered."""
-    whole: QuantizedWeight | None = None
-    first = 0
+    data, scales, zeros, first = memory.empty(shape, dtype), [], [], 0
     for part in parts:
-        if whole is None:
-            scale, zero = (
-                None if given is None else given.new_empty(shape[0], given.shape[1])
-                for given in (part.scale, part.zero)
-            )
-            assert scale is not None
-            whole = QuantizedWeight(memory.empty(shape, dtype), scale, zero, shape, part.format)
-        here = slice(first, first + part.shape[0])
-        first = here.stop
-        whole.data[here], whole.scale[here] = part.format.dequantize(part, dtype), part.scale
-        if whole.zero is not None and part.zero is not None:
-            whole.zero[here] = part.zero
-    assert whole is not None and first == shape[0], (first, shape)
-    return whole
+        data[first : first + part.shape[0]] = part.format.dequantize(part, dtype)
+        first += part.shape[0]
+        scales.append(part.scale)
+        zeros += [] if part.zero is None else [part.zero]
+    assert first == shape[0], (first, shape)
+    return QuantizedWeight(data, torch.cat(scales), torch.cat(zeros) if zeros else None, shape, part.format)
 
 
 def _codes(held: QuantizedWeight) -> QuantizedWeight:
