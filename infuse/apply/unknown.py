@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from infuse.apply.build import Builder, build_part
 from infuse.architectures.split import SplitShape
@@ -73,7 +73,10 @@ class _Trial:
             self.wanted = compare.expected(self.layer, self.cases, self.builder.dtype)
 
     def run_alone(self, step: Step) -> None:
-        with self._standing_in(step, torch.float32, lambda path: _alone, LOCAL), in_dtype(self.layer, torch.float32):
+        with (
+            self._standing_in(step, torch.float32, lambda path: lambda part: part, LOCAL),
+            in_dtype(self.layer, torch.float32),
+        ):
             for case in self.cases:
                 compare.outputs(self.layer, case, torch.float32, case.caches[0])
 
@@ -102,10 +105,6 @@ class _Trial:
         with ExitStack() as undo:
             put_part(self.layer, step.shape, part.train(False), partial(put, undo), group, step.path)
             yield
-
-
-def _alone(part: Tensor) -> Tensor:
-    return part
 
 
 def together(steps: Sequence[tuple[Step, tuple]], refused: Mapping[tuple, str]) -> dict[tuple, str]:

@@ -114,16 +114,14 @@ class GroupQuantizer:
                 f"{parallel_dim}, and halves that divide into the groups"
             )
         source = inputs.detach().float()
-        scales = [self._scale(part.reshape(groups, -1)) for part in (source, *source.chunk(2, dim=parallel_dim))]
-        divisor = torch.where(scales[0] == 0, 1.0, scales[0])
         most = 2 ** (self.num_bits - 1)
+        parts = (source, *source.chunk(2, dim=parallel_dim))
+        scales = [part.reshape(groups, -1).abs().amax(dim=1) / most for part in parts]
+        divisor = torch.where(scales[0] == 0, 1.0, scales[0])
         integers = (source.reshape(groups, -1) / divisor[:, None]).round().clamp(-most, most - 1)
         quantized = nn.Parameter(integers.reshape(inputs.shape).to(torch.int8), requires_grad=False)
         quantized.scale = torch.cat(scales).reshape(groups, 3)  # type: ignore[attr-defined]
         return quantized
-
-    def _scale(self, groups_GN: torch.Tensor) -> torch.Tensor:
-        return groups_GN.abs().amax(dim=1) / 2 ** (self.num_bits - 1)
 
 
 class AutoTP:

@@ -105,7 +105,10 @@ class IntegerFormat(QuantFormat):
         return self._nearest(w_GN, scale_G1, stored_G1), scale_G1, stored_G1
 
     def _nearest(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
-        codes = self._codes(w_GN, scale_G1, None if zero_G1 is None else zero_G1 * self.zero_unit)
+        steps = w_GN / scale_G1
+        if zero_G1 is not None:
+            steps += zero_G1 * self.zero_unit
+        codes = steps.round_().clamp_(*_range(self.bits)).to(torch.int8)
         return pack_int4(codes) if self.bits == 4 else codes
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -114,12 +117,6 @@ class IntegerFormat(QuantFormat):
         if zero is not None:
             values -= zero.unsqueeze(-1) * self.zero_unit
         return values.mul_(scale.unsqueeze(-1)).flatten(1)
-
-    def _codes(self, w_GN: torch.Tensor, scale_G1: torch.Tensor, zero_G1: torch.Tensor | None) -> torch.Tensor:
-        steps = w_GN / scale_G1
-        if zero_G1 is not None:
-            steps += zero_G1
-        return steps.round_().clamp_(*_range(self.bits)).to(torch.int8)
 
     def _candidates(self, w_GN: torch.Tensor) -> Iterator[Grid]:
         if self.symmetric:

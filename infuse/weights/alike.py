@@ -29,7 +29,10 @@ def agree_on_weights(group: Group, model: nn.Module, sums: Mapping[str, int]) ->
     """Raise RankError naming the first tensor that differs from rank 0's, or the config if that differs."""
     found = {f"the weights: {name}": value for name, value in sums.items()}
     group.check_same({"the names of the weights": "\n".join(found)}, "the names of the weights")
-    group.check_same({"the model's config": _config_sum(getattr(model, "config", None)), **found}, "the weights")
+    config: Any = getattr(model, "config", None)
+    values = _public(config.to_dict()) if hasattr(config, "to_dict") else {}
+    config_sum = zlib.crc32(json.dumps(values, sort_keys=True, default=repr).encode())
+    group.check_same({"the model's config": config_sum, **found}, "the weights")
 
 
 def live_sums(model: nn.Module) -> dict[str, int]:
@@ -74,11 +77,6 @@ def _sum(tensor: Tensor) -> Tensor:
 def _weighted(values: Tensor) -> Tensor:
     """Sum all values, each weighted by a distinct odd number, with wraparound."""
     return (values * (2 * torch.arange(len(values), device=values.device) + 1)).sum()
-
-
-def _config_sum(config: Any) -> int:
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return zlib.crc32(json.dumps(_public(values), sort_keys=True, default=repr).encode())
 
 
 def _public(value: Any) -> Any:

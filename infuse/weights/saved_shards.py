@@ -88,7 +88,8 @@ class SavedShards:
         opened = {number: self._opened[number] for number in range(len(paths)) if rank in (None, number)}
         for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
             found = {number: file for number, file in opened.items() if name in file.stored}
-            cut = tilings.get(name) or tilings.get(_weight_of(name))
+            owner, _, leaf = name.rpartition(".")
+            cut = tilings.get(name) or tilings.get(f"{owner}.weight" if leaf in BUFFERS else name)
             if cut is None:
                 first, file = next(iter(found.items()))
                 whole = _of_one(0, next(iter(file.stored[name].shape), 1), first)
@@ -136,8 +137,3 @@ def _check_cut(file: TensorFile, name: str, cut: Tiling, rank: int, is_plain: bo
 def _of_one(axis: int, length: int, rank: int) -> Tiling:
     """Tiling of a tensor that `rank` holds whole."""
     return Tiling(axis, length, (*((),) * rank, ((0, length),)))
-
-
-def _weight_of(name: str) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{owner}.weight" if leaf in BUFFERS else name

@@ -60,9 +60,13 @@ def find_files(source: Any, base_dir: str = "") -> Files:
     or else its folder.
     """
     try:
-        return _present(_found(source, base_dir))
+        files = _found(source, base_dir)
+        missing = [str(path) for path in dict.fromkeys(files) if not os.path.isfile(path)]
     except (OSError, ValueError) as error:  # names that the OS rejects: too long, or with a zero byte
         raise CheckpointError(f"{source!s:.200}: cannot be looked up: {error}") from error
+    if missing:
+        raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
+    return files
 
 
 def _found(source: Any, base_dir: str) -> Files:
@@ -102,13 +106,6 @@ def inside(folder: Path, name: str, index: Path) -> Path:
     if not named.parts or named.is_absolute() or ".." in named.parts:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
     return folder / named
-
-
-def _present(files: Files) -> Files:
-    missing = [str(path) for path in dict.fromkeys(files) if not os.path.isfile(path)]
-    if missing:
-        raise CheckpointError(f"{files.form}: {len(missing)} files are missing: {', '.join(missing)}")
-    return files
 
 
 def _folder(path: Path) -> Files:
