@@ -53,39 +53,33 @@ def load(
     are loaded.
     """
     with group.on_all_or_none("loading"):
-        return _load(model, config, device, mesh, group, progress)
-
-
-def _load(
-    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh, group: Group, progress: Progress | None
-) -> Loaded:
-    source, base_dir, _ = config.checkpoint_files
-    folder = _folder(source, base_dir)
-    index = None if folder is None else read_index(folder)
-    if folder is None or index is None:
-        files = find_files(source, base_dir)
-        _tie(model)
-        plan = make_plan(model, config, device, mesh)
-        reader = model_reader(model, Checkpoint(files))
-        sums = partial(sampled_sums, reader)
-    else:
-        config = saved_config(config, index)
-        _tie(model)
-        plan = make_plan(model, config, device, mesh)
-        plan = saved_plan(plan, model, index, config=config, device=device)
-        shards = open_shards(folder, index, plan)
-        _check_saved(model, shards, plan)
-        reader = model_reader(model, shards, _unread(plan))
-        sums = partial(index_sum, folder / SAVED)
-    if group.size > 1:
-        group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
-        agree_on_weights(group, model, sums())
-    layers = (step.path for step in plan.steps if step.shape is not None)
-    with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
-        model.eval()
-        done = carry_out(plan, loader, config, progress, group)
-        group.barrier("the end of loading")  # if a rank fails here, all restore their models
-    return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), config)
+        source, base_dir, _ = config.checkpoint_files
+        folder = _folder(source, base_dir)
+        index = None if folder is None else read_index(folder)
+        if folder is None or index is None:
+            files = find_files(source, base_dir)
+            _tie(model)
+            plan = make_plan(model, config, device, mesh)
+            reader = model_reader(model, Checkpoint(files))
+            sums = partial(sampled_sums, reader)
+        else:
+            config = saved_config(config, index)
+            _tie(model)
+            plan = make_plan(model, config, device, mesh)
+            plan = saved_plan(plan, model, index, config=config, device=device)
+            shards = open_shards(folder, index, plan)
+            _check_saved(model, shards, plan)
+            reader = model_reader(model, shards, _unread(plan))
+            sums = partial(index_sum, folder / SAVED)
+        if group.size > 1:
+            group.check_same({"the plan": plan.digest()}, "the plan")  # the plan determines what each rank reads
+            agree_on_weights(group, model, sums())
+        layers = (step.path for step in plan.steps if step.shape is not None)
+        with CheckpointLoader(model, reader, layers, plan.dtype, device.torch_device) as loader:
+            model.eval()
+            done = carry_out(plan, loader, config, progress, group)
+            group.barrier("the end of loading")  # if a rank fails here, all restore their models
+        return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), config)
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
