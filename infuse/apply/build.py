@@ -21,7 +21,7 @@ from infuse.layers.block import Block
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.linear import Quantized, make_linear
-from infuse.parallel.group import LOCAL, Combine, Group
+from infuse.parallel.group import LOCAL, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.shards.save import packed_fill
@@ -104,17 +104,10 @@ def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> n
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    return build_part(step, shape, group.adds)
-
-
-def build_part(step: Step, shape: SplitShape, combine: Callable[[str], Combine]) -> nn.Module:
-    """Build a rank's linears and tables of a layer on meta, at their paths in the layer.
-
-    `combine(path)` returns the function that combines a row linear's outputs across ranks.
-    """
+    """A rank's linears and tables of a layer, at their paths in the layer."""
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
     for matrix in shape.matrices:
-        combined = combine(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
+        combined = group.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
         format = formats.get(matrix.weight)
         owner, leaf = _place(root, matrix.target)
         owner.add_module(leaf, make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined))

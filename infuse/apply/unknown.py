@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from infuse.apply.build import Builder, build_part
+from infuse.apply.build import Builder
 from infuse.architectures.split import SplitShape
 from infuse.dtype_cast import in_dtype
-from infuse.parallel.group import LOCAL, Combine, Group
+from infuse.parallel.group import LOCAL, Group
 from infuse.plan.step import Step
 from infuse.proof import compare
 from infuse.proof.cases import Case
 from infuse.unknown.install import put_part
-from infuse.weights.fill import fill_module
 from infuse.weights.undo import put
 
 
@@ -73,37 +72,26 @@ class _Trial:
             self.wanted = compare.expected(self.layer, self.cases, self.builder.dtype)
 
     def run_alone(self, step: Step) -> None:
-        with (
-            self._standing_in(step, torch.float32, lambda path: lambda part: part, LOCAL),
-            in_dtype(self.layer, torch.float32),
-        ):
+        with self._standing_in(step, torch.float32, LOCAL), in_dtype(self.layer, torch.float32):
             for case in self.cases:
                 compare.outputs(self.layer, case, torch.float32, case.caches[0])
 
     def structure(self, step: Step) -> str | None:
-        with self._standing_in(step, torch.float32):
+        with self._standing_in(step, torch.float32, self.builder.group):
             return compare.structure_mismatch(self.layer, self.cases, self.wanted)
 
     def result(self, step: Step) -> str | None:
         dtype = self.builder.dtype
-        with self._standing_in(step, dtype), in_dtype(self.layer, dtype):
+        with self._standing_in(step, dtype, self.builder.group), in_dtype(self.layer, dtype):
             return compare.result_mismatch(self.layer, step, self.cases, self.wanted, dtype)
 
     @contextmanager
-    def _standing_in(
-        self,
-        step: Step,
-        dtype: torch.dtype,
-        combine: Callable[[str], Combine] | None = None,
-        group: Group | None = None,
-    ) -> Iterator[None]:
+    def _standing_in(self, step: Step, dtype: torch.dtype, group: Group) -> Iterator[None]:
         """Context in which the layer runs as this rank's part of itself."""
         assert isinstance(step.shape, SplitShape)
-        group = group or self.builder.group
-        part = build_part(step, step.shape, combine or group.adds)
-        fill_module(part, step.fills, self.builder.source.reader(step.path), dtype, dict(step.bodies))
+        part = replace(self.builder, group=group).built(step, dtype)
         with ExitStack() as undo:
-            put_part(self.layer, step.shape, part.train(False), partial(put, undo), group, step.path)
+            put_part(self.layer, step.shape, part, partial(put, undo), group, step.path)
             yield
 
 
