@@ -98,7 +98,7 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
     "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2"))]
 )
 def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, replaced = pair(name)
+    original, replaced = pair(name, num_hidden_layers=2 if name == "gemma2" else 1)
     # Compiled, it needs seconds for each shape; what it computes is the same.
     monkeypatch.setattr(
         flex_attention.WrappedFlexAttention, "__call__", lambda self: torch.nn.attention.flex_attention.flex_attention
