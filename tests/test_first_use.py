@@ -96,6 +96,8 @@ USE = "from infuse import native; assert 'site' in native.__file__, cpu.__file__
 
 
 def test_processes_that_start_together_build_once(compiler: Path, installed: Path) -> None:
+    """Where there is a library that does not load, as a wheel's on a system that is older than it."""
+    (installed / "infuse/native/_kernels.so").write_bytes(b"no library")
     told = [end(process) for process in [start(installed, USE) for _ in range(2)]]
     assert {out.strip() for out, _ in told} == {native.isa()}
     assert sum("building the C++ kernels" in err for _, err in told) == 1 and links(compiler) == 1
@@ -187,13 +189,6 @@ def test_an_interrupted_build_leaves_nothing_behind(compiler: Path, monkeypatch:
         "lock",
         "_kernels.so",
     }
-
-
-def test_a_library_that_does_not_load_here_is_built_here(compiler: Path, installed: Path) -> None:
-    """As a wheel's on a system that is older than it."""
-    (installed / "infuse/native/_kernels.so").write_bytes(b"no library")
-    out, err = end(start(installed, USE))
-    assert out.strip() == native.isa() and "building" in err and links(compiler) == 1
 
 
 @pytest.mark.slow
