@@ -242,32 +242,21 @@ def asked_anew() -> Iterator[None]:
     native.kernels.cache_clear()
 
 
-def test_kernels_that_are_switched_off_decline(asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFUSE_CPU_ISA", "off")
-    check_declined("INFUSE_CPU_ISA=off")
-
-
-def test_kernels_that_are_not_built_decline(asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
-    monkeypatch.setenv("INFUSE_BUILD", "0")
-    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "BINARY", tmp_path / "absent.so")
-    check_declined("the C++ kernels are not built: INFUSE_BUILD=0")
-
-
-def test_a_binary_that_does_not_load_declines(
-    asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("isa", "binary", "reason"),
+    [("off", None, "INFUSE_CPU_ISA=off"), ("", "absent.so", "the C++ kernels are not built: INFUSE_BUILD=0"),
+     ("", "broken.so", "the C++ kernels do not load: ")],
+)  # fmt: skip
+def test_kernels_that_cannot_run_decline(
+    isa: str, binary: str | None, reason: str, asked_anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("INFUSE_CPU_ISA", raising=False)
-    monkeypatch.setenv("INFUSE_BUILD", "0")
-    monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "BINARY", tmp_path / "broken.so")
-    (tmp_path / "broken.so").write_bytes(b"no library")
-    check_declined("the C++ kernels do not load: ")
-
-
-def check_declined(reason: str) -> None:
     """All bodies in C++ decline with the reason, and the model works without them."""
+    monkeypatch.setenv("INFUSE_CPU_ISA", isa)
+    if binary is not None:
+        monkeypatch.setenv("INFUSE_BUILD", "0")
+        monkeypatch.setenv("INFUSE_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(native, "BINARY", tmp_path / binary)
+        (tmp_path / "broken.so").write_bytes(b"no library")
     model = BY_NAME["llama"].make()
     wanted = logits(model)
     done = applied(model, dtype="fp32")
