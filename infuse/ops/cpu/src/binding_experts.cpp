@@ -448,13 +448,9 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(infuse_cpu, m) {
-  m.def(
-      "experts(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_scale, Tensor? up_zero, Tensor? up_bias,"
-      " Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_bias, int inner, int up_code, int down_code,"
-      " int act, bool gated, float limit, bool limit_after, float up_offset, int first) -> Tensor?");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(infuse_cpu, CPU, m) { m.impl("experts", TORCH_BOX(&experts)); }
+INFUSE_OPERATORS(CPU,
+    {"experts(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_scale, Tensor? up_zero, Tensor? up_bias,"
+     " Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_bias, int inner, int up_code, int down_code,"
+     " int act, bool gated, float limit, bool limit_after, float up_offset, int first) -> Tensor?", TORCH_BOX(&experts)})
 
 }  // namespace infuse
