@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from forked import Program
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "bench"))  # its programs import each other as they lie there
@@ -22,12 +22,19 @@ import infuse  # noqa: E402
 from gpu_runs import Bounds, Budget, read_bytes  # noqa: E402
 
 
+def benchmark(*arguments: str) -> tuple[int | None, str]:
+    """The exit code of bench/gpu.py in a process of its own, and what it says on standard error."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "bench")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    program = Program(str(ROOT / "bench/gpu.py"), *arguments, folder=ROOT, environment=environment)
+    err = program.communicate(timeout=500)[1]
+    return program.returncode, err
+
+
 def test_from_start_to_end(tmp_path: Path) -> None:
     out = tmp_path / "results" / "gpu.md"
-    command = [sys.executable, str(ROOT / "bench/gpu.py"), "--dry-run", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done, err = benchmark("--dry-run", "--out", str(out))
+    assert done == 0, err[-3000:]
     found = json.loads(out.with_suffix(".json").read_text())
     rows = {(row["model"], row["who"], row["what"]) for row in found["rows"]}
     ours = {f"infuse {format}" for format in ("bfloat16", "int8", "int4", "fp8")}
@@ -49,10 +56,8 @@ def test_from_start_to_end(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "bench/gpu.py"), "--out", str(tmp_path / "gpu.md")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "needs an NVIDIA GPU" in done.stderr
+    done, err = benchmark("--out", str(tmp_path / "gpu.md"))
+    assert done == 1 and "needs an NVIDIA GPU" in err
 
 
 def test_what_a_step_reads() -> None:
