@@ -14,17 +14,19 @@ import torch
 import transformers as t
 from every_architecture import architectures, first_output, tiny_model
 from families import GQA, Family
+from safetensors.torch import save_file
 from torch import nn
 
 import infuse
 from infuse import ops
 from infuse.architectures.experts import bind_experts, experts_in, is_experts
 from infuse.device import Device
-from infuse.errors import ConfigError, SpecMismatch
+from infuse.errors import CheckpointError, ConfigError, SpecMismatch
 from infuse.layers.experts import Experts
 from infuse.ops import REFERENCE
 from infuse.weights.fill import fill_module, source_tensors
 from infuse.weights.reader import LiveReader
+from infuse.weights.safetensors_file import SafetensorsFile
 
 # Classes whose experts our op does not compute, and the words of the plan that say so.
 LEFT = {"MuseSparkExperts": "a norm after its second product", "Inkling2Experts": "its gate is none that our experts"}
@@ -296,3 +298,35 @@ def test_every_mixture_as_a_whole_model() -> None:
                 faults.append(f"{kind} {format}: {len(replaced(engine))} of {len(paths)}, off by {error:.1e}")
         seen += bool(paths)
     assert faults == [] and seen >= 45
+
+
+# ---- checkpoints, which keep each expert's matrices alone ----
+
+
+def saved(name: str, folder: Path) -> nn.Module:
+    """The family's model on meta; its checkpoint, as transformers writes it, is in `folder`."""
+    original(name).save_pretrained(folder)
+    stored = SafetensorsFile(folder / "model.safetensors").stored
+    assert any(".experts.0." in key for key in stored) and not any("gate_up_proj" in key for key in stored)
+    with torch.device("meta"):
+        return type(original(name))(original(name).config)
+
+
+@pytest.mark.parametrize("quant", [None, "int4:32"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_checkpoints_with_experts(tmp_path: Path, name: str, quant: str | None) -> None:
+    given = dict(dtype="fp32", **({"quant": quant} if quant else {}))
+    wanted = infuse.init_inference(copy.deepcopy(original(name)), **given)
+    found = infuse.init_inference(saved(name, tmp_path), checkpoint=str(tmp_path), **given)
+    assert len(replaced(found)) == len(replaced(wanted)) > 0
+    torch.testing.assert_close(logits(found.module), logits(wanted.module), rtol=0, atol=5e-5)
+
+
+def test_a_checkpoint_without_one_expert(tmp_path: Path) -> None:
+    model = saved("mixtral", tmp_path)
+    path = tmp_path / "model.safetensors"
+    file = SafetensorsFile(path)
+    kept = {key: file.read(key).clone() for key in file.stored if "layers.1.block_sparse_moe.experts.3.w2" not in key}
+    save_file(kept, path)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj: 3 parts of \(64, 64\), the model"):
+        infuse.init_inference(model, checkpoint=str(tmp_path), dtype="fp32")

@@ -25,7 +25,7 @@ from infuse.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR
+from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, EXPERTS, LINEAR
 from infuse.quant.parse import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -272,7 +272,7 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     model = UNKNOWN[name](hidden_size=64) if name == "mixtral" else UNKNOWN[name]()
     wanted, before = outputs(model), resident_bytes(model)
     done = applied(model, dtype="fp32", quant="int8")
-    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, ATTENTION}
+    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, EXPERTS, ATTENTION}
     # What the format does not fit may run through a kernel for plain linears, and the plan says so.
     for step in (step for step in done.steps if step.depth == LINEAR):
         assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Checkpoint, Joined, in_words, same_values
+from infuse.weights.merged import Merged, merged
 from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Slices
 from infuse.weights.saved_shards import SavedShards
@@ -44,7 +45,7 @@ class ModelReader:
     """Read a checkpoint by the model's names. `notes` reports tensors unknown to the model and copies that differ."""
 
     checkpoint: TensorSource
-    tensors: dict[str, Joined] = field(default_factory=dict)
+    tensors: dict[str, Joined | Merged] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def read(self, name: str, part: Slices = ()) -> Tensor:
@@ -61,13 +62,19 @@ def model_reader(
     """
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items() if name not in names and tensor.dim() == 3}
+    of_experts, left, misshaped = (
+        merged(checkpoint, left, _merging(model, shapes), shapes) if shapes else ({}, left, [])
+    )
+    known = {*of_experts, *(line.partition(":")[0] for line in misshaped)}
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in expected.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    missing, misshaped = [], []
+        if name not in known:
+            by_tensor.setdefault(id(tensor), []).append(name)
+    missing: list[str] = []
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
     packed = packings(model) if checkpoint.in_pieces else {}
-    reader = ModelReader(checkpoint)
+    reader = ModelReader(checkpoint, dict(of_experts))
     drifted: list[str] = []
     for tied in by_tensor.values():
         found = [name for name in tied if name in names]
@@ -172,6 +179,40 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
     known: Any = model
     renamings = [one for one in get_model_conversion_mapping(known) if isinstance(one, WeightRenaming)]
     return lambda name: rename_source_key(name, renamings, [])[0]
+
+
+def _merging(model: nn.Module, expected: Mapping[str, Any]) -> Callable[[str], tuple[str, int] | None]:
+    """Return a function: the name of an expert's matrix → the model's tensor of all experts, and its place in a row.
+
+    The function returns None for other names, and where transformers does more than to stack and concatenate.
+    """
+    if not hasattr(model, "base_model_prefix"):
+        return lambda name: None
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    known: Any = model
+    mapping = get_model_conversion_mapping(known)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    steps = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    stacking = [one for one in converters if [(type(op), getattr(op, "dim", 0)) for op in one.operations] in steps]
+    places = {pattern: at for one in stacking for at, pattern in enumerate(one.source_patterns)}
+
+    def place(name: str) -> tuple[str, int] | None:
+        target, pattern = rename_source_key(name, renamings, converters)
+        if pattern not in places:
+            return None
+        variants = [one for one in _variants(target, known.base_model_prefix) if one in expected]
+        return (variants[0], places[pattern]) if variants else None
+
+    return place
 
 
 def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
