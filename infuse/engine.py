@@ -24,7 +24,6 @@ from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import QuantizedLinear
 from infuse.logs import log, progress_bars, warn
 from infuse.parallel.join import join
-from infuse.parallel.mesh import Mesh
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
@@ -47,7 +46,7 @@ def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
     settings = InferenceConfig.make(config, **kwargs)
     _check_model(model)
     with interrupts.held_back():  # layers without a spec run on meta, with hooks on them
-        return make_plan(model, settings, Device.of(settings.device or _device_of(model)), Mesh(tp=settings.tp_size))
+        return make_plan(model, settings, Device.of(settings.device or _device_of(model)), settings.ranks.mesh())
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -74,14 +73,12 @@ class InferenceEngine(nn.Module):
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
-        if missing := settings.not_available():
-            raise NotAvailable("; ".join(missing))
         _check_model(model)
         source, _, save_path = settings.checkpoint_files
         _check_weights(model, from_checkpoint=source is not None)
         device = Device.of(settings.device or _device_of(model))
         timeout_s = settings.tensor_parallel.timeout_s
-        mesh, self.group = join(settings.tp_size, *settings.tp_given, device.torch_device, timeout_s)
+        mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
         if save_path:
             with self.group.on_all_or_none("init_inference"):
                 check_folder(save_path)

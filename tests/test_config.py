@@ -16,6 +16,7 @@ from infuse.config.quant import ModuleQuant
 from infuse.config.values import parse_dtype, parse_format
 from infuse.device import Device
 from infuse.errors import ConfigError
+from infuse.parallel.join import AskedRanks
 
 make = InferenceConfig.make
 
@@ -204,7 +205,7 @@ def test_defaults():
     assert (config.min_out_tokens, config.verify, config.device, config.progress) == (1, "sample", None, None)
     assert (config.tp_size, config.ep_size, config.weight_format) == (1, 1, None)
     assert (config.return_tuple, config.triangular_masking, config.replace_method) == (True, True, "auto")
-    assert config.notes() == [] and config.not_available() == [] and config.model_fields_set == set()
+    assert config.notes() == [] and config.model_fields_set == set()
 
 
 def test_auto_means_the_default_as_in_deepspeed():
@@ -549,12 +550,12 @@ def test_a_section_that_is_off_asks_for_one_rank():
     config = make(
         tp={"enabled": False, "tp_size": 4, "tp_group": GROUP}, moe={"enabled": False, "ep_size": 4, "ep_group": GROUP}
     )
-    assert (config.tp_size, config.ep_size, config.not_available()) == (1, 1, [])
+    assert (config.tp_size, config.ep_size, config.ranks) == (1, 1, AskedRanks())
 
 
 WITHOUT_EFFECT_CASES = {
     "zero": {"zero": {}}, "triton_autotune": {"triton_autotune": True}, "triangular_masking": {"tm": True},
-    "moe.moe_experts": {"moe": {"num_experts": 2}}, "moe.type": {"moe": {"type": "residual"}},
+    "moe.type": {"moe": {"type": "residual"}},
     "keep_module_on_host": {"keep_module_on_host": True},
     "quant.activation": {"quant": {"activation": {"enabled": True}}},
     "quant.qkv": {"quant": {"qkv": {"enabled": True}}}, "set_empty_params": {"set_empty_params": True},
@@ -587,20 +588,6 @@ def test_keys_that_need_another_key_to_have_an_effect():
     assert make(injection_policy={LAYER: "linear2"}, mp_size=2).notes() == []
     assert make(min_tokens=4).notes()[0].startswith("min_out_tokens: no effect here")
     assert make(min_tokens=4, max_tokens=8).notes() == []
-
-
-NOT_AVAILABLE = [
-    ({"moe": {"ep_size": 2}}, "moe.ep_size=2"),
-    ({"moe": {"ep_group": GROUP}}, "moe.ep_group="),
-    ({"moe": {"ep_mp_group": GROUP}}, "moe.ep_mp_group="),
-]
-
-
-@pytest.mark.parametrize(("written", "start"), NOT_AVAILABLE, ids=[start for _, start in NOT_AVAILABLE])
-def test_what_this_version_cannot_serve_is_listed(written, start):
-    lines = make(written).not_available()
-    assert len(lines) == 1 and lines[0].startswith(start)
-    assert len(make(moe={"ep_size": 2, "ep_group": GROUP}).not_available()) == 2, "all of them at once"
 
 
 def test_text_tells_only_what_differs_from_the_defaults():

@@ -361,7 +361,7 @@ def judged(given: Any) -> InferenceConfig | None:
     except infuse.ConfigError as error:
         assert str(error)
         return None
-    assert str(config) and config.notes() is not None and config.not_available() is not None
+    assert str(config) and config.notes() is not None
     return config
 
 

@@ -93,7 +93,7 @@ class Builder:
 
 
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
-    """Build the empty module of a step on meta. Embeddings output `dtype`; `group` holds the ranks that split it."""
+    """Build the empty module of a step on meta. Embeddings output `dtype`; `group` holds the ranks that share it."""
     with torch.device("meta"):
         return _BUILDERS[type(step.shape)](step, step.shape, dtype, group)
 
@@ -107,7 +107,7 @@ def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn
     """A rank's linears and tables of a layer, at their paths in the layer."""
     root, bodies, formats = nn.Module(), dict(step.bodies), step.formats
     for matrix in shape.matrices:
-        combined = group.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
+        combined = group.dense.adds(f"{step.path}.{matrix.target}") if matrix.split == ROW else None
         format = formats.get(matrix.weight)
         owner, leaf = _place(root, matrix.target)
         owner.add_module(leaf, make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, bodies, combined))
@@ -132,14 +132,14 @@ def _place(root: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _embedding(step: Step, shape: EmbeddingShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    of_all = group.adds(step.path) if shape.all_rows else None
+    of_all = group.dense.adds(step.path) if shape.all_rows else None
     if format := step.formats.get("weight"):
         return QuantizedEmbedding(shape, format, dtype, dict(step.bodies), of_all)
     return RankEmbedding(shape, of_all)
 
 
 def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    joined = group.joins(shape.widths, step.path) if shape.widths else None
+    joined = group.dense.joins(shape.widths, step.path) if shape.widths else None
     format = step.formats.get("weight")
     return make_linear(shape.inputs, shape.outputs, shape.bias, format, dict(step.bodies), joined)
 

@@ -42,7 +42,7 @@ class Swaps:
         self._keep_names(step, layer, layer)
         for matrix in shape.matrices:
             adopt(part.get_submodule(matrix.target), layer.get_submodule(matrix.target))
-        put_part(layer, shape, part, self._source.put, self._builder.group, step.path)
+        put_part(layer, shape, part, self._source.put, self._builder.group.dense, step.path)
 
     def _replace(self, step: Step, old: nn.Module) -> None:
         parameters = dict(old.named_parameters())

@@ -91,7 +91,7 @@ class _Trial:
         assert isinstance(step.shape, SplitShape)
         part = replace(self.builder, group=group).built(step, dtype)
         with ExitStack() as undo:
-            put_part(self.layer, step.shape, part, partial(put, undo), group, step.path)
+            put_part(self.layer, step.shape, part, partial(put, undo), group.dense, step.path)
             yield
 
 

@@ -19,6 +19,7 @@ from infuse.config.quant import Quant
 from infuse.config.values import parse_dtype, parse_format
 from infuse.device import Device
 from infuse.errors import ConfigError
+from infuse.parallel.join import AskedRanks
 
 __all__ = ["WITHOUT_EFFECT", "InferenceConfig", "parse_dtype", "parse_format"]
 
@@ -38,7 +39,11 @@ class TensorParallel(Section):
 
 
 class Moe(Section):
-    """`moe`: how experts are spread over ranks. A bool stands for {"enabled": bool}."""
+    """`moe`: how ranks share experts. A bool stands for {"enabled": bool}.
+
+    `ep_group` or `ep_size` ranks have whole experts, those of `ep_mp_group` slices of each. `moe_experts` is compared
+    with what the model has, unless it is (1,).
+    """
 
     aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
     shorthand = (bool, "enabled")
@@ -47,8 +52,8 @@ class Moe(Section):
     ep_size: values.Count = 1
     moe_experts: values.Counts = (1,)
     type: Literal["standard", "residual"] = "standard"
-    ep_mp_group: Any = None
-    ep_group: Any = None
+    ep_mp_group: values.Group = None
+    ep_group: values.Group = None
 
 
 class Checkpoint(Section):
@@ -63,7 +68,7 @@ class InferenceConfig(Section):
     """How to run a model. Takes nothing, a dict or a JSON path, keywords, or both merged. Raises ConfigError with all
     problems.
 
-    Each key has an effect, or a line in WITHOUT_EFFECT, or is among `not_available()`. Defaults are
+    Each key has an effect, or a line in WITHOUT_EFFECT. Defaults are
     DeepSpeed-Inference's, except dtype (None: the device's best), replace_with_kernel_inject (True: proven blocks
     replace layers; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int
     pre-allocates and caps). dtype int8 means int8 weights and 16-bit activations. infuse's own keys: verify (which
@@ -153,15 +158,21 @@ class InferenceConfig(Section):
         return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
 
     @property
-    def tp_given(self) -> tuple[Any, Any]:
-        """The caller's mpu and process group, or None."""
-        given = self.tensor_parallel
-        return (given.mpu, given.tp_group) if given.enabled else (None, None)
-
-    @property
     def ep_size(self) -> int:
         """How many ranks share the experts."""
         return self.moe.ep_size if self.moe.enabled else 1
+
+    @property
+    def ranks(self) -> AskedRanks:
+        """The numbers and groups of ranks. A section that is not enabled asks for one rank."""
+        tp = {name: getattr(self.tensor_parallel, name) for name in ("tp_size", "mpu", "tp_group")}
+        ep = {name: getattr(self.moe, name) for name in ("ep_size", "ep_group", "ep_mp_group")}
+        return AskedRanks(**(tp if self.tensor_parallel.enabled else {}), **(ep if self.moe.enabled else {}))
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """The numbers of experts that the user says the model has; () if nothing is said."""
+        return self.moe.moe_experts if self.moe.enabled and self.moe.moe_experts != (1,) else ()
 
     @property
     def step_graphs(self) -> bool:
@@ -209,10 +220,6 @@ class InferenceConfig(Section):
         lines = [f"{key}: accepted without effect: {why}" for key, why in WITHOUT_EFFECT.items() if key in sections]
         idle = [(key, why) for key, is_idle, why in _IDLE if key in asked and is_idle(self, kind)]
         return [*lines, *(f"{key}: no effect here: {why}" for key, why in idle)]
-
-    def not_available(self) -> list[str]:
-        """One line for each valid setting that this version lacks."""
-        return [f"{key}={config_keys.shown(self._value(key))}: {what}" for key, asked, what in _NOT_YET if asked(self)]
 
     def __str__(self) -> str:
         changed = [f"{key}={config_keys.shown(self._value(key))}" for key, differs in _given_keys(self) if differs]
@@ -265,7 +272,6 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "triton_autotune": "launches are chosen by the shape of a matrix; there is nothing to search",
         "zero": "inference holds weights only; nothing is partitioned as for training",
         "triangular_masking": "the model makes the mask",
-        "moe.moe_experts": "experts are counted in the model",
         "moe.type": "standard or residual is read from the model",
         "keep_module_on_host": "peak memory is always the result and one layer",
         "quant.activation": "activations keep the compute dtype",
@@ -287,7 +293,7 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
     ("tensor_parallel.tp_grain_size", lambda config, kind: config.tp_size == 1, "nothing is split over one rank"),
     (
         "injection_policy",
-        lambda config, kind: config.injection_policy is not None and config.tp_size == 1 and not any(config.tp_given),
+        lambda config, kind: config.injection_policy is not None and not config.ranks.slices,
         "one rank has whole layers: tensor_parallel.tp_size is 1",
     ),
     (
@@ -315,11 +321,4 @@ _IDLE: tuple[tuple[str, Callable[[InferenceConfig, str], bool], str], ...] = (
         lambda config, kind: config.max_out_tokens is None,
         "without max_out_tokens the cache grows as needed",
     ),
-)
-
-# Valid keys that this version lacks: key; whether it is set; the missing feature.
-_NOT_YET: tuple[tuple[str, Callable[[InferenceConfig], Any], str], ...] = (
-    ("moe.ep_size", lambda config: config.ep_size > 1, "expert parallelism"),
-    ("moe.ep_group", lambda config: config.moe.enabled and config.moe.ep_group is not None, "expert parallelism"),
-    ("moe.ep_mp_group", lambda config: config.moe.enabled and config.moe.ep_mp_group is not None, "expert parallelism"),
 )

@@ -59,6 +59,7 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
+        group = group.dense
         self.reduce = group.adds(f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # PARALLEL reduces both branches at once

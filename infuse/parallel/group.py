@@ -1,4 +1,4 @@
-"""Group: the ranks that share each layer, and the collectives that all of them run in the same order.
+"""Group: the ranks that hold a model together, and the collectives that all of them run in the same order.
 
 If a rank is gone, does not come or runs another collective, the others get a RankError and never hang; from then on
 every collective of the group raises.
@@ -32,7 +32,7 @@ _RAISED_ON_ALL = {kind.__name__: kind for kind in (CheckpointError, ConfigError,
 
 
 class Group:
-    """The ranks that share each layer. `what` names a collective in errors: "all-reduce of model.layers.3.self_attn".
+    """The ranks that hold a model. `what` names a collective in errors: "all-reduce of model.layers.3.self_attn".
 
     Every rank runs the same collectives in the same order with the same `what`, dtypes and shapes. Copies of a model
     share its group, which cannot be pickled if it has several ranks.
@@ -42,6 +42,7 @@ class Group:
         self.rank, self.size = (distributed.rank, distributed.size) if distributed else (0, 1)
         self.why_not_shared = why_not_shared  # why there is no shared memory
         self.distributed, self.shared = distributed, shared
+        self.dense: Group = self  # the ranks that slice the layers without experts
         self._failure = ""  # why the group failed
         self._device = torch.device("cpu")  # for small tensors of our own
         if distributed is not None and shared is None:

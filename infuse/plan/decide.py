@@ -185,7 +185,7 @@ class _Decision:
 
     def chosen(self, parts: list[RankShare], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
         """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
-        own = parts[self.mesh.tp_rank if len(parts) > 1 else 0]
+        own = parts[self.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
         fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
         return own.shape, fills, whole if len(parts) > 1 else None
@@ -201,7 +201,7 @@ class _Decision:
             if not name:
                 self.leave("", "the model itself is one linear, which has no place to be put in")
                 continue
-            ranks = self.mesh.ranks() if name == self.head else (ONE,)
+            ranks = self.mesh.ranks() if name == self.head and self.mesh.tp > 1 else (ONE,)
             split = len(ranks) > 1
             others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
             unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]

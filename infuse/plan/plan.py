@@ -62,7 +62,7 @@ class Plan:
             (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding)
             for s in self.steps
         ]
-        return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.tp)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.at(0))).encode()).hexdigest()[:16]
 
     def with_left(
         self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()

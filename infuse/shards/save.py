@@ -112,8 +112,8 @@ def check_folder(folder: str) -> None:
 
 def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
     """Open the files that the index names; only this rank's file if the number of ranks and the cuts are unchanged."""
-    own, rank = cuts(plan), plan.mesh.tp_rank
-    alike = index.tp_size == plan.mesh.tp and own.keys() == index.tilings.keys()
+    own, rank = cuts(plan), plan.mesh.rank
+    alike = index.tp_size == plan.mesh.size and own.keys() == index.tilings.keys()
     alike = alike and all(index.tilings[name].parts[rank] == cut.ranges for name, cut in own.items())
     form, paths = f"the shards of {folder / SAVED}", [folder / file.name for file in index.files]
     wanted = [paths[rank]] if alike else paths

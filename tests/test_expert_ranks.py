@@ -1,0 +1,102 @@
+"""Which ranks share experts, and how: numbers, given groups, what is refused; dense layers beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import BY_NAME
+from ranks import Ranks, same
+from test_rank_faults import distance, engine_of, outputs
+
+import infuse
+from infuse.parallel.join import AskedRanks, join
+from infuse.parallel.mesh import Mesh
+
+TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize(("tp", "ep", "world", "within"), [
+    (1, 4, 4, False), (1, 2, 4, False), (2, 2, None, False), (2, 2, 8, False), (4, 1, 4, False), (1, 3, 3, False),
+    (2, 2, 2, True), (4, 2, 4, True), (4, 4, 8, True),
+])  # fmt: skip
+def test_every_expert_slice_is_on_one_rank_and_neighbours_have_other_experts(
+    tp: int, ep: int, world: int | None, within: bool
+) -> None:
+    """DeepSpeed's groups: blocks of neighbours share the experts; ranks `ep` apart have slices of the same ones."""
+    mesh = AskedRanks(tp_size=tp, ep_size=ep).mesh(world)
+    ranks = mesh.ranks()
+    assert (mesh.within, mesh.size) == (within, tp if within else tp * ep)
+    assert [rank.rank for rank in ranks] == list(range(mesh.size))
+    assert [rank.ep_rank for rank in ranks] == [number % ep for number in range(mesh.size)]
+    assert [rank.slice_rank for rank in ranks] == [number // ep for number in range(mesh.size)]
+    assert mesh.slices * ep == mesh.size
+    assert sorted(rank.tp_rank for rank in ranks if not rank.is_copy) == list(range(tp))
+
+
+@pytest.mark.parametrize(("tp", "ep", "world", "text"), [
+    (1, 4, 2, "moe.ep_size: found 4, more than the world of 2 ranks; possible: up to 2, or start 4 ranks: torchrun"),
+    (1, 2, 3, "moe.ep_size: found 2 and tensor_parallel.tp_size 1, and a world of 3 ranks, which is no multiple of 2"),
+    (2, 4, 4, "which is no multiple of 8; possible: start 8 ranks"),
+    (2, 1, 3, "tensor_parallel.tp_size: found 2, which does not divide the world of 3 ranks"),
+])  # fmt: skip
+def test_numbers_that_do_not_fit_the_world(tp: int, ep: int, world: int, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        AskedRanks(tp_size=tp, ep_size=ep).mesh(world)
+    assert isinstance(error.value, infuse.ConfigError) and text in str(error.value)
+
+
+def groups(of: list[list[int]]) -> Any:
+    """This rank's group among `of`, or the first where it is in none."""
+    made = [dist.new_group(ranks) for ranks in of]
+    return next((group for group, ranks in zip(made, of, strict=True) if dist.get_rank() in ranks), made[0])
+
+
+def joined(ep: Any, tp: Any, ep_mp: Any, numbers: dict[str, int]) -> Mesh | str:
+    given = {key: groups(of) for key, of in (("ep_group", ep), ("tp_group", tp), ("ep_mp_group", ep_mp)) if of}
+    try:
+        return join(AskedRanks(**numbers, **given), torch.device("cpu"), 60.0)[0]
+    except infuse.ConfigError as error:
+        return str(error)
+
+
+LINES, COLUMNS, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("ep", "tp", "ep_mp", "numbers", "wanted"), [
+    (LINES, None, None, {}, [Mesh(ep=2, ep_rank=rank % 2) for rank in range(4)]),
+    (LINES, None, COLUMNS, {}, list(Mesh(tp=2, ep=2).ranks())),
+    (LINES, COLUMNS, COLUMNS, {"ep_size": 2, "tp_size": 2}, list(Mesh(tp=2, ep=2).ranks())),
+    (COLUMNS, LINES, None, {}, list(Mesh(tp=2, ep=2, tp_first=True).ranks())),
+    (LINES, ALL, None, {}, list(Mesh(tp=4, ep=2, within=True).ranks())),
+    (None, ALL, None, {"ep_size": 4}, list(Mesh(tp=4, ep=4, within=True).ranks())),
+    (LINES, None, COLUMNS, {"ep_size": 4}, ["moe.ep_size: found 4; the given group has 2 ranks: leave it out"] * 4),
+    (LINES, COLUMNS, LINES, {}, ["moe.ep_mp_group: has ranks [0, 1], tensor_parallel.tp_group has [0, 2]"]),
+    (COLUMNS, ALL, None, {}, ["moe.ep_group: ranks [0, 2] are no block of neighbours"]),
+    (LINES, None, None, {"tp_size": 2}, ["beside tensor_parallel.tp_size=2; give tensor_parallel.tp_group too"] * 4),
+    ([[0, 1]], None, None, {}, [*Mesh(ep=2).ranks(), "moe.ep_group: this rank is not in the given group"]),
+])  # fmt: skip
+def test_given_groups_are_the_ranks(
+    ep: Any, tp: Any, ep_mp: Any, numbers: dict[str, int], wanted: list[Mesh | str], ranks: Ranks
+) -> None:
+    found = ranks.run(4, joined, ep, tp, ep_mp, numbers)
+    for one, other in zip(found, wanted, strict=False):
+        assert other in one if isinstance(other, str) else one == other
+
+
+def beside_experts(tp: int, ep: int) -> tuple[int, str, torch.Tensor]:
+    """A model without experts, on ranks that would share them."""
+    engine = engine_of("falcon-40b", tensor_parallel={"tp_size": tp}, ep_size=ep)
+    return engine.group.dense.size, str(engine.plan), outputs(engine, "falcon-40b")
+
+
+@pytest.mark.parametrize(("size", "tp", "ep", "dense"), [(4, 2, 2, 2), (2, 2, 2, 2), (2, 1, 2, 1)])
+def test_layers_without_experts_are_sliced_by_tp_size_alone(
+    size: int, tp: int, ep: int, dense: int, ranks: Ranks
+) -> None:
+    results = ranks.run(size, beside_experts, tp, ep)
+    exact = outputs(BY_NAME["falcon-40b"].make(), "falcon-40b")
+    assert same([found for _, _, found in results]) and distance(results[0][2], exact) < TOLERANCE
+    assert all(found == dense and f"of {size}; experts on {ep}" in text for found, text, _ in results)
