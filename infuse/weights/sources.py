@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -21,6 +22,8 @@ from infuse.errors import CheckpointError
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 SAVED = "infuse.json"  # the index of our own shards
+# DeepSpeed's file of one expert, of one layer or, in older checkpoints, of all layers.
+_EXPERT_FILE = re.compile(r"((?:layer_\d+_)?expert_\d+)_mp_rank_\d+_model_states\.pt")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -125,12 +128,21 @@ def _folder(path: Path) -> Files:
         path = step
     ranks = sorted(path.glob("mp_rank_*_model_states.pt")) or sorted(path.glob("mp_rank_*/model*.pt"))
     if ranks:
-        return Files(f"the training checkpoint {path}", (tuple(ranks),))
+        return Files(f"the training checkpoint {path}", (tuple(ranks), *_expert_files(path)))
     found = sorted(file for suffix in _SUFFIXES[:2] for file in path.glob(f"*{suffix}"))
     if found:
         return _listed(found, f"the folder {path}")
     looked = ", ".join((*INDEXES, *SINGLE, "latest", "mp_rank_*_model_states.pt", "*.safetensors", "*.bin", SAVED))
     raise CheckpointError(f"{path}: no checkpoint; looked for {looked}")
+
+
+def _expert_files(folder: Path) -> Iterator[tuple[Path, ...]]:
+    """The files of each expert that DeepSpeed saved beside the ranks' own files: one for each rank, in order."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*expert_*_mp_rank_*_model_states.pt")):
+        if matched := _EXPERT_FILE.fullmatch(path.name):
+            found.setdefault(matched[1], []).append(path)
+    return (tuple(paths) for paths in found.values())
 
 
 def _weight_map(path: Path) -> dict[str, Path]:
