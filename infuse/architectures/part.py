@@ -15,17 +15,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"  # ranks split the outputs of a matrix, its inputs, or neither
+EXPERT = "experts"
 HEADS, KV_HEADS, INNER, VOCAB = "heads", "key/value heads", "inner features", "rows of the vocabulary"
 EXPERT = "experts"
 
 
 @dataclass(frozen=True)
 class Extent:
-    """`count` units of `width` positions each along the axis that ranks split. A rank gets whole units."""
+    """`count` units of `width` positions each along the axis that ranks split. A rank gets whole units, and none of
+    those of an `expert` that it does not have.
+    """
 
     unit: str
     count: int
     width: int = 1
+    expert: int | None = None
 
     @property
     def length(self) -> int:
@@ -38,21 +42,32 @@ class Parameter:
 
     `extents` are its sections along `axis` (0 outputs, 1 inputs), in order: q | k | v, gate | up.
     Without extents, every rank holds the whole parameter or, if `added_once`, only the first rank,
-    since it is added to a sum over ranks.
+    since it is added to a sum over ranks. `experts`: its rows, by expert, if ranks split another axis, too.
     """
 
     target: str
     extents: tuple[Extent, ...] = ()
     axis: int = 0
     added_once: bool = False
+    experts: Extent | None = None
 
     def cut(self, own: Mapping[str, Range], sources: int) -> Cut:
         """A rank's cut, from its range `own` of each unit. The parameter is made from `sources` tensors."""
-        ranges, at = [], 0
+        ranges: list[Range] = []
+        at = 0
         for extent in self.extents:
             start, stop = own[extent.unit]
-            ranges.append((at + start * extent.width, at + stop * extent.width))
+            if extent.expert is None or extent.expert in range(*own[EXPERT]):
+                ranges.append((at + start * extent.width, at + stop * extent.width))
             at += extent.length
+        if self.experts is not None:
+            first, last = (expert * self.experts.width for expert in own[self.experts.unit])
+            if ranges == [(0, at)]:
+                return Cut(0, ((first, last),), (self.experts.length,))
+            if last - first < self.experts.length:
+                return Cut(self.axis, tuple(ranges), (at,), (first, last))
+        if any(extent.expert is not None for extent in self.extents):
+            ranges = _joined(ranges)
         sizes: tuple[int, ...] = (at,)
         if sources == len(self.extents):
             sizes = tuple(extent.length for extent in self.extents)
@@ -66,7 +81,8 @@ class Matrix:
     """A weight [outputs, inputs] that a part multiplies with, and its bias; it may have a quantization format.
 
     `target` is the path of its linear in the new module. `extents` are its sections along the axis that ranks split.
-    `op` is "embedding" if rows are looked up instead of multiplied.
+    `op` is "embedding" if rows are looked up instead of multiplied. `experts`: the rows by expert, of a matrix whose
+    inputs are split.
     """
 
     target: str
@@ -76,6 +92,7 @@ class Matrix:
     split: str = WHOLE
     extents: tuple[Extent, ...] = ()
     op: str = "linear"
+    experts: Extent | None = None
 
     @property
     def weight(self) -> str:
@@ -88,12 +105,12 @@ class Matrix:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        weight = Parameter(self.weight, self.extents, axis=1 if self.split == ROW else 0)
+        weight = Parameter(self.weight, self.extents, axis=1 if self.split == ROW else 0, experts=self.experts)
         if not self.bias:
             return (weight,)
         name = named(self.target, "bias")
         if self.split == ROW:
-            return weight, Parameter(name, added_once=True)
+            return weight, Parameter(name, () if self.experts is None else (self.experts,), added_once=True)
         return weight, Parameter(name, self.extents)
 
 
@@ -111,6 +128,10 @@ class Share:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def adds(self, parameter: Parameter) -> bool:
+        """Whether this rank has a parameter that one rank adds: for experts, the one with their first slice."""
+        return self.own[INNER][0] == 0 if parameter.extents else self.is_first
 
     def counts(self, unit: str) -> tuple[int, ...]:
         """Number of units of each rank."""
@@ -133,6 +154,11 @@ class PartShape:
         return tuple(parameter for matrix in self.matrices for parameter in matrix.parameters)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether all ranks that hold the model add up the part: they share experts, and the width of each."""
+        return any(matrix.experts is not None for matrix in self.matrices)
+
+    @property
     def ops(self) -> tuple[str, ...]:
         """Ops that the part calls besides its matrix products."""
         return ()
@@ -150,6 +176,16 @@ class HasMatrices(Protocol):
 def matrix_of(shape: HasMatrices, target: str) -> Matrix | None:
     """The matrix of `shape` whose weight is `target`; None for any other parameter."""
     return next((matrix for matrix in shape.matrices if matrix.weight == target), None)
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """The ranges with neighbours as one."""
+    found: list[Range] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
 
 
 def named(path: str, leaf: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import HEADS, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
+from infuse.architectures.part import EXPERT, HEADS, INNER, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.errors import SpecMismatch
@@ -74,11 +74,10 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
     SpecMismatch if there are fewer units than ranks. Exceptions: ranks may replicate key/value heads, and a small
     vocabulary may leave some ranks without rows.
     """
-    counts = {extent.unit: extent.count for one in part.parameters for extent in one.extents}
-    scarce = [unit for unit, count in counts.items() if count < mesh.tp and unit not in (KV_HEADS, VOCAB)]
-    if scarce:
-        differences = [f"{counts[unit]} {unit} are too few for {mesh.tp} ranks" for unit in scarce]
-        raise SpecMismatch(type(part).__name__, differences)
+    if part.has_experts:
+        return _share_of_experts(part, mesh, grain, multiples)
+    counts = _counts(part)
+    _refuse_scarce(part, {unit: (count, mesh.tp) for unit, count in counts.items()})
     ranges: dict[str, tuple[Range, ...]] = {}
     if HEADS in counts:
         shares = split_heads(counts.pop(HEADS), counts.pop(KV_HEADS), mesh.tp)
@@ -86,10 +85,47 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
         ranges[HEADS] = tuple(one.heads for one in shares)
         ranges[KV_HEADS] = tuple(one.kv_heads for one in shares)
     for unit, count in counts.items():
-        readers = [matrix for matrix in part.matrices if matrix.split == ROW and matrix.extents[0].unit == unit]
-        groups = math.lcm(*(multiples.get(matrix.weight, 1) for matrix in readers))
-        ranges[unit] = split(count, mesh.tp, grain=grain, multiple=groups)
+        ranges[unit] = split(count, mesh.tp, grain=grain, multiple=_groups(part, unit, multiples))
     return Share(mesh.tp_rank, ranges)
+
+
+def _share_of_experts(part: PartShape, mesh: Mesh, grain: int, multiples: Mapping[str, int]) -> Share:
+    """Like `share_of`, among all ranks: some have other experts, some slices of the same ones; the rest has one slice
+    for each rank.
+    """
+    ways = {EXPERT: mesh.ep, INNER: mesh.slices}
+    counts = {unit: (count, ways.get(unit, mesh.size)) for unit, count in _counts(part).items()}
+    _refuse_scarce(part, counts)
+    ranges: dict[str, tuple[Range, ...]] = {}
+    for unit, (count, size) in counts.items():
+        step = 1 if unit == EXPERT else grain
+        parts = split(count, size, grain=step, multiple=_groups(part, unit, multiples))
+        places = {EXPERT: [rank.ep_rank for rank in mesh.ranks()], INNER: [rank.slice_rank for rank in mesh.ranks()]}
+        ranges[unit] = tuple(parts[place] for place in places.get(unit, range(size)))
+    return Share(mesh.rank, ranges)
+
+
+def _counts(part: PartShape) -> dict[str, int]:
+    """The number of units of each kind that the part's parameters are split in."""
+    extents = [extent for one in part.parameters for extent in (*one.extents, one.experts) if extent is not None]
+    return {extent.unit: extent.count for extent in extents}
+
+
+def _groups(part: PartShape, unit: str, multiples: Mapping[str, int]) -> int:
+    """How many neighbours of a unit one rank must have, for the formats of the matrices that read it."""
+    readers = [matrix for matrix in part.matrices if matrix.split == ROW and matrix.extents[0].unit == unit]
+    return math.lcm(*(multiples.get(matrix.weight, 1) for matrix in readers))
+
+
+def _refuse_scarce(part: PartShape, counts: Mapping[str, tuple[int, int]]) -> None:
+    """SpecMismatch if there are fewer units than ranks, by unit."""
+    differences = [
+        f"{count} {unit} are too few for {size} ranks"
+        for unit, (count, size) in counts.items()
+        if count < size and unit not in (KV_HEADS, VOCAB)
+    ]
+    if differences:
+        raise SpecMismatch(type(part).__name__, differences)
 
 
 def _inside(name: str, multiples: Mapping[str, int]) -> dict[str, int]:
@@ -105,8 +141,8 @@ def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]
             found.append(fill)
             continue
         parameter, share = cuts[fill.target]
-        if parameter.extents:
-            found.append(replace(fill, cut=parameter.cut(share.own, len(fill.sources))))
-        elif share.is_first or not parameter.added_once:
-            found.append(fill)
+        if parameter.added_once and not share.adds(parameter):
+            continue
+        cut = parameter.cut(share.own, len(fill.sources)) if parameter.extents else None
+        found.append(replace(fill, cut=cut))
     return tuple(found)

@@ -34,12 +34,14 @@ class Span:
 class Cut:
     """A rank's part of a target tensor: the positions `ranges`, in order, along `axis` (0 outputs, 1 inputs).
 
-    The whole is what one rank alone would hold; `sizes` are the lengths of its sources along that axis.
+    The whole is what one rank alone would hold; `sizes` are the lengths of its sources along that axis. `rows`: the
+    part has only these positions along axis 0, which is then not `axis`.
     """
 
     axis: int
     ranges: tuple[Range, ...]
     sizes: tuple[int, ...]
+    rows: Range | None = None
 
     @property
     def length(self) -> int:

@@ -92,7 +92,9 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
         pieces = []
         for span in taken(whole, [(limits.start, limits.stop)]) if axis == 0 else whole:
             along = slice(span.start, span.stop)
-            outputs, inputs = (along, slice(None)) if axis == 0 else (limits, along)
+            above = fill.cut.rows[0] if fill.cut and fill.cut.rows else 0
+            here = slice(limits.start + above, limits.stop + above)
+            outputs, inputs = (along, slice(None)) if axis == 0 else (here, along)
             part = (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)]
             piece = reader.read(fill.sources[span.source], part)
             pieces.append(piece.t() if fill.transposed else piece)
@@ -141,6 +143,8 @@ def _shape(fill: Fill, reader: Reader) -> list[int]:
     shape = list(reader.shape(fill.sources[0]))
     shape = shape[::-1] if fill.transposed else shape
     shape[_axis(fill)] = sum(span.length for span in _spans(fill, reader))
+    if fill.cut and fill.cut.rows:
+        shape[0] = fill.cut.rows[1] - fill.cut.rows[0]
     return shape
 
 
