@@ -112,7 +112,7 @@ def test_the_balance_is_that_of_all_choices(counts: tuple[int, ...], routes: int
 
 
 @pytest.mark.parametrize(("counts", "slices", "routes", "text"), [
-    ([32] * 4, 1, 8, "32 of 128 experts on a rank: one token's 8 are read 2.29 times as fast as by one rank (slices al"),
+    ([32] * 4, 1, 8, "32 of 128 experts on a rank: one token's 8 are read 2.29 times as fast as by one rank ("),
     ([64] * 2, 2, 8, "64 of 128 experts on a rank in 2 slices: one token's 8 are read 3.16 times as fast"),
     ([8], 4, 2, "each expert in 4 slices: one token's 2 are read 4 times as fast as by one rank"),
     ([3, 3, 2], 1, None, "2 or 3 of 8 experts on a rank"),
