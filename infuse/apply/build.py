@@ -145,7 +145,10 @@ def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) ->
 
 
 def _experts(step: Step, shape: ExpertsShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    return Experts(shape, step.formats, dict(step.bodies))
+    made = Experts(shape, step.formats, dict(step.bodies), group.adds(step.path) if step.whole else None)
+    if isinstance(step.whole, ExpertsShape):
+        made.num_experts = step.whole.count  # those that the caller routes to
+    return made
 
 
 _BUILDERS: Mapping[type, Callable[[Step, Any, torch.dtype, Group], nn.Module]] = MappingProxyType(

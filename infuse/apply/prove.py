@@ -123,8 +123,8 @@ class Proofs:
             if step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
                 by_owner.setdefault((owner, decodes(step)), []).append(step.path)
-            elif isinstance(step.shape, ExpertsShape):
-                found[step.path] = expert_cases(step.shape, self.builder.source.device)
+            elif isinstance(whole := step.whole or step.shape, ExpertsShape):
+                found[step.path] = expert_cases(whole, self.builder.source.device)
             elif step.shape is not None:
                 (matrix,) = (step.whole or step.shape).matrices
                 found[step.path] = matrix_cases(matrix, self.builder.source.device)

@@ -40,6 +40,7 @@ _LAYOUT: Mapping[str, bool] = MappingProxyType(
         "_is_expert_parallel": False,
     }
 )
+_ROUTES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "top_k")
 _ROUTER_NAMES = ("router", "gate", "gating", "classifier", "wg")
 
 
@@ -48,8 +49,8 @@ class ExpertsShape(PartShape):
     """Dimensions and settings of the experts of one layer. `gate.first` is the number of the first one held here.
 
     The first matrices of all experts are one matrix [count * rows, hidden], where rows = 2 * inner ([gate | up]) if
-    gated; the second ones are one matrix [count * hidden, inner]. Ranks split the width of each expert or, if `unit` is
-    EXPERT, get whole experts.
+    gated; the second ones are one matrix [count * hidden, inner]. Ranks get whole experts, split the width of each, or
+    both.
     """
 
     count: int
@@ -58,7 +59,6 @@ class ExpertsShape(PartShape):
     gate: ExpertGate
     up_bias: bool = False
     down_bias: bool = False
-    unit: str = INNER
 
     @property
     def rows(self) -> int:
@@ -67,24 +67,24 @@ class ExpertsShape(PartShape):
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        of_up: tuple[Extent, ...]
-        if self.unit == EXPERT:
-            split, of_up = COLUMN, (Extent(EXPERT, self.count, self.rows),)
-            of_down = (Extent(EXPERT, self.count, self.hidden),)
-        else:
-            split, of_down = ROW, (Extent(INNER, self.inner),)
-            of_up = of_down * (self.count * self.rows // self.inner)
+        sections = range(self.rows // self.inner)  # gate and up, or up alone
+        of_up = tuple(Extent(INNER, self.inner, expert=expert) for expert in range(self.count) for _ in sections)
         up, down = (self.count * self.rows, self.hidden), (self.count * self.hidden, self.inner)
+        rows = Extent(EXPERT, self.count, self.hidden)
         return (
             Matrix("up", *up, self.up_bias, COLUMN, of_up, op="experts"),
-            Matrix("down", *down, self.down_bias, split, of_down, op="experts"),
+            Matrix("down", *down, self.down_bias, ROW, (Extent(INNER, self.inner),), op="experts", experts=rows),
         )
 
     def of_rank(self, share: Share) -> ExpertsShape:
-        if self.unit == EXPERT:
-            first = self.gate.first + share.own[EXPERT][0]
-            return replace(self, count=share.count(EXPERT), gate=self.gate._replace(first=first))
-        return replace(self, inner=share.count(INNER), down_bias=self.down_bias and share.is_first)
+        first, last = share.own[EXPERT]
+        return replace(
+            self,
+            count=last - first,
+            inner=share.count(INNER),
+            gate=self.gate._replace(first=self.gate.first + first),
+            down_bias=self.down_bias and share.own[INNER][0] == 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,12 @@ def experts_in(module: nn.Module, path: str = "") -> Iterator[str]:
     for name, child in module.named_modules():
         if is_experts(child):
             yield ".".join(part for part in (path, name) if part)
+
+
+def routes_of(config: Any) -> int | None:
+    """How many experts a token uses, for the plan's text; None if no key of the config that is known tells."""
+    found = (getattr(config, name, None) for name in _ROUTES)
+    return next((number for number in found if type(number) is int), None)
 
 
 def router_paths(model: nn.Module) -> frozenset[str]:

@@ -122,6 +122,10 @@ class LayerShape:
         held = {name: getattr(self, name) for name in ("attn", "mlp", *_NORMS)}
         return {name: part for name, part in held.items() if part is not None}
 
+    @property
+    def has_experts(self) -> bool:
+        return any(part.has_experts for part in self.parts.values())
+
     def child(self, field: str) -> str:
         """Name of the part's module in the block."""
         return self.attn.name if field == "attn" else field

@@ -35,18 +35,18 @@ class RankShare:
 def layer_part(
     shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
 ) -> RankShare:
-    """Part of a layer for `mesh.tp_rank`. SpecMismatch lists everything that the ranks cannot share.
+    """Part of a layer for one rank of `mesh`. SpecMismatch lists everything that the ranks cannot share.
 
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
     `multiples` has the group lengths, keyed by weight.
     """
-    if mesh.tp == 1:
-        return RankShare(shape, fills)
     own: dict[str, Any] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
     for field, part in shape.parts.items():
         name = shape.child(field)
+        if (mesh.size if part.has_experts else mesh.tp) == 1:
+            continue
         try:
             share = share_of(part, mesh, grain=grain, multiples=_inside(name, multiples))
             own[field] = part.of_rank(share)
@@ -66,6 +66,17 @@ def plain_part(shape: Plain, mesh: Mesh, grain: int) -> RankShare:
     share = share_of(shape, mesh, grain=grain, multiples={})
     cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
     return RankShare(shape.of_rank(share), _cut_fills(shape.fills, cuts))
+
+
+def experts_part(
+    shape: ExpertsShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
+) -> RankShare:
+    """A rank's experts, or its slice of each. SpecMismatch if there are too few of either."""
+    if mesh.size == 1:
+        return RankShare(shape, fills)
+    share = share_of(shape, mesh, grain=grain, multiples=multiples)
+    cuts = {parameter.target: (parameter, share) for parameter in shape.parameters}
+    return RankShare(shape.of_rank(share), _cut_fills(fills, cuts))
 
 
 def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str, int]) -> Share:
@@ -143,6 +154,7 @@ def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]
         parameter, share = cuts[fill.target]
         if parameter.added_once and not share.adds(parameter):
             continue
-        cut = parameter.cut(share.own, len(fill.sources)) if parameter.extents else None
+        sources = 1 if fill.tall else len(fill.sources)
+        cut = parameter.cut(share.own, sources) if parameter.extents else None
         found.append(replace(fill, cut=cut))
     return tuple(found)

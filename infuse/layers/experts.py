@@ -12,6 +12,7 @@ from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.part import Matrix
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
+from infuse.parallel.group import Combine
 
 
 def experts_op(format: str | None) -> str:
@@ -63,15 +64,22 @@ class Experts(InferenceModule):
     """All experts of one layer. `formats` has the formats of `up.weight` and `down.weight`: both or none.
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
-    for each token the weighted sum of its experts; see ops.experts.
+    for each token the weighted sum of its experts; see ops.experts. `combine` adds up what ranks get of their experts;
+    None: the caller does.
     """
 
     up: ExpertMatrix | QuantizedExpertMatrix
     down: ExpertMatrix | QuantizedExpertMatrix
 
-    def __init__(self, shape: ExpertsShape, formats: Mapping[str, str], bodies: Mapping[str, str]):
+    def __init__(
+        self,
+        shape: ExpertsShape,
+        formats: Mapping[str, str],
+        bodies: Mapping[str, str],
+        combine: Combine | None = None,
+    ):
         super().__init__()
-        self.shape, self.num_experts = shape, shape.count
+        self.shape, self.num_experts, self._combine = shape, shape.count, combine
         for matrix in shape.matrices:
             format = formats.get(matrix.weight)
             made = QuantizedExpertMatrix(matrix, format, bodies) if format else ExpertMatrix(matrix)
@@ -90,6 +98,7 @@ class Experts(InferenceModule):
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
             self._use_reference(up, down)
         y = self._bound(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
+        y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
 
     def _use_reference(self, *matrices: QuantizedExpertMatrix) -> None:

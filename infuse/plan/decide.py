@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +16,28 @@ from torch import nn
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
-from infuse.architectures.experts import ExpertsShape, bind_experts, experts_in, is_experts, router_paths
+from infuse.architectures.experts import (
+    BoundExperts,
+    ExpertsShape,
+    bind_experts,
+    experts_in,
+    is_experts,
+    router_paths,
+    routes_of,
+)
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
-from infuse.architectures.ranks import RankShare, Shape, layer_part, plain_part
+from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.parallel.slices import split
+from infuse.plan.balance import balance
 from infuse.plan.bytes import bytes_after, parameter_bytes
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
 from infuse.plan.found import config_around, path_of, shared_weights, users_own
@@ -37,7 +47,6 @@ from infuse.plan.shared import Sharing
 from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
 from infuse.quant.format import QuantFormat
-from infuse.quant.parse import quant_format
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
@@ -151,13 +160,17 @@ class _Decision:
         multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
         parts = [
             layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
-            for rank in self.mesh.ranks()
+            for rank in self.sharing(bound.shape.has_experts)
         ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
         why, index, attn = f"spec of {name}", bound.index, bound.attn
         return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
+
+    def sharing(self, has_experts: bool = False) -> tuple[Mesh, ...]:
+        """The mesh of each rank that has a part of its own of a module."""
+        return self.mesh.ranks() if has_experts or self.mesh.tp > 1 else (ONE,)
 
     def split(self, module: nn.Module, path: str, config: Any) -> None:
         """Add a step that keeps the layer's forward and shares its linears among ranks.
@@ -178,6 +191,8 @@ class _Decision:
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 why = "not tensor-parallel: neither column- nor row-parallel"
                 self.left = [*left, *(Left(f"{path}: {name}", why) for name in roles.left)]
+                for name in experts_in(module, path):
+                    self.experts(name)
                 return
         except SpecMismatch as mismatch:
             self.leave(path, f"whole on each rank: {mismatch}")
@@ -201,7 +216,7 @@ class _Decision:
             if not name:
                 self.leave("", "the model itself is one linear, which has no place to be put in")
                 continue
-            ranks = self.mesh.ranks() if name == self.head and self.mesh.tp > 1 else (ONE,)
+            ranks = self.sharing() if name == self.head else (ONE,)
             split = len(ranks) > 1
             others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
             unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]
@@ -234,38 +249,64 @@ class _Decision:
             bound = bind_experts(module, self.model.get_submodule(where))
         except SpecMismatch as mismatch:
             return self.leave(path, f"its experts stay: {mismatch}")
-        matrices, format = bound.shape.matrices, self.formats.of(path)
+        format = self.formats.of(path)
         if format is None and self.formats.left_alone(path):
             self.leave(path, f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
+        try:
+            parts = self.expert_parts(bound, path)
+        except SpecMismatch as mismatch:
+            self.leave(path, f"whole on each rank: {mismatch}")
+            parts = [RankShare(bound.shape, bound.fills)]
+        shapes: list[Any] = [part.shape for part in parts]
+        formats: dict[str, QuantFormat] = {}
         if format is not None:
-            misfits = [f"{one.target}: {reason}" for one in matrices if (reason := format.fits(one.inputs))]
+            shared = len(parts) > 1
+            formats = {one.weight: format.of_part(one.inputs) if shared else format for one in bound.shape.matrices}
+            matrices = [matrix for shape in shapes for matrix in shape.matrices]
+            tried = [(one.target, formats[one.weight].fits(one.inputs)) for one in matrices]
+            misfits = dict.fromkeys(f"{target}: {reason}" for target, reason in tried if reason)
             if misfits:
                 self.leave(path, f"in {self.dtype}: {'; '.join(misfits)}")
-                format = None
-        text = None if format is None else str(format)
-        weights = {matrix.weight for matrix in matrices}
-        fills = tuple(replace(fill, format=text if fill.target in weights else None) for fill in bound.fills)
+                formats = {}
+        own = parts[self.mesh.rank if len(parts) > 1 else 0]
+        texts = {weight: str(one) for weight, one in formats.items()}
+        fills = tuple(replace(fill, format=texts.get(fill.target)) for fill in own.fills)
         bodies = self.bodies(matrix_ops(fills, bound.shape))
-        if text is not None:
-            bodies = self.fitting(bodies, bound.shape, quant_format(text))
-        if text is None and all(body == ops.REFERENCE for _, body in bodies):
+        if formats:
+            bodies = self.fitting(bodies, shapes, formats)
+        elif len(parts) == 1 and all(body == ops.REFERENCE for _, body in bodies):
             if all(left.path != path for left in self.left):
                 self.leave(path, "nothing to gain: transformers' own experts are the best body here")
             return
-        why = "experts of a mixture; the model routes to them"
-        self.steps.append(Step(path, type(module).__name__, bound.shape, fills, bodies, why))
+        why, whole = "experts of a mixture; the model routes to them", bound.shape if len(parts) > 1 else None
+        if whole is not None:
+            why += f"; {self.balance(bound.shape, config_around(self.model, path))}"
+        self.steps.append(Step(path, type(module).__name__, own.shape, fills, bodies, why, whole=whole))
+
+    def expert_parts(self, bound: BoundExperts, path: str) -> list[RankShare]:
+        """Every rank's part of the experts at `path`. SpecMismatch if there are too few."""
+        multiples = {matrix.weight: self.formats.multiple(path, matrix.inputs) for matrix in bound.shape.matrices}
+        return [
+            experts_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
+            for rank in self.sharing(has_experts=True)
+        ]
+
+    def balance(self, shape: ExpertsShape, config: Any) -> str:
+        """How ranks share experts, in words."""
+        counts = [stop - start for start, stop in split(shape.count, self.mesh.ep)]
+        return balance(counts, self.mesh.slices, routes_of(config))
 
     def fitting(
-        self, bodies: tuple[tuple[str, str], ...], shape: ExpertsShape, format: QuantFormat
+        self, bodies: tuple[tuple[str, str], ...], shapes: list[ExpertsShape], formats: Mapping[str, QuantFormat]
     ) -> tuple[tuple[str, str], ...]:
         """`bodies`, with the reference for experts whose matrices the chosen layout does not take."""
         chosen = dict(bodies)
         layout = ops.quantized_experts.bodies[chosen["quantized_experts"]].layout
         if layout is None:
             return bodies
-        reasons = [layout.declines(format, matrix.inputs) for matrix in shape.matrices]
+        reasons = [layout.declines(formats[one.weight], one.inputs) for shape in shapes for one in shape.matrices]
         part = layout.part_rows or 1
-        uneven = [rows for rows in (shape.rows, shape.hidden) if rows % part]
+        uneven = [rows for shape in shapes for rows in (shape.rows, shape.hidden) if rows % part]
         reasons += [f"{rows} rows of an expert are no multiple of {part}" for rows in uneven]
         if found := next(filter(None, reasons), None):
             self.unfit["quantized_experts", chosen["quantized_experts"], found] = None
