@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as t
 from families import GQA, Family
 from ranks import Ranks, same
