@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from families import BY_NAME
 from ranks import Ranks, same
+from test_experts_over_ranks import MIXTURES
 from test_rank_faults import distance, engine_of, outputs
 
 import infuse
 from infuse.parallel.join import AskedRanks, join
 from infuse.parallel.mesh import Mesh
-from infuse.plan.balance import balance, gain
+from infuse.plan.experts import balance, gain
 
 TOLERANCE = 5e-5
 
@@ -119,3 +120,26 @@ def test_the_balance_is_that_of_all_choices(counts: tuple[int, ...], routes: int
 ])  # fmt: skip
 def test_the_balance_in_words(counts: list[int], slices: int, routes: int | None, text: str) -> None:
     assert balance(counts, slices, routes).startswith(text)
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"moe": {"num_experts": 8}}, "found 8; MixtralForCausalLM has 5 in model.layers.{0-2}.mlp.experts"),
+    ({"moe_experts": [5, 4, 5]}, "found [5, 4, 5]; MixtralForCausalLM has 5 in"),
+    ({"moe_experts": [5, 5, 5]}, None), ({"moe": {"num_experts": 5}}, None), ({"moe": {"num_experts": [1]}}, None),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_numbers_of_experts_are_the_models(keys: dict[str, Any], text: str | None) -> None:
+    model = MIXTURES["mixtral"].make()
+    if text is None:
+        assert infuse.plan(model, dtype="fp32", **keys).model == "MixtralForCausalLM"
+        return
+    with pytest.raises(infuse.ConfigError) as error:
+        infuse.plan(model, dtype="fp32", **keys)
+    assert text in str(error.value)
+
+
+def test_a_model_without_experts_is_told() -> None:
+    model = BY_NAME["gpt2"].make()
+    with pytest.raises(infuse.ConfigError, match="found 8; GPT2LMHeadModel has no experts that infuse knows"):
+        infuse.plan(model, moe={"num_experts": 8})
+    assert "moe.ep_size=2: no effect: the model has no experts" in str(infuse.plan(model, moe={"ep_size": 2}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as t
 from families import GQA, Family
 from ranks import Ranks, same
@@ -70,3 +73,58 @@ def test_ranks_give_what_one_process_gives(name: str, way: str, ranks: Ranks) ->
     for _, tokens, depths, held, _ in results:
         assert torch.equal(tokens, wanted)
         assert depths["experts"] == 3 and held < whole
+
+
+def whole(name: str, **keys: Any) -> Tensor:
+    engine = infuse.init_inference(MIXTURES[name].make(), dtype="fp32", progress=False, **keys)
+    with torch.no_grad():
+        return engine(given()).logits
+
+
+@pytest.mark.parametrize(("name", "way", "format"), [
+    ("mixtral", "experts", "int8:8"), ("gpt_oss", "both", "int4:8"), ("mixtral", "width", "int4:8:asymmetric"),
+])  # fmt: skip
+def test_quantized_parts_are_parts_of_the_quantized(name: str, way: str, format: str, ranks: Ranks) -> None:
+    """Groups of 8 lie within each rank's part, so codes and scales are those of one process."""
+    size, tp, ep = WAYS[way]
+    logits, *_, refused = ranks.run(size, on_rank, name, tp, ep, {"quant": format})[0]
+    exact = whole(name, quant=format)
+    assert not refused and (logits - exact).abs().max() / exact.square().mean().sqrt() < TOLERANCE
+
+
+def saves(folder: str, keys: dict[str, Any]) -> Any:
+    try:
+        return on_rank("mixtral", 1, 2, {"save_mp_checkpoint_path": folder, **keys})[0]
+    except infuse.ConfigError as error:
+        return str(error)
+
+
+def loads(folder: str) -> Tensor:
+    model: Any = MIXTURES["mixtral"].make(seed=1)
+    engine = infuse.init_inference(model, checkpoint=folder, progress=False, moe={"ep_size": dist.get_world_size()})
+    with torch.no_grad():
+        return engine(given()).logits
+
+
+def test_shards_of_whole_experts_are_read_by_as_many_ranks_or_by_one(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks.run(2, saves, str(tmp_path), {"quant": "int8:8"})[0]
+    assert all(torch.equal(found, wanted) for found in ranks.run(2, loads, str(tmp_path)))
+    engine = infuse.init_inference(MIXTURES["mixtral"].make(seed=1), checkpoint=str(tmp_path), progress=False)
+    with torch.no_grad():
+        assert (engine(given()).logits - wanted).abs().max() < 1e-4
+
+
+def dies() -> None:
+    """Rank 1's process ends inside of the second layer's experts."""
+    model: Any = MIXTURES["mixtral"].make()
+    engine = infuse.init_inference(model, dtype="fp32", progress=False, moe={"ep_size": 2}, verify="off")
+    if dist.get_rank() == 1:
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: os._exit(3))
+    with torch.no_grad():
+        engine(given())
+
+
+def test_a_rank_that_dies_in_its_experts_is_named(ranks: Ranks) -> None:
+    error, _ = ranks.run_expecting_errors(2, dies)
+    assert isinstance(error, infuse.RankError)
+    assert "model.layers.1.mlp" in str(error) and "the process of rank 1 has ended" in str(error)

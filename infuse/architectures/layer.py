@@ -123,8 +123,8 @@ class LayerShape:
         return {name: part for name, part in held.items() if part is not None}
 
     @property
-    def has_experts(self) -> bool:
-        return any(part.has_experts for part in self.parts.values())
+    def expert_count(self) -> int:
+        return max(part.expert_count for part in self.parts.values())
 
     def child(self, field: str) -> str:
         """Name of the part's module in the block."""

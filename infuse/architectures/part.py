@@ -154,9 +154,11 @@ class PartShape:
         return tuple(parameter for matrix in self.matrices for parameter in matrix.parameters)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether all ranks that hold the model add up the part: they share experts, and the width of each."""
-        return any(matrix.experts is not None for matrix in self.matrices)
+    def expert_count(self) -> int:
+        """How many experts the part has. If any, all ranks that hold the model add it up: they share experts, and the
+        width of each.
+        """
+        return next((matrix.experts.count for matrix in self.matrices if matrix.experts is not None), 0)
 
     @property
     def ops(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from infuse.architectures.experts import ExpertsShape
-from infuse.architectures.layer import LayerShape
+from infuse.architectures.layer import PARALLEL, LayerShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import EXPERT, HEADS, INNER, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -43,9 +43,11 @@ def layer_part(
     own: dict[str, Any] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
+    if shape.residual == PARALLEL and shape.expert_count and mesh.size != mesh.tp:
+        differences.append("attention and experts are added up at once, which other ranks do; give tp_size alone")
     for field, part in shape.parts.items():
         name = shape.child(field)
-        if (mesh.size if part.has_experts else mesh.tp) == 1:
+        if (mesh.size if part.expert_count else mesh.tp) == 1:
             continue
         try:
             share = share_of(part, mesh, grain=grain, multiples=_inside(name, multiples))
@@ -55,7 +57,7 @@ def layer_part(
         else:
             cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
     if differences:
-        raise SpecMismatch(f"tensor parallelism over {mesh.tp} ranks", differences)
+        raise SpecMismatch(f"its parts on {mesh.size} ranks", differences)
     return RankShare(replace(shape, **own), _cut_fills(fills, cuts))
 
 
@@ -85,7 +87,7 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
     SpecMismatch if there are fewer units than ranks. Exceptions: ranks may replicate key/value heads, and a small
     vocabulary may leave some ranks without rows.
     """
-    if part.has_experts:
+    if part.expert_count:
         return _share_of_experts(part, mesh, grain, multiples)
     counts = _counts(part)
     _refuse_scarce(part, {unit: (count, mesh.tp) for unit, count in counts.items()})

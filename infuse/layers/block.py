@@ -59,11 +59,13 @@ class Block(InferenceModule):
     ):
         super().__init__()
         self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
-        group = group.dense
+        all_ranks, group = group, group.dense
         self.reduce = group.adds(f"{path}: attention and MLP")
         of_attention, of_mlp = None, None
         if group.size > 1 and shape.residual != PARALLEL:  # PARALLEL reduces both branches at once
             of_attention, of_mlp = group.adds(f"{path}.{shape.attn.name}"), group.adds(f"{path}.mlp")
+        if shape.mlp.expert_count and all_ranks.size > 1 and shape.residual != PARALLEL:
+            of_mlp = all_ranks.adds(f"{path}.mlp")
         for name in ("norm1", "norm2", "post1", "post2"):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))

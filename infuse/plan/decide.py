@@ -37,8 +37,8 @@ from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
-from infuse.plan.balance import balance
 from infuse.plan.bytes import bytes_after, parameter_bytes
+from infuse.plan.experts import balance, check_counts, idle_ranks
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
 from infuse.plan.found import config_around, path_of, shared_weights, users_own
 from infuse.plan.held import refused_bodies, without_kernels
@@ -53,9 +53,10 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     """Decide what replaces each module of `model`. The model is not changed.
 
     ConfigError if the device cannot compute in the dtype, or if a pattern of
-    `quant.weight.post_init_quant` matches no linear.
+    `quant.weight.post_init_quant` matches no linear, or if `moe.moe_experts` are not the model's.
     """
     dtype = config.resolved_dtype(device)
+    check_counts(model, config)
     decision = _Decision(model, config, device, dtype, mesh)
     notes: list[str] = []
     if library := quantized_by(model):
@@ -78,6 +79,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         declined=decision.declines(),
         notes=(
             *config.notes(device),
+            *idle_ranks(mesh, steps),
             *notes,
             *Sharing(model, steps).notes(),
             *decision.formats.idle(device, dtype),
@@ -160,12 +162,14 @@ class _Decision:
         multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
         parts = [
             layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
-            for rank in self.sharing(bound.shape.has_experts)
+            for rank in self.sharing(bound.shape.expert_count > 0)
         ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
         why, index, attn = f"spec of {name}", bound.index, bound.attn
+        if len(parts) > 1 and bound.shape.expert_count:
+            why += f"; {self.balance(bound.shape.expert_count, config_around(self.model, path))}"
         return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
 
     def sharing(self, has_experts: bool = False) -> tuple[Mesh, ...]:
@@ -280,7 +284,7 @@ class _Decision:
             return
         why, whole = "experts of a mixture; the model routes to them", bound.shape if len(parts) > 1 else None
         if whole is not None:
-            why += f"; {self.balance(bound.shape, config_around(self.model, path))}"
+            why += f"; {self.balance(bound.shape.expert_count, config_around(self.model, path))}"
         self.steps.append(Step(path, type(module).__name__, own.shape, fills, bodies, why, whole=whole))
 
     def expert_parts(self, bound: BoundExperts, path: str) -> list[RankShare]:
@@ -291,9 +295,9 @@ class _Decision:
             for rank in self.sharing(has_experts=True)
         ]
 
-    def balance(self, shape: ExpertsShape, config: Any) -> str:
-        """How ranks share experts, in words."""
-        counts = [stop - start for start, stop in split(shape.count, self.mesh.ep)]
+    def balance(self, experts: int, config: Any) -> str:
+        """How ranks share that many experts, in words."""
+        counts = [stop - start for start, stop in split(experts, self.mesh.ep)]
         return balance(counts, self.mesh.slices, routes_of(config))
 
     def fitting(

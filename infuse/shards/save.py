@@ -25,6 +25,7 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import QuantizedExpertMatrix
 from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
+from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import Cut
 from infuse.plan.plan import Plan
 from infuse.plan.step import EXPERTS, Step
@@ -102,8 +103,13 @@ def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
     return (tensor.t() if turned else tensor,)
 
 
-def check_folder(folder: str) -> None:
-    """Create `folder`; CheckpointError if shards cannot be written there."""
+def check_folder(folder: str, mesh: Mesh = ONE) -> None:
+    """Create `folder`; CheckpointError if shards cannot be written there, ConfigError if ranks of `mesh` cannot save."""
+    if mesh.ep > 1 and mesh.slices > 1:
+        raise ConfigError(
+            f"save_mp_checkpoint_path: {mesh.size} ranks share experts and slice each of them, and shards have one cut; "
+            "possible: tp_size or ep_size alone"
+        )
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
