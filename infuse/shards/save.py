@@ -104,11 +104,11 @@ def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
 
 
 def check_folder(folder: str, mesh: Mesh = ONE) -> None:
-    """Create `folder`; CheckpointError if shards cannot be written there, ConfigError if ranks of `mesh` cannot save."""
+    """Create `folder`; CheckpointError if shards cannot be written there, ConfigError if these ranks cannot save."""
     if mesh.ep > 1 and mesh.slices > 1:
         raise ConfigError(
-            f"save_mp_checkpoint_path: {mesh.size} ranks share experts and slice each of them, and shards have one cut; "
-            "possible: tp_size or ep_size alone"
+            f"save_mp_checkpoint_path: {mesh.size} ranks share experts and slice each of them, and shards cut a tensor "
+            "along one axis; possible: tp_size or ep_size alone"
         )
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
