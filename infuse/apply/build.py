@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infuse.apply.adopt import adopt
+from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
@@ -21,6 +22,7 @@ from infuse.layers.block import Block
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.linear import Quantized, make_linear
+from infuse.layers.routed import Routed
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
@@ -145,7 +147,8 @@ def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) ->
 
 
 def _experts(step: Step, shape: ExpertsShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    made = Experts(shape, step.formats, dict(step.bodies), group.adds(step.path) if step.whole else None)
+    cls: Any = Routed if isinstance(shape, RoutedShape) else Experts
+    made = cls(shape, step.formats, dict(step.bodies), group.adds(step.path) if step.whole else None)
     if isinstance(step.whole, ExpertsShape):
         made.num_experts = step.whole.count  # those that the caller routes to
     return made
@@ -158,5 +161,6 @@ _BUILDERS: Mapping[type, Callable[[Step, Any, torch.dtype, Group], nn.Module]] =
         EmbeddingShape: _embedding,
         LinearShape: _linear,
         ExpertsShape: _experts,
+        RoutedShape: _experts,
     }
 )

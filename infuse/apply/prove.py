@@ -13,6 +13,7 @@ from torch import nn
 from infuse import interrupts
 from infuse.apply.build import Builder
 from infuse.apply.unknown import proven, together
+from infuse.architectures.deepspeed import RoutedShape, without_drops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -25,7 +26,7 @@ from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
-from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases
+from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases, routed_cases
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import packed_paths
@@ -65,7 +66,9 @@ class Proofs:
         self._prove(wanted, progress)
         while refused := [step for step in candidates if step.is_layer and self.key(step) in self.refused]:
             device = Device.of(self.builder.source.device)
-            candidates = fallback(refused, self.model, self.config, device=device, mesh=self.plan.mesh)
+            instead = fallback(refused, self.model, self.config, device=device, mesh=self.plan.mesh)
+            there = {(step.path, step.depth) for step in self.steps}  # experts inside of a layer that keeps its forward
+            candidates = [step for step in instead if (step.path, step.depth) not in there]
             self._prove(candidates, None)
             self.steps += candidates
 
@@ -123,6 +126,8 @@ class Proofs:
             if step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
                 by_owner.setdefault((owner, decodes(step)), []).append(step.path)
+            elif isinstance(step.shape, RoutedShape):
+                found[step.path] = routed_cases(step.shape.hidden, self.builder.source.device)
             elif isinstance(whole := step.whole or step.shape, ExpertsShape):
                 found[step.path] = expert_cases(whole, self.builder.source.device)
             elif step.shape is not None:
@@ -186,6 +191,11 @@ class Proofs:
         with source.running():
             return in_place_mismatch(caller, new)
 
+    def _routed(self, step: Step, cases: list[Case]) -> str | None:
+        """Like _module, with an original that computes every token. Its caller reads more than what it returns."""
+        with without_drops(self.model.get_submodule(step.path)):
+            return self._module(step, cases)
+
     def _hook(self, step: Step, cases: list[Case]) -> str | None:
         """Return why the model behaves differently with our attention; None if it does not."""
         model: Any = self.model
@@ -206,6 +216,7 @@ _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = Mappi
         LayerShape: partial(Proofs._module, structure=True),
         LinearShape: Proofs._called,
         ExpertsShape: Proofs._called,
+        RoutedShape: Proofs._routed,
         EmbeddingShape: Proofs._module,
         type(None): Proofs._hook,
     }

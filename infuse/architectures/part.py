@@ -63,9 +63,9 @@ class Parameter:
         if self.experts is not None:
             first, last = (expert * self.experts.width for expert in own[self.experts.unit])
             if ranges == [(0, at)]:
-                return Cut(0, ((first, last),), (self.experts.length,))
-            if last - first < self.experts.length:
-                return Cut(self.axis, tuple(ranges), (at,), (first, last))
+                return Cut(0, ((first, last),), (self.experts.length // sources,) * sources)
+            rows = None if last - first == self.experts.length else (first, last)
+            return Cut(self.axis, tuple(ranges), (at,), rows)
         if any(extent.expert is not None for extent in self.extents):
             ranges = _joined(ranges)
         sizes: tuple[int, ...] = (at,)

@@ -42,7 +42,8 @@ class Moe(Section):
     """`moe`: how ranks share experts. A bool stands for {"enabled": bool}.
 
     `ep_group` or `ep_size` ranks have whole experts, those of `ep_mp_group` slices of each. `moe_experts` is compared
-    with what the model has, unless it is (1,).
+    with what the model has, unless it is (1,). infuse's own: `without_drops` computes every token of DeepSpeed's
+    layers by the experts that it prefers, where DeepSpeed drops tokens or samples experts.
     """
 
     aliases = MappingProxyType({"num_experts": "moe_experts", "expert_group": "ep_group"})
@@ -52,6 +53,7 @@ class Moe(Section):
     ep_size: values.Count = 1
     moe_experts: values.Counts = (1,)
     type: Literal["standard", "residual"] = "standard"
+    without_drops: bool = False
     ep_mp_group: values.Group = None
     ep_group: values.Group = None
 

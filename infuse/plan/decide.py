@@ -16,6 +16,7 @@ from torch import nn
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
+from infuse.architectures.deepspeed import RoutedShape, bind_routed, is_routed, routed_in
 from infuse.architectures.experts import (
     BoundExperts,
     ExpertsShape,
@@ -107,7 +108,7 @@ class _Decision:
         self.formats = Formats(config, self.head)
         self.grain = config.tensor_parallel.tp_grain_size
         self.refused = refused_bodies(model, device, dtype, mesh.tp)
-        self.routers = router_paths(model)
+        self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def leave(self, path: str, why: str) -> None:
@@ -118,7 +119,7 @@ class _Decision:
         specs = specs_for(module)
         if isinstance(module, (Block, Experts)):
             self.leave(path, "already replaced")
-        elif is_experts(module):
+        elif is_experts(module) or is_routed(module):
             self.experts(path)
         elif specs and (adapters := adapted(module)):
             self.leave(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}")
@@ -195,7 +196,7 @@ class _Decision:
                 self.steps.append(replace(steps[0], others=tuple(steps[1:])))
                 why = "not tensor-parallel: neither column- nor row-parallel"
                 self.left = [*left, *(Left(f"{path}: {name}", why) for name in roles.left)]
-                for name in experts_in(module, path):
+                for name in (*experts_in(module, path), *routed_in(module, path)):
                     self.experts(name)
                 return
         except SpecMismatch as mismatch:
@@ -211,9 +212,12 @@ class _Decision:
 
     def linears(self, module: nn.Module, path: str) -> None:
         """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
-        for name in experts_in(module, path):
+        for name in (*experts_in(module, path), *routed_in(module, path)):
             self.experts(name)
+        replaced = tuple(f"{step.path}." for step in self.steps if isinstance(step.shape, RoutedShape))
         for name, shape in linears(module, path):
+            if name.startswith(replaced):
+                continue
             if name in self.routers:
                 self.leave(name, "chooses among experts or weighs them, so it keeps its precision")
                 continue
@@ -250,11 +254,20 @@ class _Decision:
         """Add a step for the experts at `path`, if they gain from one. Both matrices are quantized, or none."""
         module, where = self.model.get_submodule(path), path.rpartition(".")[0]
         try:
-            bound = bind_experts(module, self.model.get_submodule(where))
+            if is_routed(module):
+                bound = bind_routed(module, without_drops=self.config.moe.without_drops)
+            else:
+                bound = bind_experts(module, self.model.get_submodule(where))
         except SpecMismatch as mismatch:
-            return self.leave(path, f"its experts stay: {mismatch}")
-        format = self.formats.of(path)
-        if format is None and self.formats.left_alone(path):
+            self.leave(path, f"its experts stay: {mismatch}")
+            return
+        made = matrices_made(bound.fills, bound.shape)
+        given = {matrix.target: self.formats.of_fill(fill, path) for fill, matrix in made}
+        format = given["up"]
+        if format != given["down"]:
+            self.leave(path, f"in {self.dtype}: up in {format} and down in {given['down']} need one format")
+            format = None
+        if format is None and self.formats.left_alone(linears_of(bound.fills[0], path)[0]):
             self.leave(path, f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
         try:
             parts = self.expert_parts(bound, path)

@@ -10,6 +10,7 @@ from math import comb
 
 from torch import nn
 
+from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.experts import experts_in
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import PartShape
@@ -24,6 +25,7 @@ def check_counts(model: nn.Module, config: InferenceConfig) -> None:
     """ConfigError if the user's numbers of experts are not the model's: one for all layers, or one for each."""
     asked = config.expert_counts
     counts = {path: int(getattr(model.get_submodule(path), "num_experts", 0)) for path in experts_in(model)}
+    counts |= {path: len(model.get_parameter(f"{path}.gate.wg.weight")) for path in routed_in(model)}
     found = tuple(counts.values())
     if not asked or asked == found or set(found) == set(asked):
         return

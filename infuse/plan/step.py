@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.packing import Fill
@@ -24,6 +25,7 @@ _DEPTHS: Mapping[type, str] = MappingProxyType(
         LinearShape: LINEAR,
         EmbeddingShape: EMBEDDING,
         ExpertsShape: EXPERTS,
+        RoutedShape: EXPERTS,
         type(None): ATTENTION,
     }
 )
@@ -65,7 +67,7 @@ class Step:
     @property
     def is_called(self) -> bool:
         """True for a single linear and for experts: a module of the user's calls it, and the proof runs that module."""
-        return isinstance(self.shape, (LinearShape, ExpertsShape))
+        return type(self.shape) in (LinearShape, ExpertsShape)
 
     @property
     def is_layer(self) -> bool:

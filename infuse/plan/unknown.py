@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures import specs_for
+from infuse.architectures.deepspeed import routed_in
 from infuse.architectures.ranks import RankShare
 from infuse.config import keys as config_keys
 from infuse.parallel.mesh import Mesh
@@ -50,6 +51,7 @@ class Splits:
         """
         refuse_shared(self._model, path, self._shared)
         roles, layer = self._roles.of(path), self._model.get_submodule(path)
+        roles = roles.outside(tuple(f"{mixture}." for mixture in routed_in(layer)))
 
         def multiple(linear: str, inputs: int) -> int:
             return formats.multiple(f"{path}.{linear}", inputs)

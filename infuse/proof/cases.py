@@ -142,5 +142,13 @@ def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:
     return cases
 
 
+def routed_cases(hidden: int, device: torch.device) -> list[Case]:
+    """Random cases for a DeepSpeed mixture: two rows of tokens, and no mask of used ones."""
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = [torch.randn(2, tokens, hidden, generator=generator) for tokens in (2, 5, 17)]
+    calls = [Call(x.to(device), (None,), {}, None) for x in inputs]
+    return [Case(f"{call.hidden.shape[1]} tokens", (call,), (None,)) for call in calls]
+
+
 def _one_call(x: Tensor, device: torch.device) -> Case:
     return Case(f"{x.shape[1]} rows", (Call(x.to(device), (), {}, None),), (None,))

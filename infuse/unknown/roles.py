@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,11 @@ class Roles:
     chains: tuple[Chain, ...]
     left: tuple[str, ...]
     why: str
+
+    def outside(self, prefixes: tuple[str, ...]) -> Roles:
+        """The roles without those of linears below the paths `prefixes`, which ranks share in another way."""
+        kept = (chain for chain in self.chains if not all(one.startswith(prefixes) for one in chain.columns))
+        return replace(self, chains=tuple(kept), left=tuple(one for one in self.left if not one.startswith(prefixes)))
 
 
 def matches(path: str, name: str) -> bool:

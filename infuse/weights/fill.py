@@ -96,9 +96,19 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
             here = slice(limits.start + above, limits.stop + above)
             outputs, inputs = (along, slice(None)) if axis == 0 else (here, along)
             part = (inputs, outputs) if fill.transposed else (outputs, inputs)[: len(shape)]
+            if axis == 1 and len(fill.sources) > 1:
+                pieces.append(_below(fill.sources, reader, here, along))
+                continue
             piece = reader.read(fill.sources[span.source], part)
             pieces.append(piece.t() if fill.transposed else piece)
         yield limits, pieces
+
+
+def _below(sources: tuple[str, ...], reader: Reader, rows: slice, columns: slice) -> Tensor:
+    """Rows and columns of sources that lie one below the other."""
+    heights = [Span(number, 0, reader.shape(name)[0]) for number, name in enumerate(sources)]
+    found = taken(heights, [(rows.start, rows.stop)])
+    return torch.cat([reader.read(sources[one.source], (slice(one.start, one.stop), columns)) for one in found])
 
 
 def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -143,6 +153,8 @@ def _shape(fill: Fill, reader: Reader) -> list[int]:
     shape = list(reader.shape(fill.sources[0]))
     shape = shape[::-1] if fill.transposed else shape
     shape[_axis(fill)] = sum(span.length for span in _spans(fill, reader))
+    if _axis(fill) == 1 and len(fill.sources) > 1:
+        shape[0] = sum(reader.shape(name)[0] for name in fill.sources)
     if fill.cut and fill.cut.rows:
         shape[0] = fill.cut.rows[1] - fill.cut.rows[0]
     return shape
