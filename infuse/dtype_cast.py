@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -22,13 +23,13 @@ _PART_VALUES = 1 << 20
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Run `module` in `dtype` inside the `with`.
 
-    Linears cast their weight part by part as they run, so memory hardly grows.
+    Linears cast their weight part by part as they run, and experts are widened a few at a time, so memory hardly grows.
     """
     if type(module) is nn.Embedding:  # a lookup is exact in any dtype that is wide enough
         yield
         return
     kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
-    handles, linears = [], []
+    handles, patched = [], []
 
     def cast(owner: nn.Module, args: Any) -> None:
         for p in owner.parameters(recurse=False):
@@ -43,9 +44,10 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     for child in module.modules():
         if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
             continue
-        if isinstance(child, nn.Linear):
-            linears.append((child, vars(child).get("forward")))
-            child.forward = partial(_in_parts, child, dtype)  # type: ignore[method-assign]
+        if isinstance(child, nn.Linear) or _are_experts(child, dtype):
+            patched.append((child, vars(child).get("forward")))
+            run: Any = _in_parts if isinstance(child, nn.Linear) else _by_expert
+            child.forward = partial(run, child, dtype)
         else:
             handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
     try:
@@ -56,12 +58,44 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for child, forward in linears:
+        for child, forward in patched:
             del child.forward
             if forward is not None:
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
+
+
+def _are_experts(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the module adds up experts, forward(hidden, index, weights), with parameters narrower than `dtype`."""
+    count, down = getattr(module, "num_experts", None), module._parameters.get("down_proj")
+    if down is None or down.dtype.itemsize >= dtype.itemsize or "forward" in vars(module):
+        return False
+    alike = all(p is not None and p.dim() > 1 and len(p) == count for p in module._parameters.values())
+    return alike and len(inspect.signature(type(module).forward).parameters) == 4
+
+
+def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """The sum over all experts, of which only a few are in `dtype` at a time. Routes to others get the weight 0."""
+    hidden, index, weights = (*args, *kwargs.values())
+    count, held = module.num_experts, {p: p.data for p in module.parameters(recurse=False)}
+    total = torch.zeros_like(hidden)
+    try:
+        for start in range(0, count, step := -(-count // _PARTS)):
+            for p, data in held.items():
+                p.data = data[start : start + step].to(dtype)
+            module.num_experts = min(step, count - start)
+            here = (index >= start) & (index < start + step)
+            routes = (
+                (index - start).where(here, torch.zeros_like(index)),
+                weights.where(here, torch.zeros_like(weights)),
+            )
+            total += type(module).forward(module, hidden, *routes)
+    finally:
+        module.num_experts = count
+        for p, data in held.items():
+            p.data = data
+    return total
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

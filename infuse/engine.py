@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from infuse.parallel.join import join
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
-from infuse.plan.step import BLOCK, LINEAR
+from infuse.plan.step import BLOCK, EXPERTS, LINEAR
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.sessions import decodes
 from infuse.shards.save import check_folder, save
@@ -151,9 +152,11 @@ class InferenceEngine(nn.Module):
 
     def report(self) -> Report:
         """The replaced layers, the memory before and after, and the profiles so far."""
-        blocks, linears = (sum(step.depth == depth for step in self.plan.steps) for depth in (BLOCK, LINEAR))
+        depths = Counter(step.depth for step in self.plan.steps)
+        done = f"{depths[BLOCK]} blocks and {depths[LINEAR]} linears replaced"
+        done += f", and the experts of {depths[EXPERTS]} layers" if depths[EXPERTS] else ""
         now = f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now"
-        return Report.of(self.plan, [f"{blocks} blocks and {linears} linears replaced", now, *map(str, self._profiles)])
+        return Report.of(self.plan, [done, now, *map(str, self._profiles)])
 
     # -- later
 

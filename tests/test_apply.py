@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from families import BY_NAME, inputs
 from tolerance import assert_near
 from torch import Tensor, nn
@@ -128,6 +129,20 @@ def test_peak_memory_is_the_model_and_its_largest_layer(held: torch.dtype, keys:
 def test_peak_memory_while_quantizing(held: torch.dtype, keys: dict[str, Any]) -> None:
     ratio = peak_ratio(held, 2, BLOCK_BYTES if isinstance(native.kernels(), str) else 0, **keys)
     assert ratio <= 1, f"{ratio:.2f} of the largest layer beyond the model"
+
+
+@pytest.mark.parametrize("keys", [dict(dtype="bf16"), dict(dtype="bf16", quant="int8")], ids=str)
+def test_peak_memory_with_experts(keys: dict[str, Any]) -> None:
+    """The proof widens a few experts at a time, and one layer's new matrices are there besides the old ones."""
+    config = t.GptOssConfig(**LARGE, num_hidden_layers=2, head_dim=64, num_local_experts=16, num_experts_per_tok=2)
+    model = t.GptOssForCausalLM(config).to(torch.bfloat16).eval()
+    layer = nbytes(model.model.layers[0])
+    gc.collect()
+    live = LiveBytes(model)
+    with live:
+        done = applied(model, **keys)
+    assert "quant" not in keys or sum(step.depth == "experts" for step in done.steps) == 2
+    assert live.peak_bytes - live.start_bytes <= 1.1 * layer  # one expert at a time is turned: 1/16
 
 
 def test_peak_memory_while_quantizing_by_the_references(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.ops import Body, registered
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, LINEAR
+from infuse.plan.step import ATTENTION, BLOCK, EXPERTS, LINEAR
 
 PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}
@@ -145,7 +145,7 @@ def test_linears_of_an_unknown_model_run_through_kernels(name: str) -> None:
     model = UNKNOWN[name]()
     wanted = outputs(model)
     done = applied(model, dtype="fp32")
-    assert LINEAR in {step.depth for step in done.steps} <= {LINEAR, ATTENTION} and not refused(done)
+    assert LINEAR in {step.depth for step in done.steps} <= {LINEAR, EXPERTS, ATTENTION} and not refused(done)
     assert_close(outputs(model), wanted)
 
 

@@ -120,15 +120,19 @@ def routes_of(config: Any) -> int | None:
 def router_paths(model: nn.Module) -> frozenset[str]:
     """Paths of the linears beside experts that choose among them or weigh them: routers and gates of shared experts.
 
-    They are known by their outputs, one for each expert or a single one, or by their names.
+    Experts are those of `is_experts`, and any module named so. Their routers are known by their outputs, one for each
+    expert or a single one, or by their names.
     """
     found: set[str] = set()
-    for path in experts_in(model):
-        where, experts = path.rpartition(".")[0], model.get_submodule(path)
-        counts = (1, getattr(experts, "num_experts", 1))
+    for path, experts in list(model.named_modules()):
+        where, _, last = path.rpartition(".")
+        if last != "experts" and not is_experts(experts):
+            continue
+        counts = (1, getattr(experts, "num_experts", len(experts._modules)))
         for name, shape in linears(model.get_submodule(where), where):
             inside = name.removeprefix(f"{where}.").split(".")
-            if shape.outputs in counts or inside[-1] in _ROUTER_NAMES or "router" in inside:
+            named = inside[-1] in _ROUTER_NAMES or "router" in inside
+            if not name.startswith(f"{path}.") and (shape.outputs in counts or named):
                 found.add(name)
     return frozenset(found)
 

@@ -90,14 +90,16 @@ class Experts(InferenceModule):
         self._after = (*given, *shape.gate)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, up, down, compute = hidden_states, self.up, self.down, self._bound
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
-            return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
-        x, up, down = hidden_states, self.up, self.down
+            if isinstance(up, QuantizedExpertMatrix) or self._combine is not None:
+                return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
+            compute = ops.experts.bound(ops.REFERENCE)  # which has gradients, as lone linears do
         if isinstance(up, ExpertMatrix):
             x = x.to(up.weight.dtype)  # some blocks compute in float32 around experts in 16 bits
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
             self._use_reference(up, down)
-        y = self._bound(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
+        y = compute(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
 
