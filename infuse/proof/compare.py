@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.experts import ExpertsShape
 from infuse.dtype_cast import in_dtype
 from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
 from infuse.plan.step import Step
@@ -104,8 +105,12 @@ def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> s
 
 def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
     """Return why `new`, as it will run, is too far from the original in float32; None if it is close enough."""
-    # Matrices are rounded independently, so the squares of their errors add up.
-    quantized = math.hypot(*(quant_format(f).proof_tolerance for f in step.formats.values()))
+    # Matrices are rounded independently, so the squares of their errors add up. Experts are nothing but products: the
+    # errors of gate and up, which are one matrix, both count in full.
+    formats = [*step.formats.values()]
+    if isinstance(step.shape, ExpertsShape) and step.shape.gate.gated:
+        formats += formats[:1]
+    quantized = math.hypot(*(quant_format(format).proof_tolerance for format in formats))
     allowed = [[max(2 * own, _FLOOR[dtype]) + quantized for own in row] for row in wanted.own_error]
     return _mismatch(new, cases, wanted, dtype, allowed)
 
