@@ -259,6 +259,15 @@ def test_formats_by_name_reach_experts() -> None:
         infuse.init_inference(copy.deepcopy(original("mixtral")), dtype="fp32", quant=quant)
 
 
+def test_routers_keep_their_precision_whatever_is_asked() -> None:
+    """The gate of a shared expert is a linear with one output; a pattern that names it is no mistake."""
+    quant = {"weight": {"post_init_quant": {"shared_expert_gate": {"num_bits": 8}}}}
+    engine = infuse.init_inference(copy.deepcopy(original("qwen2_moe")), dtype="fp32", quant=quant)
+    why = {left.path: left.why for left in engine.plan.left}
+    assert "keeps its precision" in why["model.layers.0.mlp.shared_expert_gate"]
+    assert not any("shared_expert_gate" in step.path for step in engine.plan.steps)
+
+
 def test_what_is_not_ours_is_left_with_a_reason() -> None:
     """An unknown gate, a forward on the instance, a caller that reads more of its experts than their result."""
     model = copy.deepcopy(original("mixtral"))

@@ -219,6 +219,7 @@ class _Decision:
             if name.startswith(replaced):
                 continue
             if name in self.routers:
+                self.formats.of(name)  # so that a pattern may name it
                 self.leave(name, "chooses among experts or weighs them, so it keeps its precision")
                 continue
             if not name:
