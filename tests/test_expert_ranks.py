@@ -10,13 +10,20 @@ import torch
 import torch.distributed as dist
 from families import BY_NAME
 from ranks import Ranks, same
+from test_experts import LEFT, classes, made
 from test_experts_over_ranks import MIXTURES
 from test_rank_faults import distance, engine_of, outputs
+from torch import nn
 
 import infuse
+from infuse.architectures.experts import ExpertsShape, bind_experts
+from infuse.architectures.ranks import experts_part
+from infuse.layers.experts import Experts
 from infuse.parallel.join import AskedRanks, join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.experts import balance, gain
+from infuse.weights.fill import fill_module
+from infuse.weights.reader import LiveReader
 
 TOLERANCE = 5e-5
 
@@ -143,3 +150,37 @@ def test_a_model_without_experts_is_told() -> None:
     with pytest.raises(infuse.ConfigError, match="found 8; GPT2LMHeadModel has no experts that infuse knows"):
         infuse.plan(model, moe={"num_experts": 8})
     assert "moe.ep_size=2: no effect: the model has no experts" in str(infuse.plan(model, moe={"ep_size": 2}))
+
+
+ALONE = (Mesh(ep=3), Mesh(tp=3), Mesh(tp=4, ep=2, within=True))
+
+
+@pytest.mark.parametrize(("number", "name"), [*enumerate(sorted(set(classes()) - {*LEFT, "Inkling2Experts"}))])
+def test_the_parts_of_ranks_add_up(number: int, name: str) -> None:
+    """Of every class of experts, by two ways to share them: each value is on one rank, and the sum is the whole."""
+    experts = made(name)
+    bound = bind_experts(experts, nn.Module())
+    x, index, weights = torch.randn(9, 24), torch.rand(9, 5).argsort(dim=1)[:, :2], torch.rand(9, 2)
+    with torch.no_grad():
+        wanted = experts(x, index, weights)
+        for mesh in (Mesh(tp=2, ep=2, tp_first=number % 2 == 0), ALONE[number % len(ALONE)]):
+            parts = [experts_part(bound.shape, bound.fills, rank, grain=1, multiples={}) for rank in mesh.ranks()]
+            found, held = torch.zeros_like(wanted), 0
+            for part in parts:
+                assert isinstance(part.shape, ExpertsShape)
+                new = Experts(part.shape, {}, {})
+                fill_module(new, part.fills, LiveReader(experts), torch.float32, {})
+                found += new(x, index, weights)
+                held += sum(parameter.numel() for parameter in new.parameters())
+            torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
+            assert held == sum(parameter.numel() for parameter in experts.parameters())
+
+
+def test_more_ranks_than_experts_or_features() -> None:
+    bound = bind_experts(made("MixtralExperts"), nn.Module())
+    for mesh, why in (
+        (Mesh(ep=6), "5 experts are too few for 6 ranks"),
+        (Mesh(tp=13), "12 inner features are too few"),
+    ):
+        with pytest.raises(infuse.errors.SpecMismatch, match=why):
+            experts_part(bound.shape, bound.fills, mesh, grain=1, multiples={})
