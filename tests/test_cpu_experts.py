@@ -29,6 +29,7 @@ SHAPES = (
     (64, 1, 1, 128, 40, False),
     (9, 3, 4, 40, 72, True),
     (1, 5, 6, 64, 40, True),
+    (1300, 1, 1, 1024, 32, True),  # more than a core's cache holds
 )
 FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric")
 REAL = runner("experts", "cpu")

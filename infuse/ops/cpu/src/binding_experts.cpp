@@ -8,9 +8,14 @@
 // number of threads. ops/cpu/experts.py checks shapes, dtypes and layouts.
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "binding_linear.h"
 #include "binding_ops.h"
@@ -23,6 +28,7 @@ namespace {
 constexpr int64_t kPanelRows = 16;
 constexpr int64_t kStreamBytes = 1 << 16;     // of a piece that streams: 4 us of one thread
 constexpr int64_t kRoomBytes = 1 << 28;       // of intermediate results; more tokens are processed in chunks
+constexpr size_t kKeptBytes = 1 << 26;        // of them that a thread keeps between calls
 constexpr int64_t kSumElements = 1 << 15;     // that a thread adds at once
 constexpr int64_t kWaitUs = 50;               // of polling, before other processes may run
 
@@ -145,9 +151,9 @@ struct Product {
   }
 };
 
-// One expert that some tokens use. `up` gives `products`, or directly `inner` if its kernel applies the gate.
+// One expert and some tokens that use it. `up` gives `products`, or directly `inner` if its kernel applies the gate.
 struct Job {
-  int64_t expert = 0, count = 0;
+  int64_t count = 0;
   const int64_t* tokens = nullptr;  // [count]
   Job* arranger = this;             // the job that arranges x for `up`
   Product up, down;
@@ -182,7 +188,7 @@ class Run {
     group(index, weights);
     Room counted{nullptr};
     place(counted);
-    Room room{static_cast<char*>(scratch_of<Scratch::experts>(counted.used))};
+    Room room{memory(counted.used)};
     place(room);
     cut(&Job::up, ups_), cut(&Job::down, downs_);
     point(index);
@@ -190,8 +196,8 @@ class Run {
 
   void run() {
     int64_t bytes = 0;
-    for (int64_t j = 0; j < jobs_; ++j) {
-      for (const Product* p : {&job_[j].up, &job_[j].down}) bytes += p->args.outputs * p->args.row_bytes;
+    for (const Job& job : jobs_) {
+      for (const Product* p : {&job.up, &job.down}) bytes += p->args.outputs * p->args.row_bytes;
     }
     const int64_t most = std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost);
     const int64_t threads = bytes <= kOneThreadBytes ? 1 : most;
@@ -209,7 +215,7 @@ class Run {
         piece.job->down.multiply(piece.begin, piece.end);
         last = left.fetch_sub(1, std::memory_order_acq_rel) == 1;
       });
-      if (sums == 1 && jobs_) {
+      if (sums == 1 && !jobs_.empty()) {
         if (last) add(0);
         return;
       }
@@ -222,6 +228,18 @@ class Run {
   }
 
  private:
+  // Memory for intermediate results. What is too large to keep is on large pages, which are faster to get.
+  char* memory(size_t bytes) {
+    if (bytes <= kKeptBytes) return static_cast<char*>(scratch_of<Scratch::experts>(bytes));
+    constexpr size_t kPage = 1 << 21;
+    bytes = (bytes + kPage - 1) / kPage * kPage;
+    own_.reset(std::aligned_alloc(kPage, bytes));
+#if defined(MADV_HUGEPAGE)
+    madvise(own_.get(), bytes, MADV_HUGEPAGE);  // only a hint
+#endif
+    return static_cast<char*>(own_.get());
+  }
+
   // Groups the routes by expert, in the order of experts, then of tokens.
   void group(const int64_t* index, const float* weights) {
     const int64_t routes = tokens_ * e_.routes;
@@ -231,18 +249,11 @@ class Run {
       const int64_t expert = index[r] - e_.first;
       if (expert >= 0 && expert < e_.count) ++ends[size_t(expert) + 1];
     }
-    for (int64_t expert = 0; expert < e_.count; ++expert) {
-      jobs_ += ends[size_t(expert) + 1] > 0;
-      ends[size_t(expert) + 1] += ends[size_t(expert)];
-    }
+    for (int64_t expert = 0; expert < e_.count; ++expert) ends[size_t(expert) + 1] += ends[size_t(expert)];
     token_of_.resize(size_t(ends.back()));
-    job_ = std::make_unique<Job[]>(size_t(jobs_));
-    for (int64_t expert = 0, j = 0; expert < e_.count; ++expert) {
+    for (int64_t expert = 0; expert < e_.count; ++expert) {
       const int64_t begin = ends[size_t(expert)], count = ends[size_t(expert) + 1] - begin;
-      if (!count) continue;
-      Job& job = job_[size_t(j++)];
-      job.expert = expert, job.count = count, job.tokens = token_of_.data() + begin;
-      job.up = Product(e_.up, expert, count, e_.may_round), job.down = Product(e_.down, expert, count, e_.may_round);
+      if (count) add_jobs(expert, token_of_.data() + begin, count);
     }
     for (int64_t r = 0; r < routes; ++r) {
       const int64_t expert = index[r] - e_.first;
@@ -253,12 +264,24 @@ class Run {
     weights_ = weights;
   }
 
+  // Splits an expert with more tokens than the cores' caches hold into jobs of nearly the same size.
+  void add_jobs(int64_t expert, const int64_t* tokens, int64_t count) {
+    const Product whole(e_.up, expert, count, e_.may_round);
+    const int64_t most = whole.way == Way::stream ? count : 2 * whole.tiles().chunk_rows(whole.args);
+    const int64_t parts = (count + most - 1) / most;
+    for (int64_t p = 0; p < parts; ++p) {
+      Job& job = jobs_.emplace_back();
+      job.tokens = tokens + count * p / parts, job.count = count * (p + 1) / parts - count * p / parts;
+      job.up = Product(e_.up, expert, job.count, e_.may_round);
+      job.down = Product(e_.down, expert, job.count, e_.may_round);
+    }
+  }
+
   // Gives each job its memory.
   void place(Room& room) {
     const int64_t bytes = element_bytes(e_.type);
     Job* shared = nullptr;
-    for (int64_t j = 0; j < jobs_; ++j) {
-      Job& job = job_[size_t(j)];
+    for (Job& job : jobs_) {
       Product &up = job.up, &down = job.down;
       const bool one = tokens_ == 1 && job.count == 1;  // all read the same x, arranged once
       job.gathered = one ? nullptr : room.take(job.count * e_.width() * bytes);
@@ -285,8 +308,7 @@ class Run {
   }
 
   void cut(Product Job::* which, std::vector<Piece>& pieces) {
-    for (int64_t j = 0; j < jobs_; ++j) {
-      Job& job = job_[size_t(j)];
+    for (Job& job : jobs_) {
       const Product& product = job.*which;
       const int64_t size = product.piece(), columns = product.columns();
       if (which == &Job::up) job.left.store((columns + size - 1) / size, std::memory_order_relaxed);
@@ -300,10 +322,10 @@ class Run {
   void point(const int64_t* index) {
     std::vector<const char*> rows(token_of_.size());
     const int64_t bytes = element_bytes(e_.type);
-    for (int64_t j = 0, at = 0; j < jobs_; ++j) {
-      const Product& down = job_[size_t(j)].down;
-      const char* y = static_cast<const char*>(down.args.y) + down.lead * bytes;
-      for (int64_t r = 0; r < job_[size_t(j)].count; ++r) rows[size_t(at++)] = y + r * down.args.outputs * bytes;
+    size_t at = 0;
+    for (const Job& job : jobs_) {
+      const char* y = static_cast<const char*>(job.down.args.y) + job.down.lead * bytes;
+      for (int64_t r = 0; r < job.count; ++r) rows[at++] = y + r * job.down.args.outputs * bytes;
     }
     from_.reserve(token_of_.size()), factors_.reserve(token_of_.size());
     ends_.reserve(size_t(tokens_) + 1);
@@ -359,12 +381,13 @@ class Run {
   const Experts& e_;
   const char* x_;
   char* y_;
-  int64_t tokens_, jobs_ = 0;
+  int64_t tokens_;
   const float* weights_ = nullptr;
   std::vector<int64_t> place_, token_of_, ends_;  // of a route among the grouped ones; its token; of a token's routes
   std::vector<const char*> from_;
   std::vector<float> factors_;
-  std::unique_ptr<Job[]> job_;
+  std::deque<Job> jobs_;
+  std::unique_ptr<void, Free> own_;
   std::vector<Piece> ups_, downs_;
 };
 
@@ -451,6 +474,7 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
 INFUSE_OPERATORS(CPU,
     {"experts(Tensor x, Tensor index, Tensor weights, Tensor up, Tensor? up_scale, Tensor? up_zero, Tensor? up_bias,"
      " Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_bias, int inner, int up_code, int down_code,"
-     " int act, bool gated, float limit, bool limit_after, float up_offset, int first) -> Tensor?", TORCH_BOX(&experts)})
+     " int act, bool gated, float limit, bool limit_after, float up_offset, int first) -> Tensor?",
+     TORCH_BOX(&experts)})
 
 }  // namespace infuse

@@ -19,11 +19,11 @@ constexpr int64_t kPieceBytes = 1 << 18;
 
 // Memory that a thread keeps between calls, since allocating it costs more than filling it.
 enum class Scratch { x, tile, experts };
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
 template <Scratch purpose>
 void* scratch_of(size_t bytes) {
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
   thread_local std::unique_ptr<void, Free> buffer;
   thread_local size_t size = 0;
   if (bytes > size) {

@@ -1,5 +1,5 @@
-// The exact values of fp8 (e4m3), fp6 (e3m2) and mxfp4 (e2m1) codes, as infuse/quant defines them. The NaN of e4m3 is not
-// supported: weights that contain it are not converted to panels.
+// The exact values of fp8 (e4m3), fp6 (e3m2) and mxfp4 (e2m1) codes, as infuse/quant defines them. The NaN of e4m3 is
+// not supported: weights that contain it are not converted to panels.
 #pragma once
 
 #include <array>
