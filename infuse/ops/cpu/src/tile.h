@@ -14,11 +14,16 @@ namespace INFUSE_ISA {
 
 #if defined(__AVX512BF16__)
 
-// x as bf16 in the low half of each lane. Subnormal numbers become zero, as they do in the products anyway.
-inline __m512i rounded(Vec x) { return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v))); }
+// Pairs of bf16, even values in the low halves. Subnormal numbers become zero, as they do in the products anyway.
+inline __m512i rounded_pairs(Vec even, Vec odd) {
+  alignas(64) static constexpr uint16_t order[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order),
+                                  reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd.v, even.v)));
+}
 
 // Writes one panel to half 0 or 1 of [inputs / 2][2][16 pairs], rounded to bf16 as the reference rounds.
-template <Code C>
+template <Code C, bool zeros>
 void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const bool there = panel * kPanelRows < a.outputs;
@@ -31,18 +36,23 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
   for (int64_t g = 0; g < a.groups; ++g) {
     const Vec scale = load(scales + g * kPanelRows, kPanelRows);
-    const Vec shift = a.zero ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<C>) : Vec();
+    const Vec shift = zeros ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<C>) : Vec();
     for (int64_t u = 0; u < in_group; ++u, p += kUnitBytes<C>) {
       prefetch_unit<C>(p + kAhead);
       const Unit<C> d = load_unit<C>(p);
 #pragma GCC unroll 4
       for (int j = 0; j < kUnit<C>; j += 2, to += kTileOutputs) {
-        const __m512i even = rounded((codes<C>(d, j) - shift) * scale),
-            odd = rounded((codes<C>(d, j + 1) - shift) * scale);
-        _mm512_store_si512(to, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        Vec even = codes<C>(d, j), odd = codes<C>(d, j + 1);
+        if constexpr (zeros) even = even - shift, odd = odd - shift;
+        _mm512_store_si512(to, rounded_pairs(even * scale, odd * scale));
       }
     }
   }
+}
+
+template <Code C>
+void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
+  a.zero ? fill_tile<C, true>(a, panel, half, tile) : fill_tile<C, false>(a, panel, half, tile);
 }
 
 // words[p] = the pairs p of up to 16 rows that are `step` elements apart, copied as bits.
