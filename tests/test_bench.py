@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "bench"))  # its programs import each other as they lie there
 
 import llama_cases  # noqa: E402
+import moe  # noqa: E402
 import ops as bench_ops  # noqa: E402
 
 
@@ -38,6 +39,14 @@ def test_bytes_are_those_of_arguments_and_results() -> None:
     (first, *_) = llama_cases.rotary_append(torch.bfloat16)
     heads = llama_cases.HEADS + 2 * llama_cases.KV_HEADS
     assert bench_ops.moved_bytes(ops["rotary_append"], first) == 2 * llama_cases.WIDTH * (2 * heads + 2)
+
+
+def test_a_step_reads_the_experts_that_its_rows_hit() -> None:
+    shape, embedding = moe.SHAPES["small"], 32000 * 1024 * 2
+    entry = moe.Contestant("transformers bf16", None, torch.bfloat16, 10**10, 0.0)
+    expert, cached = 3 * 1024 * 512 * 2, 2 * 12 * 4 * 64 * 100 * 2
+    assert moe.step_bytes(shape, entry, 1, 100) == 10**10 - embedding - 12 * 24 * expert + cached
+    assert moe.step_bytes(shape, entry, 10**4, 0) == pytest.approx(10**10 - embedding)
 
 
 @pytest.mark.parametrize("name", sorted(registered()))
