@@ -454,7 +454,7 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
   e.gate.columns = inner, e.gate.act = Act(act), e.gate.gated = gated, e.gate.type = e.type;
   e.gate.up_offset = float(up_offset);
   e.may_round = up_code >= 0 && ((up_code | down_code) & kShortX) && all_finite(x);
-  if (e.count && tokens * routes > kFewPlainRows * e.count && streams_many(e)) return std::nullopt;
+  if (e.count && tokens * routes > kFewExpertRows * e.count && streams_many(e)) return std::nullopt;
   Tensor y = empty_as(x);
   const int64_t bytes = element_bytes(e.type);
   const int64_t of_token = (3 * width + rows + 3 * inner) * bytes * routes;

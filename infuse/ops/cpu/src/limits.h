@@ -16,6 +16,9 @@ constexpr int64_t kFewRowsInteger = 8;  // the same if x may be rounded to 8 bit
 // The same for an expert in bf16 whose tiles AMX multiplies: break-even for 1024 x 1024 and 1024 x 512 at 6 rows in 4
 // bits, 7 in fp8 and 13 in int8, whose streams are integer products.
 constexpr int64_t kFewRowsAmx = 6, kFewRowsAmxBytes = 12;
+// Most rows of an expert, on average, for which plain weights stream where there are no tiles: PyTorch's product for
+// each expert breaks even between 16 and 32 rows (float32 and float16, AVX2 and AVX-512).
+constexpr int64_t kFewExpertRows = 20;
 // Most values of x (4 MiB) that all threads share when they multiply by tiles of plain weights. With more, PyTorch's
 // product is equally fast or up to 6 % faster.
 constexpr int64_t kMostTiled = 1 << 21;
