@@ -27,11 +27,11 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def start(target: Callable[..., Any], *args: Any) -> BaseProcess:
-    """A process that calls `target(*args)` and ends with this one."""
+def start(target: Callable[..., Any], *args: Any, daemon: bool = True) -> BaseProcess:
+    """A process that calls `target(*args)` and ends with this one. Only one that is no daemon may start others."""
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, by the first process
-    process = CONTEXT.Process(target=target, args=args, daemon=True)
+    process = CONTEXT.Process(target=target, args=args, daemon=daemon)
     process.start()
     if threads is None:
         del os.environ["OMP_NUM_THREADS"]
@@ -43,12 +43,12 @@ def start(target: Callable[..., Any], *args: Any) -> BaseProcess:
 class Program:
     """`python ARGUMENTS` in a folder, with these environment variables and no others; used like a subprocess.Popen.
 
-    The arguments are `-c CODE`, `-m MODULE …` or `FILE …`.
+    The arguments are `-c CODE`, `-m MODULE …` or `FILE …`. A program that is no daemon may fork others.
     """
 
-    def __init__(self, *arguments: str, folder: Path, environment: Mapping[str, str]):
+    def __init__(self, *arguments: str, folder: Path, environment: Mapping[str, str], daemon: bool = True):
         self._outputs = tempfile.TemporaryDirectory()
-        self._process = start(_run, self._outputs.name, arguments, str(folder), dict(environment))
+        self._process = start(_run, self._outputs.name, arguments, str(folder), dict(environment), daemon=daemon)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it has printed to its standard output and error, once it has ended."""

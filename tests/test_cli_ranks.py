@@ -12,24 +12,28 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Program
 from test_cli import PROMPT, folder, run  # noqa: F401  # the fixture
 
 ROOT = Path(__file__).parent.parent
 GENERATE = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32")
 
 
+def environment() -> dict[str, str]:
+    unset = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": str(ROOT)}
+
+
 def start(*arguments: object) -> subprocess.Popen:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    }
+    """A command as a shell starts it."""
     command = [sys.executable, "-m", "infuse.cli.app", *map(str, arguments)]
-    return subprocess.Popen(
-        command, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def command(*arguments: object, code: int = 0) -> tuple[str, str]:
-    process = start(*arguments)
+    """What a command prints, whose launcher and ranks are forks."""
+    program = str(ROOT / "tests" / "cli_with_forks.py")
+    process = Program(program, *map(str, arguments), folder=ROOT, environment=environment(), daemon=False)
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return out, err

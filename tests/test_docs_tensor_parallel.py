@@ -8,20 +8,22 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import Program
 from ranks import Ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "tensor_parallel.md").read_text(encoding="utf-8")
-PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse.cli.app"]}
+PROGRAMS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
+    "infuse": [str(ROOT / "tests" / "cli_with_forks.py")],
+}
 
 
 def blocks() -> list[str]:
@@ -59,15 +61,14 @@ def test_the_script_and_the_commands_run(folder: Path) -> None:
     (script,) = [code for code in blocks() if code.startswith("# script.py")]
     (folder / "script.py").write_text(script)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
     printed = []
     for line in (line[2:] for code in blocks() for line in code.splitlines() if line.startswith("$ ")):
         program, *arguments = shlex.split(line)
-        done = subprocess.run(
-            [sys.executable, *PROGRAMS[program], *arguments], capture_output=True, text=True, timeout=240,
-            env={**environment, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert done.returncode == 0 and "refused" not in done.stderr, f"{line}\n{done.stderr[-3000:]}"
-        printed.append(done.stdout)
+        done = Program(*PROGRAMS[program], *arguments, folder=folder, environment=environment, daemon=False)
+        out, err = done.communicate(timeout=240)
+        assert done.returncode == 0 and "refused" not in err, f"{line}\n{err[-3000:]}"
+        printed.append(out)
     script_text, generated, plan, shard = printed
     assert script_text.strip() == tokenizer.decode(ids[0]).strip()
     assert "def add(" + generated.rstrip("\n") == tokenizer.decode(ids[0], skip_special_tokens=True).rstrip("\n")
