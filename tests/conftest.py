@@ -17,10 +17,23 @@ import pytest
 import torch
 from ranks import Ranks
 
+LONGEST = (
+    "test_triton",
+    "test_triton_compiles",
+    "test_cli_ranks",
+    "test_docs_tensor_parallel",
+)  # tests of 10 s and more
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: the last to end decides when processes that share the tests are done."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """The longest first, then what is slow: the last to end decides when processes that share the tests are done."""
+
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("slow") is None:
+            return len(LONGEST) + 1
+        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
