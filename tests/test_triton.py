@@ -20,6 +20,7 @@ import infuse.ops.triton
 from infuse.device import Device
 from infuse.ops import registered
 from infuse.ops.triton.configurations import plain_row, plain_tiles, quantized_row, quantized_tiles
+from infuse.ops.triton.experts import sort_routes
 
 HERE = Path(__file__).parent
 
@@ -76,6 +77,22 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     assert "no C compiler" in str(infuse.ops.triton._missing.__wrapped__())
+
+
+def test_routes_are_sorted_into_tiles_of_one_expert() -> None:
+    """Each route in range stands in one tile, of its expert; the shapes do not depend on values."""
+    for tokens, rows in ((1, 16), (37, 16), (5, 1), (300, 64)):
+        index = torch.rand(tokens, 9).argsort(dim=1)[:, :3]  # experts 2 to 7 of 0 to 8 are in range
+        routed = sort_routes(index, 2, 6, rows)
+        shapes = [tensor.shape for tensor in sort_routes(index.to("meta"), 2, 6, rows)]
+        assert shapes == [tensor.shape for tensor in routed]
+        found = []
+        for expert, start, stop in zip(*(tensor.tolist() for tensor in routed[1:]), strict=True):
+            if expert < 6:
+                assert start < stop
+                found += [(route, expert + 2) for route in routed.order_R[start : min(start + rows, stop)].tolist()]
+        wanted = [(i, expert) for i, expert in enumerate(index.flatten().tolist()) if 2 <= expert < 8]
+        assert sorted(found) == wanted
 
 
 def test_launches_fill_the_device() -> None:

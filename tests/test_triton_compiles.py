@@ -92,6 +92,29 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
             products += [("quantized_linear", given, {}), ("quantized_linear", (*given, *around), {})]
         yield from products[(which + i) % of :: of]  # of another format other ones
         yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
+    yield from of_experts(dtype)
+
+
+def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Of Qwen3-MoE's shape: one token, some tokens for each expert, many."""
+    count, width, inner = 128, 2048, 768
+    for text, some in ((None, (1, 32, 2048)), ("int8", (2048,)), ("fp6", (1, 2048)), ("int4:32:asymmetric", (2048,))):
+        held: list[Tensor | None] = []
+        for outputs, inputs in ((count * 2 * inner, width), (count * width, inner)):
+            if text is None:
+                held += [empty(outputs, inputs, dtype=dtype), None]
+                continue
+            part = quant_format(text).quantize(torch.empty(8, inputs, device="meta"))
+            data = torch.empty(outputs, part.data.shape[1] // 4, dtype=torch.int32)
+            like = (
+                None if t is None else torch.empty(outputs, t.shape[1], dtype=t.dtype) for t in (part.scale, part.zero)
+            )
+            held += [data, *like, None]
+        name, formats = ("experts", ()) if text is None else ("quantized_experts", (inner, text, text))
+        for tokens in some:
+            index = torch.zeros(tokens, 8, dtype=torch.int64)
+            routed = empty(tokens, width, dtype=dtype), index, torch.empty(tokens, 8)
+            yield name, (*routed, *held, *formats, "silu", True, 0.0 if text else 7.0), {}
 
 
 @pytest.mark.parametrize(("dtype", "capability", "which", "of"), TARGETS, ids=str)
@@ -118,4 +141,9 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, 
         "plain_row",
         "quantized_row",
         "product_tiles",
+        "up_rows",
+        "down_rows",
+        "up_tiles",
+        "down_tiles",
+        "sum_routes",
     }

@@ -5,7 +5,7 @@ compiled (test_gpu_ops.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +15,21 @@ import torch
 import torch.nn.functional as F
 from prepared import run_body
 from test_ops import cases as cases_on_cpu
-from test_ops import own, planted, results, widened, written
+from test_ops import in_float32, own, planted, results, widened, written
 from tolerance import assert_near
 from torch import Tensor
 
 from infuse import ops
 from infuse.ops import Case, registered
-from infuse.ops.triton import configurations
+from infuse.ops.triton import configurations, experts
+from infuse.ops.triton.configurations import Tiles
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = sorted(name for name, op in registered().items() if "triton" in op.bodies)
+PRODUCTS = ("linear", "quantized_linear", "experts", "quantized_experts")
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -43,6 +45,18 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other: let a program of the experts' rows have more outputs."""
+
+    def wider(tiles: Callable[..., Tiles]) -> Callable[..., Tiles]:
+        return lambda *shape, **more: replace(tiles(*shape, **more), outputs=64)
+
+    if DEVICE.type == "cpu":
+        for name in ("plain_row", "quantized_row"):
+            monkeypatch.setattr(experts, name, wider(getattr(configurations, name)))
+
+
 def there(value: Any) -> Any:
     return value.to(DEVICE) if isinstance(value, Tensor) else value
 
@@ -51,23 +65,19 @@ def cases(name: str, dtype: torch.dtype) -> list[Case]:
     return [Case(case.label, tuple(there(arg) for arg in case.args)) for case in cases_on_cpu(name, dtype)]
 
 
-def wide(name: str, args: tuple) -> tuple:
-    """The arguments of a product in float32, as the kernels compute: the reference rounds in between. Scales stay."""
-    stays = (1, 2, 3) if name == "quantized_linear" else ()  # data, scale, zero
-    return tuple(t.float() if isinstance(t, Tensor) and i not in stays else t for i, t in enumerate(args))
-
-
 def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
     """The body's results and what it writes are the reference's; what it must not write to is as before."""
     mutated = written(name)
     given = own(args, mutated)
     # Triton's interpreter cuts float32 off to bfloat16 where GPUs round: of a product of two sums over such weights
     # twice as much is lost. Not so for few rows with a norm or a residual.
-    cut_off = name == "quantized_linear" and "gated" in what and DEVICE.type == "cpu"
+    cut_off = name == "quantized_linear" and "gated" in what
     if cut_off and {"rms", "layer", "residual"} & set(what.split()):
         cut_off = given[0].numel() > ops.FEW_ROWS * given[0].shape[-1]
-    times = 2 if cut_off else 1
-    exact = wide(name, given) if name in ("linear", "quantized_linear") else given
+    cut_off |= name == "quantized_experts"  # one product after the other
+    times = 2 if cut_off and DEVICE.type == "cpu" else 1
+    # The kernels of products compute in float32: the reference rounds in between.
+    exact = in_float32(name, given, dtype) if name in PRODUCTS else given
     wanted = results(registered()[name].reference, own(exact, []), mutated)
     function, given = registered()[name].prepared("triton", given)
     before = own(given, [])
@@ -84,10 +94,14 @@ def compare(name: str, args: tuple, dtype: torch.dtype, what: str) -> None:
 @by_dtype
 @pytest.mark.parametrize("name", OPS)
 def test_body_is_the_reference(name: str, dtype: torch.dtype) -> None:
-    """Under the slow interpreter each type of 16 bits has a third of the cases, and of very many float32 too."""
+    """Under the slow interpreter each type of 16 bits has a third of the cases, and of very many float32 too; of
+    quantized experts some cases of each format.
+    """
     chosen = cases(name, dtype)
     if DEVICE.type == "cpu" and (dtype != torch.float32 or len(chosen) > 20):
         chosen = chosen[(DTYPES.index(dtype) - 1) % 3 :: 3]
+    if DEVICE.type == "cpu" and name == "quantized_experts":
+        chosen = chosen[::4]
     for case in chosen:
         compare(name, case.args, dtype, case.label)
 
@@ -100,7 +114,8 @@ def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, part: 
     """
     value = (float("nan"), float("inf"), -float("inf"))[part]
     chosen = list(planted(name, value))
-    every = max(7, len(chosen) // 20 | 1) if DEVICE.type == "cpu" else 3
+    most = 6 if "experts" in name else 20
+    every = max(7, len(chosen) // most | 1) if DEVICE.type == "cpu" else 3
     for _, case in chosen[part::every]:
         args = tuple(there(arg) for arg in case.args)
         if "gelu" in case.label:  # as in test_ops.py: PyTorch's in float64 is right

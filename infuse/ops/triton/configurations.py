@@ -18,6 +18,7 @@ DEQUANTIZED_WORDS = 512  # words per program that dequantizes: 16 bytes for each
 MOST_NORMED_ROWS = 8
 NORMED_VALUES = 4096  # values of a tile of rows that are read at once for the norm
 LARGEST_TILE = 64  # rows of x
+FEW_TOKENS = 4  # up to here the experts of each token stream their rows
 MOST_QUANTIZED_ROWS = 256  # with more rows, dequantize the weight once and use PyTorch's product
 
 
@@ -96,6 +97,17 @@ def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: in
     segments = inputs // (words * (8 if packed else 4))
     programs = -(-rows // tile) * -(-outputs // wide)
     return Tiles(wide, depth, 4, tile, splits_for(programs, -(-segments // depth)), stages=2 if packed else 3)
+
+
+def expert_tiles(rows: int, element_bytes: int) -> Tiles:
+    """Plain experts with `rows` tokens on average: narrow tiles for few tokens, square ones for many.
+
+    float32 cannot use tensor cores, so there larger tiles gain nothing.
+    """
+    tile = min(max(power_above(rows), 16), 32 if element_bytes == 4 else 128)
+    if tile <= 32:
+        return Tiles(32, 256 // element_bytes, 4, tile, stages=4)
+    return Tiles(128, 64, 8, tile, stages=3)
 
 
 @dataclass(frozen=True)
