@@ -85,7 +85,7 @@ class Builder:
         computed = [fill for fill in fills if fill not in stored]
         into = dtype or next(old.parameters()).dtype
         fill_module(module, computed, self.source.reader(step.path), into, dict(step.bodies))
-        fill_saved(module, step.path, stored, self.source.stored, self.dtype)
+        fill_saved(module, step.path, stored, self.source, self.dtype)
         module.train(False)
         if not step.keeps_forward:
             adopt(module, old, step.attn)

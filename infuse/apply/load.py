@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from infuse.apply.apply import Progress, carry_out
 from infuse.apply.build import build
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.errors import CheckpointError
+from infuse.errors import CheckpointError, ConfigError
+from infuse.layers.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
@@ -56,7 +57,14 @@ def load(
         source, base_dir, _ = config.checkpoint_files
         folder = _folder(source, base_dir)
         index = None if folder is None else read_index(folder)
+        shards: SavedShards | None = None
         if folder is None or index is None:
+            if config.experts == "mmap" and not config.checkpoint_files[2]:
+                raise ConfigError(
+                    f'experts: found "mmap" with checkpoint={source!r}, which is not a folder of infuse\'s own shards; '
+                    'experts are mapped from these: make them by init_inference(model, checkpoint=..., experts="mmap", '
+                    "save_mp_checkpoint_path=FOLDER), then give checkpoint=FOLDER"
+                )
             files = find_files(source, base_dir)
             _tie(model)
             plan = make_plan(model, config, device, mesh)
@@ -67,7 +75,7 @@ def load(
             _tie(model)
             plan = make_plan(model, config, device, mesh)
             plan = saved_plan(plan, model, index, config=config, device=device)
-            shards = open_shards(folder, index, plan)
+            shards = open_shards(folder, index, plan, config.experts == "mmap")
             _check_saved(model, shards, plan)
             reader = model_reader(model, shards, _unread(plan))
             sums = partial(index_sum, folder / SAVED)
@@ -79,7 +87,25 @@ def load(
             model.eval()
             done = carry_out(plan, loader, config, progress, group)
             group.barrier("the end of loading")  # if a rank fails here, all restore their models
-        return Loaded(plan, replace(done, notes=(*done.notes, *reader.notes)), config)
+        mapped, notes = mapped_bytes(model), (*done.notes, *reader.notes, *_mapping_notes(shards, model))
+        return Loaded(plan, replace(done, notes=notes, mapped_bytes=mapped), config)
+
+
+def _mapping_notes(shards: SavedShards | None, model: nn.Module) -> Iterator[str]:
+    """Notes for experts="mmap": which experts are in memory nevertheless, and why."""
+    if shards is None or not shards.maps:
+        return
+    by_reason: dict[str, list[str]] = {}
+    for path, why in shards.unmapped.items():
+        by_reason.setdefault(why, []).append(path)
+    for why, paths in by_reason.items():
+        yield (
+            f"{len(paths)} matrices of experts were read into memory, not mapped, e.g. {paths[0]}: {why}; to map them, "
+            'save the shards again, on this kind of processor and in this dtype, with experts="mmap" beside '
+            "save_mp_checkpoint_path"
+        )
+    if not by_reason and not mapped_bytes(model):
+        yield "experts: no effect here: these shards have no experts that infuse replaced"
 
 
 def load_values(model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device) -> None:

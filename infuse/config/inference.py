@@ -74,9 +74,9 @@ class InferenceConfig(Section):
     DeepSpeed-Inference's, except dtype (None: the device's best), replace_with_kernel_inject (True: proven blocks
     replace layers; False: layers stay, linears are replaced) and max_out_tokens (None: the cache grows; an int
     pre-allocates and caps). dtype int8 means int8 weights and 16-bit activations. infuse's own keys: verify (which
-    steps are proven before the swap), device (None: where the model is), progress (None: bars on a terminal only) and
-    skip_padding (True: encoder layers return zeros at the padding instead of computing it). The caller's dict is not
-    changed.
+    steps are proven before the swap), device (None: where the model is), progress (None: bars on a terminal only),
+    skip_padding (True: encoder layers return zeros at the padding instead of computing it) and experts ("mmap": experts
+    saved in our shards are mapped from their file instead of read). The caller's dict is not changed.
     """
 
     aliases = MappingProxyType(
@@ -135,6 +135,7 @@ class InferenceConfig(Section):
     device: values.DeviceName = None
     progress: bool | None = None
     skip_padding: bool = False
+    experts: Literal["memory", "mmap"] = "memory"
 
     def __init__(self, config: Any = None, /, **kwargs: Any):
         try:
@@ -248,6 +249,12 @@ class InferenceConfig(Section):
             yield f"dtype: found torch.int8 beside quant={self.weight_format!r}; possible: {possible}"
         if self.max_out_tokens is not None and self.min_out_tokens > self.max_out_tokens:
             yield f"min_out_tokens: found {self.min_out_tokens}; possible: at most max_out_tokens={self.max_out_tokens}"
+        if self.experts == "mmap" and self.checkpoint_files[0] is None and self.checkpoint_files[2] is None:
+            yield (
+                'experts: found "mmap" for a model whose weights are in memory; experts are mapped from infuse\'s own '
+                'shards. Save them by init_inference(model, ..., experts="mmap", save_mp_checkpoint_path=FOLDER), '
+                'then load them into a model on meta by init_inference(empty, checkpoint=FOLDER, experts="mmap")'
+            )
         for key, name in (("checkpoint", "checkpoint_dir"), ("base_dir",) * 2, ("save_mp_checkpoint_path",) * 2):
             outer, inner = getattr(self, key), getattr(self.checkpoint_config, name)
             if outer and inner and outer != inner:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.part import Matrix
+from infuse.device import Device
+from infuse.errors import CheckpointError
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
 from infuse.parallel.group import Combine
+from infuse.quant.format import QuantizedWeight
+
+FirstUse = Callable[[Tensor | None], None]  # called with numbers of experts before these are used; None: all
 
 
 def experts_op(format: str | None) -> str:
@@ -21,13 +28,19 @@ def experts_op(format: str | None) -> str:
 
 
 class ExpertMatrix(InferenceModule):
-    """One matrix of all experts, [rows of all experts, inputs], and its bias. `Experts` computes with it."""
+    """One matrix of all `experts`, [rows of all experts, inputs], and its bias. `Experts` computes with it.
+
+    `first_use` is set if the weight is mapped from a file. `layout`, the kernel's, is None: it reads plain rows.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    layout: str | None = None
+    first_use: FirstUse | None = None
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: Matrix, experts: int):
         super().__init__()
+        self.experts = experts
         self.weight = nn.Parameter(torch.empty(matrix.shape, device="meta"), requires_grad=False)
         self.register_parameter("bias", _bias(matrix))
 
@@ -36,14 +49,27 @@ class ExpertMatrix(InferenceModule):
         held = self._parameters
         return held["weight"], held["bias"]
 
+    def hold_stored(
+        self,
+        tensors: Mapping[str, Tensor],
+        layout: str | None,
+        device: torch.device,
+        first_use: FirstUse | None,
+    ) -> None:
+        """Hold the weight as it is stored."""
+        assert layout is None, layout
+        self.weight, self.first_use = nn.Parameter(tensors["weight"], requires_grad=False), first_use
+
 
 class QuantizedExpertMatrix(Quantized):
     """Like ExpertMatrix, with a quantized weight."""
 
     bias: nn.Parameter | None
+    first_use: FirstUse | None = None
 
-    def __init__(self, matrix: Matrix, format: str, bodies: Mapping[str, str]):
+    def __init__(self, matrix: Matrix, experts: int, format: str, bodies: Mapping[str, str]):
         super().__init__(ops.quantized_experts, bodies, matrix.shape, format)
+        self.experts = experts
         self.out_features, self.in_features = matrix.shape
         self.register_parameter("bias", _bias(matrix))
 
@@ -55,6 +81,57 @@ class QuantizedExpertMatrix(Quantized):
     def unprepare(self) -> None:
         """Hold the weight as its format defines it, not in the layout of the chosen body."""
         self._take(self.held(), prepared=False)
+        self.first_use = None
+
+    def share(self, other: Quantized) -> None:
+        super().share(other)
+        assert isinstance(other, QuantizedExpertMatrix)
+        self.first_use = other.first_use
+
+    @property
+    def layout(self) -> str | None:
+        """Name of the layout of the kernel, None if it reads rows or takes no weights of this format and width."""
+        layout = self._chosen.layout
+        if layout is None or not self.prepared or layout.declines(self.format, self.in_features):
+            return None
+        return layout.name
+
+    def held(self) -> QuantizedWeight:
+        if self.first_use is not None:
+            self.first_use(None)
+        return super().held()
+
+    def laid(self) -> QuantizedWeight | None:
+        """The weight in the layout of the kernel, in tensors with the shapes of rows; None if they have none such."""
+        layout, rows = self._chosen.layout, self.out_features
+        if layout is None or layout.part_rows is None or self.layout is None or rows % layout.part_rows:
+            return None
+        if self.first_use is not None:
+            self.first_use(None)
+        data, scale, zero = (None if t is None else t.view(rows, -1) for t in (self.data, self.scale, self.zero))
+        assert data is not None and scale is not None
+        return QuantizedWeight(data, scale, zero, (rows, self.in_features), self.format)
+
+    def hold_stored(
+        self,
+        tensors: Mapping[str, Tensor],
+        layout: str | None,
+        device: torch.device,
+        first_use: FirstUse | None,
+    ) -> None:
+        """Hold a weight in the `layout` that it is stored in, without a copy if the kernel reads this layout."""
+        sizes = self.out_features, self.in_features
+        weight = QuantizedWeight(tensors["data"], tensors["scale"], tensors.get("zero"), sizes, self.format)
+        own = self._chosen.layout
+        if layout == self.layout:
+            shaped = weight if own is None or own.shaped is None or layout is None else own.shaped(weight)
+            self._take(shaped, prepared=layout is not None or own is None)
+            self.first_use = first_use
+        else:
+            assert layout is not None
+            rows = _in_rows(weight, layout)
+            zero = None if rows.zero is None else rows.zero.to(device)
+            self.hold([replace(rows, data=rows.data.to(device), scale=rows.scale.to(device), zero=zero)])
 
     def extra_repr(self) -> str:
         return f"{self.out_features}, {self.in_features}, bias={self.bias is not None}, format={self.format}"
@@ -82,7 +159,8 @@ class Experts(InferenceModule):
         self.shape, self.num_experts, self._combine = shape, shape.count, combine
         for matrix in shape.matrices:
             format = formats.get(matrix.weight)
-            made = QuantizedExpertMatrix(matrix, format, bodies) if format else ExpertMatrix(matrix)
+            count = shape.count
+            made = QuantizedExpertMatrix(matrix, count, format, bodies) if format else ExpertMatrix(matrix, count)
             self.add_module(matrix.target, made)
         op = ops.quantized_experts if formats else ops.experts
         self._bound = op.bound(bodies.get(op.name, ops.REFERENCE))
@@ -95,6 +173,8 @@ class Experts(InferenceModule):
             if isinstance(up, QuantizedExpertMatrix) or self._combine is not None:
                 return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
             compute = ops.experts.bound(ops.REFERENCE)  # which has gradients, as lone linears do
+        if (up.first_use is not None or down.first_use is not None) and not is_compiling():
+            self._first_use(top_k_index)
         if isinstance(up, ExpertMatrix):
             x = x.to(up.weight.dtype)  # some blocks compute in float32 around experts in 16 bits
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
@@ -103,12 +183,44 @@ class Experts(InferenceModule):
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
 
+    def _first_use(self, index: Tensor) -> None:
+        for matrix in (self.up, self.down):
+            if matrix.first_use is not None:
+                matrix.first_use(index - self.shape.gate.first)
+
     def _use_reference(self, *matrices: QuantizedExpertMatrix) -> None:
         """The layout of the body declined the codes of one matrix: the reference computes with both."""
         for matrix in matrices:
             if matrix.prepared:
                 matrix.unprepare()
         self._bound = ops.quantized_experts.bound(ops.REFERENCE)
+
+
+def mapped_bytes(model: nn.Module) -> int:
+    """Bytes of the experts in `model` that are mapped from a file."""
+    matrices = (one for one in model.modules() if isinstance(one, (ExpertMatrix, QuantizedExpertMatrix)))
+    held = ((one, (*one.parameters(), *one.buffers())) for one in matrices if one.first_use is not None)
+    return sum(tensor.nbytes for one, tensors in held for tensor in tensors if tensor is not one.bias)
+
+
+def _in_rows(weight: QuantizedWeight, layout: str) -> QuantizedWeight:
+    """A weight that is stored in `layout` as its format defines it. CheckpointError if its kernels cannot run here."""
+    body = stored_body(layout)
+    assert body.layout is not None and body.layout.shaped is not None
+    if why := body.needs(Device.of("cpu"), torch.float32):
+        raise CheckpointError(
+            f"the experts were saved for mapping, in {layout}, and the kernels that read these cannot run here: {why}; "
+            'run `infuse build`, or save the shards again without experts="mmap"'
+        )
+    return body.layout.restore(body.layout.shaped(weight))
+
+
+def stored_body(layout: str) -> ops.Body:
+    """The body that reads experts in the stored `layout`. CheckpointError if this version has none."""
+    for body in ops.quantized_experts.bodies.values():
+        if body.layout is not None and body.layout.shaped is not None and body.layout.name == layout:
+            return body
+    raise CheckpointError(f"the experts were saved in {layout!r}, which this version does not know; save them again")
 
 
 def _bias(matrix: Matrix) -> nn.Parameter | None:

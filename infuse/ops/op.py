@@ -40,6 +40,9 @@ class Layout:
     `gather(parts, shape)` converts a weight that comes in parts, each a multiple of `part_rows` rows; if it is None,
     only whole weights can be converted. `declines(format, inputs)` says why the body leaves weights of that format and
     width to the reference.
+
+    A layout with a `name` can be stored: its buffers hold as many values as the format's own rows if these are a
+    multiple of `part_rows`. `shaped` gives stored buffers, which have the shapes of rows, the layout's shapes again.
     """
 
     prepare: Callable[[QuantizedWeight], QuantizedWeight | None]
@@ -47,6 +50,8 @@ class Layout:
     declines: Callable[[QuantFormat, int], str | None] = lambda format, inputs: None
     part_rows: int | None = None
     gather: Callable[[Iterable[QuantizedWeight], tuple[int, int]], QuantizedWeight | None] | None = None
+    name: str = ""
+    shaped: Callable[[QuantizedWeight], QuantizedWeight] | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.errors import SpecMismatch
+from infuse.errors import ConfigError, SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
 from infuse.parallel.mesh import ONE, Mesh
@@ -53,10 +53,15 @@ from infuse.quant.format import QuantFormat
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
     """Decide what replaces each module of `model`. The model is not changed.
 
-    ConfigError if the device cannot compute in the dtype, or if a pattern of
+    ConfigError if the device cannot compute in the dtype or map experts, or if a pattern of
     `quant.weight.post_init_quant` matches no linear, or if `moe.moe_experts` are not the model's.
     """
     dtype = config.resolved_dtype(device)
+    if config.experts == "mmap" and device.kind != "cpu":
+        raise ConfigError(
+            f'experts: found "mmap" on {device.kind} {device.name}; experts are mapped into the memory of a CPU: give '
+            'device="cpu", or leave experts out'
+        )
     check_counts(model, config)
     decision = _Decision(model, config, device, dtype, mesh)
     notes: list[str] = []

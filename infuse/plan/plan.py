@@ -41,7 +41,7 @@ _KERNELS = {
 class Plan:
     """The decision for one model on one device, for one rank of `mesh`.
 
-    `before_bytes` and `after_bytes` count parameters and buffers.
+    `before_bytes` and `after_bytes` count parameters and buffers; of the latter, `mapped_bytes` are experts in a file.
     """
 
     model: str
@@ -55,6 +55,7 @@ class Plan:
     before_bytes: int
     after_bytes: int
     mesh: Mesh = ONE
+    mapped_bytes: int = 0
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
@@ -137,7 +138,11 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def memory(plan: Plan) -> str:
-    return f"{plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+    text = f"{plan.before_bytes / 1e6:,.1f} MB -> {plan.after_bytes / 1e6:,.1f} MB"
+    if not plan.mapped_bytes:
+        return text
+    resident, mapped = plan.after_bytes - plan.mapped_bytes, plan.mapped_bytes
+    return f"{text}: {resident / 1e6:,.1f} MB resident, {mapped / 1e6:,.1f} MB of experts mapped from their file"
 
 
 def _legend(plan: Plan) -> list[str]:

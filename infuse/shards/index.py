@@ -67,10 +67,14 @@ class _Record(BaseModel):
 
 
 class SavedStep(_Record):
-    """An executed step: a digest of what its tensors mean, and the format of each matrix."""
+    """An executed step: a digest of what its tensors mean, and the format of each matrix.
+
+    `layouts`: of the matrices that are stored as a kernel reads them, so that they can be mapped.
+    """
 
     kind: str
     formats: dict[str, Annotated[str, BeforeValidator(parse_format)]]
+    layouts: dict[str, str] = {}
 
 
 class SavedFile(_Record):
@@ -95,6 +99,15 @@ class SavedIndex(_Record):
     steps: dict[str, SavedStep]
     interpretations: dict[str, tuple[str, ...]]
     files: Annotated[tuple[SavedFile, ...], Field(min_length=1)]
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """Path of a matrix of experts → the kernel's layout that it is stored in."""
+        return {
+            f"{path}.{target.rpartition('.')[0]}": layout
+            for path, step in self.steps.items()
+            for target, layout in step.layouts.items()
+        }
 
     @property
     def tp_size(self) -> int:

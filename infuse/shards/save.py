@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.plain import LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.experts import QuantizedExpertMatrix
+from infuse.layers.experts import QuantizedExpertMatrix, stored_body
 from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
@@ -46,7 +46,8 @@ def save(
     A failure on one rank raises CheckpointError on all ranks; then there is no index. For a layer without a spec that
     ranks split, the index has its interpretation, and each quantized linear as a step, as for a single rank.
     """
-    steps = {path: entry for step in plan.steps for path, entry in _entries(step).items()}
+    laid = _laid(model) if config.experts == "mmap" else {}
+    steps = {path: entry for step in plan.steps for path, entry in _entries(step, laid).items()}
     interpretations = {step.path: list(step.interpretations) for step in plan.steps if step.keeps_forward}
     quant = config.quant.model_dump(mode="json", exclude_unset=True)
     if config.dtype == torch.int8:  # int8 implies the format without setting `quant`
@@ -59,7 +60,7 @@ def save(
         "steps": steps,
         "interpretations": interpretations,
     }
-    write_shards(Path(folder), list(_bundles(model, plan)), cuts(plan), index, group=group, progress=progress)
+    write_shards(Path(folder), list(_bundles(model, plan, laid)), cuts(plan), index, group=group, progress=progress)
 
 
 def cuts(plan: Plan) -> dict[str, Cut]:
@@ -73,17 +74,31 @@ def cuts(plan: Plan) -> dict[str, Cut]:
     return found
 
 
-def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
+def _laid(model: nn.Module) -> dict[str, QuantizedExpertMatrix]:
+    """The experts' matrices whose kernel's layout can be stored, by path."""
+    modules = model.named_modules()
+    found = {path: one for path, one in modules if isinstance(one, QuantizedExpertMatrix)}
+    return {path: one for path, one in found.items() if one.laid() is not None}
+
+
+def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMatrix]) -> Iterator[Bundle]:
     """Yield all tensors of `model`: quantized matrices in their format's layout, and tied tensors once.
 
+    Those in `laid` are in their kernel's layout, and come first: the larger ones start where cache lines do.
     A tensor tied between a layer and a place outside of it is stored under its outside name.
     """
     inside = tuple(f"{path}." for step in plan.steps for path in packed_paths(step))
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
     turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
     seen: set[int] = set()
+    leaves: tuple[tuple[str, ...], ...] = (("data",), ("scale", "zero"))
+    for parts in leaves:
+        for path, matrix in laid.items():
+            seen.update(id(buffer) for buffer in matrix.buffers(recurse=False))
+            own = tuple(part for part in parts if getattr(matrix, part) is not None)
+            yield Bundle(tuple(f"{path}.{part}" for part in own), partial(_as_laid, matrix, own))
     for path, module in model.named_modules():
-        if isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
+        if path not in laid and isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
             parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
@@ -92,6 +107,12 @@ def _bundles(model: nn.Module, plan: Plan) -> Iterator[Bundle]:
             seen.add(id(tensor))
             # A plain linear is stored in the orientation of the original model.
             yield Bundle((name,), partial(_alone, tensor, name in turned))
+
+
+def _as_laid(matrix: QuantizedExpertMatrix, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
+    weight = matrix.laid()
+    assert weight is not None
+    return tuple(getattr(weight, part) for part in parts)
 
 
 def _held(module: Quantized, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -116,8 +137,11 @@ def check_folder(folder: str, mesh: Mesh = ONE) -> None:
             raise PermissionError("no permission")
 
 
-def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
-    """Open the files that the index names; only this rank's file if the number of ranks and the cuts are unchanged."""
+def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False) -> SavedShards:
+    """Open the files that the index names; only this rank's file if the number of ranks and the cuts are unchanged.
+
+    `maps`: experts are to be mapped.
+    """
     own, rank = cuts(plan), plan.mesh.rank
     alike = index.tp_size == plan.mesh.size and own.keys() == index.tilings.keys()
     alike = alike and all(index.tilings[name].parts[rank] == cut.ranges for name, cut in own.items())
@@ -125,8 +149,25 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan) -> SavedShards:
     wanted = [paths[rank]] if alike else paths
     if missing := [str(path) for path in wanted if not path.is_file()]:
         raise CheckpointError(f"{form}: {len(missing)} files are missing: {', '.join(missing)}")
+    layouts = index.layouts
+    if not alike and (cut := sorted(path for path in layouts if _cuts_panels(path, own, index))):
+        raise CheckpointError(
+            f"{form}: the experts of {len(cut)} matrices were saved for mapping by {index.tp_size} ranks, in "
+            f"{layouts[cut[0]]}, and {plan.mesh} would cut these: {', '.join(cut)}; load them by as many ranks, or "
+            'save them again without experts="mmap"'
+        )
     checksums = [file.checksums for file in index.files]
-    return SavedShards(form, paths, index.tilings, checksums, rank if alike else None)
+    return SavedShards(form, paths, index.tilings, checksums, rank if alike else None, layouts, maps)
+
+
+def _cuts_panels(path: str, own: Mapping[str, Cut], index: SavedIndex) -> bool:
+    """Whether this rank's part of a matrix, or a part that a file has, cuts the units of rows of its stored layout."""
+    layout, name = stored_body(index.layouts[path]).layout, f"{path}.weight"
+    rows = (layout.part_rows if layout else None) or 1
+    parts = [(own[name].axis, own[name].ranges)] if name in own else []
+    if name in index.tilings:
+        parts += [(index.tilings[name].axis, part) for part in index.tilings[name].parts]
+    return any(axis != 0 or any(end % rows for one in ranges for end in one) for axis, ranges in parts)
 
 
 def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
@@ -167,11 +208,16 @@ def packed_fill(step: Step, fill: Fill) -> bool:
     return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
 
 
-def _entries(step: Step) -> dict[str, dict[str, Any]]:
+def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str, dict[str, Any]]:
     """The step's entries in the index, by path."""
     paths = packed_paths(step)
     if not step.keeps_forward:
-        return {path: {"kind": kind_of(step), "formats": step.formats} for path in paths}
+        matrices = {target: laid.get(f"{step.path}.{target.rpartition('.')[0]}") for target in step.formats}
+        layouts = {target: matrix.layout for target, matrix in matrices.items() if matrix is not None}
+        return {
+            path: {"kind": kind_of(step), "formats": step.formats, **({"layouts": layouts} if layouts else {})}
+            for path in paths
+        }
     fills = [fill for fill, _ in step.made if fill.format]
     return {
         path: {"kind": kind_of_linear(step, fill), "formats": {"weight": fill.format}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
 from infuse.quant.format import BUFFERS, QuantizedWeight
 from infuse.quant.parse import quant_format
+from infuse.weights.mapped import StoredMatrix
 from infuse.weights.reader import Reader, place_of, tensor_at
 from infuse.weights.tall import sliced, tall_reader
 
@@ -179,12 +181,26 @@ def fill_module(
             place._buffers[leaf] = value
 
 
-def fill_saved(
-    module: nn.Module, path: str, fills: Iterable[Fill], read: Callable[[str, Cut | None], Tensor], dtype: torch.dtype
-) -> None:
-    """Like fill_module, but read the finished targets saved under `path`; `read(name, cut)` reads one part."""
+class SavedSource(Protocol):
+    """Where `fill_saved` reads: one tensor, or a rank's part of it; or a matrix of experts in the form it is stored."""
+
+    def stored(self, name: str, cut: Cut | None) -> Tensor: ...
+
+    def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
+        """The matrix that the module `matrix` at `path` will hold; None if it has to be built from its tensors."""
+
+
+def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: SavedSource, dtype: torch.dtype) -> None:
+    """Like fill_module, but read the finished targets saved under `path`."""
     for fill in fills:
         place, leaf = place_of(module, fill.target)
+        if fill.tall is not None and leaf == "weight":
+            wanted = saved_tensors(module, path, [fill], dtype)
+            matrix = source.stored_experts(place, named(path, fill.target).rpartition(".")[0], wanted)
+            if matrix is not None:
+                place.hold_stored(matrix.tensors, matrix.layout, matrix.device, matrix.first_use)
+                continue
+        read = source.stored
         values = {name.rpartition(".")[2]: read(name, fill.cut) for name in saved_tensors(module, path, [fill])}
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
@@ -203,8 +219,10 @@ class Wanted:
     cut: Cut | None
 
 
-def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[str, Wanted]:
-    """List by name the tensors that `fill_saved` reads for `module`."""
+def saved_tensors(
+    module: nn.Module, path: str, fills: Iterable[Fill], plain: torch.dtype | None = None
+) -> dict[str, Wanted]:
+    """List by name the tensors that `fill_saved` reads for `module`; `plain` is the dtype of those without a format."""
     wanted: dict[str, Wanted] = {}
     for fill in fills:
         place, leaf = place_of(module, fill.target)
@@ -216,5 +234,5 @@ def saved_tensors(module: nn.Module, path: str, fills: Iterable[Fill]) -> dict[s
                 if (tensor := getattr(weight, name)) is not None:
                     wanted[named(at, name)] = Wanted(tuple(tensor.shape), tensor.dtype, fill.cut)
         elif leaf in place._parameters:
-            wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), None, fill.cut)
+            wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), plain, fill.cut)
     return wanted

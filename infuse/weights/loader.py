@@ -6,8 +6,9 @@ filled, or while the old one has to run. All other tensors are read once and pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,8 @@ from infuse import interrupts, memory
 from infuse.dtype_cast import cast_buffers
 from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
+from infuse.weights.fill import Wanted
+from infuse.weights.mapped import StoredMatrix
 from infuse.weights.names import ModelReader
 from infuse.weights.reader import LiveReader, Reader, Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
@@ -77,6 +80,10 @@ class LayerSource:
     def stored(self, name: str, cut: Cut | None) -> Tensor:
         """Read a tensor of a layer saved as replaced, or this rank's part of it. KeyError: a live model has none."""
         raise KeyError(name)
+
+    def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
+        """See SavedSource. KeyError: a live model has none."""
+        raise KeyError(path)
 
 
 class CheckpointLoader(LayerSource):
@@ -203,6 +210,11 @@ class CheckpointLoader(LayerSource):
     def stored(self, name: str, cut: Cut | None) -> Tensor:
         assert isinstance(self._reader.checkpoint, SavedShards)
         return self._reader.checkpoint.part(name, cut).to(self._device)
+
+    def stored_experts(self, matrix: Any, path: str, tensors: Mapping[str, Wanted]) -> StoredMatrix | None:
+        assert isinstance(self._reader.checkpoint, SavedShards)
+        found = self._reader.checkpoint.experts(path, tensors, matrix.experts, matrix.layout)
+        return None if found is None else replace(found, device=self._device)
 
     def value(self, name: str, part: Slices = ()) -> Tensor:
         return self._reader.read(name, part).to(self._device)

@@ -1,7 +1,7 @@
 """Read one safetensors file: an 8-byte header length, a JSON header with each tensor's offsets, then the data.
 
 The safetensors library validates the header. Tensors are read with plain reads into their own memory. Only the
-requested bytes are read, and no mapped pages count as memory of the process.
+requested bytes are read. Only `mapped` maps the file; its pages count as memory of the process once they are used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import mmap
 import os
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
 BLOCK_BYTES = 1 << 22  # unit that one thread reads and checks; large enough to be worth a thread
 Checksums = Mapping[str, tuple[int, ...]]  # tensor → the CRC-32 of each BLOCK_BYTES of it
 _T = TypeVar("_T")
+# Without it the system refuses to map files larger than its memory so that pages may be written. Python 3.13 names it.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -66,6 +70,7 @@ class SafetensorsFile:
     def __init__(self, path: Path, checksums: Checksums | None = None):
         self.path, self.bytes_read = path, 0
         self._checksums, self._checked = checksums or {}, set[tuple[str, int]]()
+        self._map: mmap.mmap | None = None
         entries, data = self._header()
         self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         unknown = sorted({entry["dtype"] for entry in entries.values()} - DTYPES.keys())
@@ -83,6 +88,7 @@ class SafetensorsFile:
                 pass
             # Open as long as this object lives.
             self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115
+            self._opened = self._state()
             header_bytes = int.from_bytes(self._file.read(8), "little")
             return json.loads(self._file.read(header_bytes), object_pairs_hook=_unique), 8 + header_bytes
         except OSError as error:
@@ -119,6 +125,35 @@ class SafetensorsFile:
         self.bytes_read += len(held)
         return tensor
 
+    def mapped(self, name: str) -> Tensor | None:
+        """View the tensor in a map of the file, unchecked: its pages are read when they are first used.
+
+        What is written to it goes to pages of this process, never to the file. None if the file has it at an address
+        that its dtype does not allow.
+        """
+        self.check_unchanged()
+        stored, flags = self.stored[name], mmap.MAP_PRIVATE | _NORESERVE
+        if self._starts[name] % stored.dtype.itemsize:
+            return None
+        if self._map is None:
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(self._file.fileno(), self._opened[0], flags=flags, prot=protection)
+        count = self._nbytes(name)
+        found = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=self._starts[name])
+        return found.view(stored.dtype).view(stored.shape)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written to since it was opened. A deleted one lives on while open."""
+        if self._state() != self._opened:
+            raise CheckpointError(
+                f"{self.path}: was changed while its tensors were mapped, which no longer are what was saved; "
+                "load the model again, from shards that nothing writes to"
+            )
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
         """Read contiguous runs of bytes along the last cut axis, one for each index of the axes before it."""
         shape, itemsize = self.stored[name].shape, self.stored[name].dtype.itemsize
@@ -131,14 +166,14 @@ class SafetensorsFile:
             first * inner + sum(i * stride for i, stride in zip(index, strides, strict=True))
             for index in itertools.product(*(range(*bound) for bound in bounds[:cut]))
         ]
-        self._check(name, places[0], places[-1] + length)
+        self.check(name, places[0], places[-1] + length)
         for run, place in enumerate(places):
             self._fill_run(memory[run * length : (run + 1) * length], name, place)
 
     def _fill_run(self, memory: memoryview, name: str, at: int) -> None:
         _by_blocks(lambda first, stop: self._fill(memory[first:stop], name, at + first), len(memory))
 
-    def _check(self, name: str, start: int, stop: int) -> None:
+    def check(self, name: str, start: int, stop: int) -> None:
         """Check the blocks that contain these bytes of a tensor, unless they were already checked."""
         if name not in self._checksums:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,18 +17,20 @@ from infuse.errors import CheckpointError
 from infuse.parallel.slices import Cut, Tiling
 from infuse.quant.format import BUFFERS
 from infuse.weights.checkpoint import Joined, TensorFile
+from infuse.weights.fill import Wanted
+from infuse.weights.mapped import FirstUse, StoredMatrix
 from infuse.weights.pieces import Packed, Shape
 from infuse.weights.safetensors_file import Checksums, SafetensorsFile
 
 
-class _Opened(dict[int, TensorFile]):
+class _Opened(dict[int, SafetensorsFile]):
     """Open files by rank; a missing one is opened on access."""
 
     def __init__(self, paths: Sequence[Path], checksums: Sequence[Checksums]):
         super().__init__()
         self._paths, self._checksums = paths, checksums
 
-    def __missing__(self, rank: int) -> TensorFile:
+    def __missing__(self, rank: int) -> SafetensorsFile:
         self[rank] = SafetensorsFile(self._paths[rank], self._checksums[rank])
         return self[rank]
 
@@ -74,14 +77,20 @@ class SavedTensor(Joined):
 
 
 class SavedShards:
-    """The files of all ranks, or of `rank` alone; in that case other files are opened on demand."""
+    """The files of all ranks, or of `rank` alone; in that case other files are opened on demand.
+
+    `layouts`: the layouts of the matrices of experts that are stored as kernels read them, by the paths of the
+    matrices. `maps`: experts are mapped where possible; otherwise `unmapped` says of each matrix why not.
+    """
 
     holds_replaced = True
 
     def __init__(
         self, form: str, paths: Sequence[Path], tilings: Mapping[str, Tiling], checksums: Sequence[Checksums],
-        rank: int | None,
+        rank: int | None, layouts: Mapping[str, str] = MappingProxyType({}), maps: bool = False,
     ):  # fmt: skip
+        self.maps, self._rank, self._layouts = maps, rank, layouts
+        self.unmapped: dict[str, str] = {}
         self.form, self.told, self.in_pieces = form, True, False
         self.pieces: dict[str, SavedTensor] = {}
         self._opened = _Opened(paths, checksums)
@@ -114,6 +123,39 @@ class SavedShards:
         """Read a tensor as stored, or a rank's part of it."""
         tensor = self.pieces[name]
         return tensor.along(cut).ranges(cut.ranges) if cut else tensor.read()
+
+    def experts(self, path: str, tensors: Mapping[str, Wanted], count: int, layout: str | None) -> StoredMatrix | None:
+        """The matrix of `count` experts at `path`, whose kernel reads `layout` (None: rows), as it is stored.
+
+        None if it is stored in rows and is not mapped: then it is built from its tensors.
+        """
+        stored = self._layouts.get(path)
+        leaves = {name: name.rpartition(".")[2] for name in tensors}
+        if self.maps:
+            why = self._unmappable(tensors, stored, layout)
+            if why is None:
+                file = self._opened[self._rank or 0]
+                mapped = {leaf: file.mapped(name) for name, leaf in leaves.items()}
+                whole = {leaf: tensor for leaf, tensor in mapped.items() if tensor is not None}
+                if len(whole) == len(mapped):
+                    return StoredMatrix(whole, stored, first_use=FirstUse(file, tuple(tensors), count))
+                why = "its tensors are not aligned in their file"
+            self.unmapped[path] = why
+        if stored is None:
+            return None
+        read = {leaf: self.part(name, tensors[name].cut) for name, leaf in leaves.items()}
+        return StoredMatrix(read, stored)
+
+    def _unmappable(self, tensors: Mapping[str, Wanted], stored: str | None, layout: str | None) -> str | None:
+        if stored != layout:
+            return f"it is stored in {stored or 'rows'}, and the kernel reads {layout or 'rows'}"
+        if self._rank is None:
+            return "the ranks that saved it cut it otherwise"
+        for name, wanted in tensors.items():
+            found = self.pieces[name].dtype
+            if wanted.dtype not in (None, found):
+                return f"it is stored in {found}, and the model runs in {wanted.dtype}"
+        return None
 
     def fault(self, name: str, cut: Cut | None, wanted: Shape, dtype: torch.dtype | None) -> str | None:
         """Return why the stored tensor `name` does not give shape `wanted` in `dtype`; None if it does."""

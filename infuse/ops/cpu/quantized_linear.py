@@ -89,6 +89,14 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, data=data, scale=scale, zero=zero)
 
 
+def _shaped(weight: QuantizedWeight) -> QuantizedWeight:
+    """View panels that were stored in the shapes of rows, [O, bytes] and [O, groups], as panels again."""
+    panels = weight.shape[0] // PANEL_ROWS
+    scale, zero = (None if t is None else t.view(panels, -1, PANEL_ROWS) for t in (weight.scale, weight.zero))
+    assert scale is not None
+    return replace(weight, data=weight.data.view(panels, -1, 4 * PANEL_ROWS), scale=scale, zero=zero)
+
+
 def _interleave(of_rows: Tensor, to: Tensor) -> None:
     """[O, groups] → [panels, groups, 16]."""
     whole = len(of_rows) // PANEL_ROWS
@@ -103,7 +111,7 @@ def code_of(format: str) -> int:
     return CODES.index(chosen.name) + (SHORT_ACTIVATIONS if chosen.activation_bits == 8 else 0)
 
 
-PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered)
+PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered, f"panels of {PANEL_ROWS} rows", _shaped)
 
 
 @quantized_linear.implement("cpu", needs, PANELS)

@@ -1,0 +1,63 @@
+"""Matrices of experts as our shards have them: mapped from their file, or read in their stored layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.weights.safetensors_file import SafetensorsFile
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """The tensors of one matrix by their leaf names, on the CPU, for a module on `device`.
+
+    `layout`: of a kernel, None for plain rows. `first_use`: if mapped, what to call before experts are used.
+    """
+
+    tensors: Mapping[str, Tensor]
+    layout: str | None
+    device: torch.device = torch.device("cpu")
+    first_use: FirstUse | None = None
+
+
+@dataclass
+class FirstUse:
+    """Check mapped tensors, `names` in `file`, against their checksums, expert by expert before each is first used.
+
+    A copy or a pickle of it is None: it checks all experts, because tensors are copied into memory with it.
+    """
+
+    file: SafetensorsFile
+    names: tuple[str, ...]
+    count: int
+    _unused: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._unused = set(range(self.count))
+
+    def __call__(self, chosen: Tensor | None = None) -> None:
+        """Check the experts that are in `chosen` [...], int64; None: all of them.
+
+        CheckpointError if bytes are not what was saved, or if the file was changed since it was opened.
+        """
+        self.file.check_unchanged()
+        if self._unused:
+            used = self._unused if chosen is None else self._unused.intersection(torch.unique(chosen).tolist())
+            for expert in sorted(used):
+                self._check(expert)
+
+    def _check(self, expert: int) -> None:
+        for name in self.names:
+            stored = self.file.stored[name]
+            step = stored.shape[0] // self.count * (stored.shape[1] * stored.dtype.itemsize)
+            self.file.check(name, expert * step, (expert + 1) * step)
+        self._unused.discard(expert)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        self()
+        return type(None), ()
