@@ -13,6 +13,7 @@ import torch
 import transformers as t
 from families import GQA
 from forked import Program
+from ranks import Ranks
 from torch import nn
 
 import infuse
@@ -143,3 +144,26 @@ def test_mapped_experts_take_no_memory_after_load(tmp_path: Path) -> None:
     assert program.returncode == 0, err[-3000:]
     taken, mapped = map(int, out.split()[-2:])
     assert mapped > 30e6 and taken < mapped / 3
+
+
+def saved_by_ranks(folder: str, keys: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What the engine that saves gives, what one gives that maps its shards, and how many bytes this rank maps."""
+    given = dict(dtype="fp32", quant="int8:32", save_mp_checkpoint_path=folder)
+    first = infuse.init_inference(model(), **{**MMAP, **keys, **given})
+    second = loaded(Path(folder), **keys)
+    return logits(first), logits(second), mapped_bytes(second.module)
+
+
+@with_kernels
+@pytest.mark.parametrize("way", ["experts", "slices"])
+def test_ranks_map_their_own_files(way: str, ranks: Ranks, tmp_path: Path) -> None:
+    keys = {"moe": {"ep_size": 2}} if way == "experts" else {"tensor_parallel": {"tp_size": 2}}
+    for wanted, found, mapped in ranks.run(2, saved_by_ranks, str(tmp_path), keys):
+        assert torch.equal(found, wanted) and mapped > 0
+    if way == "slices":
+        with pytest.raises(CheckpointError, match="panels of 16 rows, and .* would cut these"):
+            loaded(tmp_path)
+        return
+    alone = loaded(tmp_path)
+    assert "the ranks that saved it cut it otherwise" in str(alone.plan)
+    torch.testing.assert_close(logits(alone), wanted, rtol=0, atol=1e-5)
