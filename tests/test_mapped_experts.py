@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from ranks import Ranks
 from torch import nn
 
 import infuse
+from infuse import ops
+from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import mapped_bytes
 from infuse.native import needs
+from infuse.plan.decide import make_plan
 
 SHAPE = dict(GQA, hidden_size=64, head_dim=16, intermediate_size=64, num_hidden_layers=2, num_local_experts=8)
 MMAP = dict(experts="mmap", progress=False, verify="off")
@@ -114,6 +118,20 @@ def test_what_cannot_be_mapped_says_what_to_do(tmp_path: Path) -> None:
         loaded(tmp_path)
     with pytest.raises(ConfigError, match="possible: 'memory' or 'mmap'|'memory', 'mmap'"):
         infuse.init_inference(model(), experts="disk")
+    gpu = Device("cuda", 0, "a GPU", (), 2**33, (torch.float32,))
+    settings = InferenceConfig(dtype="fp32", experts="mmap", checkpoint=str(tmp_path))
+    with pytest.raises(ConfigError, match='"mmap" on cuda a GPU; .* give device="cpu"'):
+        make_plan(model("meta"), settings, gpu)
+
+
+@with_kernels
+def test_panels_without_kernels(saved: tuple[infuse.InferenceEngine, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without the kernels cannot read panels."""
+    declining = replace(ops.quantized_experts.bodies["cpu"], needs=lambda device, dtype: "there are none")
+    monkeypatch.setitem(ops.quantized_experts.bodies, "cpu", declining)
+    for how in ("mmap", "memory"):
+        with pytest.raises(CheckpointError, match="in panels of 16 rows, .* cannot run here: there are none"):
+            loaded(saved[1], experts=how)
 
 
 RESIDENT = """
