@@ -1,0 +1,167 @@
+"""Routers of mixtures: how a token's experts are chosen and weighed. Data only; layers/router.py computes it.
+
+Rounding order and the ties of `torch.topk` decide which experts run, so a router is described to the last cast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.packing import Fill
+from infuse.architectures.part import Parameter, PartShape, named
+
+# Logits: computed and rounded in the weight's dtype; rounded and then cast to float32; or computed in float32.
+ROUNDED, WIDENED, FLOAT32 = "rounded", "widened", "float32"
+# Scores of all experts. SPARSE_MIXER chooses and weighs two experts itself (Phi-3.5-MoE).
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS, SPARSE_MIXER = "softmax", "sigmoid", "sqrt_softplus", "sparse_mixer"
+# Weights of the chosen experts: their scores without the correction, a function of those, or the values that they were
+# chosen by.
+SCORE, PICKED = "score", "picked"
+SOFTMAX_OF_SCORES, SIGMOID_OF_SCORES = "softmax of scores", "sigmoid of scores"
+TOP2_SUM, MAX = "sum of the two best", "best"
+ACTIVATIONS, LOGITS = "activations", "logits"  # the dtype that weights are cast to at the end
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts in groups of equal size; only the `kept` groups that rank best `by` their scores may be chosen from.
+
+    `count` and `kept` are attributes of the router. `fill` is the score of experts in the other groups.
+    """
+
+    by: str = TOP2_SUM
+    fill: float = float("-inf")
+    count: str = "num_group"
+    kept: str = "topk_group"
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router at `module`, whose parameter `weight` [E, H] gives the logits. transformers records them by its class.
+
+    Other words: `correction`: path of a bias [E] that is added to the scores before experts are chosen.
+    `score` None leaves the logits as they are. `rounded_score`: scores have the dtype of the logits, not float32.
+    `normalise`: divide the weights by their sum + `eps`, which is at least `least`. `cast` None leaves float32.
+    `in_order`: as `sorted` of torch.topk; it decides the order in which weights are added up. `top_k`, `normalise`,
+    `least`, `scale`, `cap` (of the logits, by tanh) and `jitter` name attributes of the module.
+    """
+
+    module: str
+    weight: str = "weight"
+    bias: str = "bias"
+    logits: str = ROUNDED
+    score: str | None = SOFTMAX
+    rounded_score: bool = False
+    correction: str | None = None
+    groups: Groups | None = None
+    weights: str = SCORE
+    normalise: bool | str = False
+    eps: float = 0.0
+    least: str | None = None
+    scale: str | None = None
+    cast: str | None = None
+    in_order: bool = True
+    top_k: str = "top_k"
+    cap: str | None = None
+    jitter: str | None = None
+
+    def bind(self, binder: Binder, name: str) -> RouterShape:
+        """Bind the router to the layer; `name` is its name in the new module."""
+        weight, bias = named(self.module, self.weight), named(self.module, self.bias)
+        experts, hidden = self._matrix(binder, weight)
+        binder.fills.append(Fill(f"{name}.weight", (weight,)))
+        if has_bias := bias in binder.parameters:
+            binder.claim(bias)
+            binder.fills.append(Fill(f"{name}.bias", (bias,)))
+        correction, is_parameter = self._correction(binder, name, experts)
+        return RouterShape(
+            rule=self,
+            hidden=hidden,
+            experts=experts,
+            top_k=int(self._number(binder, self.top_k, 1)),
+            bias=has_bias,
+            correction=correction,
+            correction_is_parameter=is_parameter,
+            groups=self._groups(binder, experts),
+            normalise=self._normalises(binder),
+            least=self._number(binder, self.least, 0.0),
+            scale=self._number(binder, self.scale, 1.0),
+            cap=self._number(binder, self.cap, 0.0),
+            jitter=self._number(binder, self.jitter, 0.0),
+        )
+
+    def _matrix(self, binder: Binder, name: str) -> tuple[int, int]:
+        if name not in binder.parameters:
+            binder.differences.append(f"there is no parameter {name}")
+            return 1, 1
+        rows, columns = binder.claim(name).shape
+        return rows, columns
+
+    def _correction(self, binder: Binder, name: str, experts: int) -> tuple[tuple[int, ...], bool]:
+        """Shape of the correction, () without one, and whether it is a parameter."""
+        if self.correction is None:
+            return (), False
+        path, _, leaf = self.correction.rpartition(".")
+        found: Any = getattr(binder.module(path, optional=True), leaf, None)
+        if found is None:  # LFM2 goes without where its config says so
+            return (), False
+        if found.numel() != experts:
+            binder.differences.append(f"{self.correction} has shape {tuple(found.shape)}; there are {experts} experts")
+        is_parameter = self.correction in binder.parameters
+        if is_parameter:
+            binder.claim(self.correction)
+        binder.fills.append(Fill(f"{name}.correction", (self.correction,)))
+        return tuple(found.shape), is_parameter
+
+    def _groups(self, binder: Binder, experts: int) -> tuple[int, int]:
+        """Number of groups and how many of them are kept; (1, 1) if all experts may be chosen."""
+        if self.groups is None or binder.attribute(self.module, self.groups.count) is None:
+            return 1, 1
+        count, kept = (int(self._number(binder, name, 1)) for name in (self.groups.count, self.groups.kept))
+        if experts % count:
+            binder.differences.append(f"{count} groups do not divide the {experts} experts of {self.module}")
+        return count, kept
+
+    def _normalises(self, binder: Binder) -> bool:
+        if isinstance(self.normalise, bool):
+            return self.normalise
+        return bool(binder.attribute(self.module, self.normalise))
+
+    def _number(self, binder: Binder, name: str | None, default: float) -> float:
+        if name is None:
+            return default
+        found = binder.attribute(self.module, name)
+        if isinstance(found, (int, float)):
+            return found
+        if found is not None:
+            binder.differences.append(f"{self.module}.{name} is {found!r}, not a number")
+        return default
+
+
+@dataclass(frozen=True)
+class RouterShape(PartShape):
+    """A router bound to a layer: its `rule` and the numbers that the layer gives.
+
+    `groups` are their number and how many are kept. Every rank holds the router whole, without a quantization format.
+    """
+
+    rule: Router
+    hidden: int
+    experts: int
+    top_k: int
+    bias: bool
+    correction: tuple[int, ...]
+    correction_is_parameter: bool
+    groups: tuple[int, int]
+    normalise: bool
+    least: float
+    scale: float
+    cap: float
+    jitter: float
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        held = {"weight": True, "bias": self.bias, "correction": self.correction_is_parameter}
+        return tuple(Parameter(name) for name, is_held in held.items() if is_held)
