@@ -44,9 +44,9 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     for child in module.modules():
         if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
             continue
-        if isinstance(child, nn.Linear) or _are_experts(child, dtype):
+        if _multiplies(child) or _are_experts(child, dtype):
             patched.append((child, vars(child).get("forward")))
-            run: Any = _in_parts if isinstance(child, nn.Linear) else _by_expert
+            run: Any = _in_parts if _multiplies(child) else _by_expert
             child.forward = partial(run, child, dtype)
         else:
             handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
@@ -132,6 +132,12 @@ def cast_buffers(
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:
     found = getattr(module, attribute, None)
     return found if isinstance(found, (list, tuple, set)) else ()
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the module is a linear, and no subclass that computes something else (a router)."""
+    own = type(module).forward is nn.Linear.forward or "_combine" in vars(module)
+    return isinstance(module, nn.Linear) and own
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -122,6 +122,108 @@ _FALCON = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+_MOE = dict(GQA, num_experts_per_tok=2, moe_intermediate_size=40)
+MIXTURES = [
+    Family(
+        "mixtral",
+        t.MixtralConfig,
+        t.MixtralForCausalLM,
+        values=dict(GQA, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    ),
+    Family(
+        "qwen3-moe",
+        t.Qwen3MoeConfig,
+        t.Qwen3MoeForCausalLM,
+        values=dict(_MOE, num_experts=6, head_dim=16, mlp_only_layers=[1], norm_topk_prob=True),
+    ),
+    Family(
+        "qwen2-moe",
+        t.Qwen2MoeConfig,
+        t.Qwen2MoeForCausalLM,
+        values=dict(_MOE, num_experts=6, shared_expert_intermediate_size=56, decoder_sparse_step=1),
+    ),
+    Family("olmoe", t.OlmoeConfig, t.OlmoeForCausalLM, values=dict(GQA, num_experts=6, num_experts_per_tok=3)),
+    Family(
+        "flex-olmo", t.FlexOlmoConfig, t.FlexOlmoForCausalLM, values=dict(GQA, num_experts=4, num_experts_per_tok=2)
+    ),
+    Family(
+        "glm4-moe",
+        t.Glm4MoeConfig,
+        t.Glm4MoeForCausalLM,
+        values=dict(
+            _MOE,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=4,
+            topk_group=2,
+            head_dim=12,
+            use_qk_norm=True,
+            routed_scaling_factor=1.5,
+        ),
+    ),
+    Family(
+        "dots1",
+        t.Dots1Config,
+        t.Dots1ForCausalLM,
+        values=dict(
+            _MOE,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=1,
+            head_dim=12,
+            norm_topk_prob=True,
+        ),
+    ),
+    Family(
+        "granite-moe",
+        t.GraniteMoeConfig,
+        t.GraniteMoeForCausalLM,
+        values=dict(GQA, num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.4, residual_multiplier=0.6),
+    ),
+    Family(
+        "granite-moe-shared",
+        t.GraniteMoeSharedConfig,
+        t.GraniteMoeSharedForCausalLM,
+        values=dict(GQA, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40),
+    ),
+    Family("phimoe", t.PhimoeConfig, t.PhimoeForCausalLM, values=dict(GQA, num_local_experts=4, num_experts_per_tok=2)),
+    Family(
+        "ernie4_5-moe",
+        t.Ernie4_5_MoeConfig,
+        t.Ernie4_5_MoeForCausalLM,
+        values=dict(GQA, moe_num_experts=6, moe_k=2, moe_intermediate_size=40, moe_num_shared_experts=1, use_bias=True),
+    ),
+    Family(
+        "hunyuan-moe",
+        t.HunYuanMoEV1Config,
+        t.HunYuanMoEV1ForCausalLM,
+        values=dict(GQA, num_experts=4, moe_topk=2, head_dim=12),
+    ),
+    Family(
+        "minimax-m2",
+        t.MiniMaxM2Config,
+        t.MiniMaxM2ForCausalLM,
+        values=dict(GQA, head_dim=12, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    Family(
+        "mellum", t.MellumConfig, t.MellumForCausalLM, values=dict(_MOE, num_experts=4, head_dim=12, sliding_window=5)
+    ),
+    Family(
+        "solar-open",
+        t.SolarOpenConfig,
+        t.SolarOpenForCausalLM,
+        values=dict(_MOE, n_routed_experts=4, n_shared_experts=1, head_dim=12, n_group=1, topk_group=1),
+    ),
+    Family(
+        "hy-v3",
+        t.HYV3Config,
+        t.HYV3ForCausalLM,
+        values=dict(_MOE, num_experts=4, num_shared_experts=1, head_dim=12, first_k_dense_replace=1),
+    ),
+]
 GPT_LINEAGE = [
     Family("gpt2", t.GPT2Config, t.GPT2LMHeadModel, values=GPT),
     Family("gpt2-inverse", t.GPT2Config, t.GPT2LMHeadModel, values=dict(GPT, scale_attn_by_inverse_layer_idx=True)),
@@ -251,7 +353,7 @@ BERT_LINEAGE = [
         ),
     ),
 ]
-FAMILIES = [*LLAMA, *GPT_LINEAGE, *BERT_LINEAGE]
+FAMILIES = [*LLAMA, *MIXTURES, *GPT_LINEAGE, *BERT_LINEAGE]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -14,16 +14,18 @@ from infuse.layers.block import Block
 def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
-    transformers records hidden states and attentions by the class of layers and attention modules, so a block must be
-    an instance of the class that it replaces. Models also read attributes such as `attention_type` from their layers.
+    transformers records hidden states, attentions and router logits by the class of layers, attention modules and
+    routers, so those of a block must be instances of the classes that they replace. Models also read attributes such as
+    `attention_type` from their layers.
     """
     _take_over(new, old)
     _require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
-        new_attn, old_attn = new.get_submodule(attn.partition(".")[0]), old.get_submodule(attn)
-        _take_over(new_attn, old_attn)
-        _mix_in(new_attn, old_attn)
+        for ours, theirs in {attn.partition(".")[0]: attn, **new.shape.recorded}.items():
+            new_part, old_part = new.get_submodule(ours), old.get_submodule(theirs)
+            _take_over(new_part, old_part)
+            _mix_in(new_part, old_part)
 
 
 def _take_over(new: nn.Module, old: nn.Module) -> None:

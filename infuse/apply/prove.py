@@ -171,7 +171,7 @@ class Proofs:
         """Return why the new module's outputs for `cases` differ from the original's; None if they do not."""
         dtype = self.plan.dtype
         with self.builder.source.loaded(step.path):
-            wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype)
+            wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype, _routers(step))
             if structure and (mismatch := self._structure(step, cases, wanted)):
                 return mismatch
             return compare.result_mismatch(self.builder.built(step, dtype), step, cases, wanted, dtype)
@@ -221,3 +221,8 @@ _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = Mappi
         type(None): Proofs._hook,
     }
 )
+
+
+def _routers(step: Step) -> dict[str, str]:
+    """Routers of a block whose routes its proof fixes: path in the block → path in the layer."""
+    return step.shape.recorded if isinstance(step.shape, LayerShape) else {}

@@ -38,11 +38,13 @@ class NoPosition:
 class Rotary:
     """Rotary embedding; the model passes `position_embeddings=(cos, sin)`.
 
-    `switch`: config key of a list that says for each layer whether it rotates.
+    `switch`: config key of a list that says for each layer whether it rotates. `in_halves`: cos and sin have the order
+    of pairs (i, i + E/2) although the pairs are interleaved.
     """
 
     interleaved: bool = False
     switch: str | None = None
+    in_halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Attention:
 
     `kv_heads`: a config key, a number, or None for one per query head. `scale`: an attribute of `module`, a
     number, or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`:
-    True in the mask means hidden.
+    True in the mask means hidden. `norm_after`: q_norm and k_norm follow the rotation.
     `passes`: keywords that the module passes to its attention function, each with the attribute (or config key) passed.
     """
 
@@ -99,6 +101,7 @@ class Attention:
     causal: bool = True
     inverted_mask: bool = False
     passes: tuple[tuple[str, str], ...] = ()
+    norm_after: bool = False
 
     def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
@@ -129,6 +132,7 @@ class Attention:
             q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{name}.q_norm", optional=True),
             k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{name}.k_norm", optional=True),
             passes=self.passes,
+            norm_after=self.norm_after,
         )
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
@@ -174,7 +178,7 @@ class Attention:
         position = self.position
         if isinstance(position, Rotary) and position.switch:
             rotates = binder.of_this_layer(position.switch)
-            return Rotary(position.interleaved) if rotates else NoPosition()
+            return replace(position, switch=None) if rotates else NoPosition()
         if isinstance(position, RotaryTable):
             if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
                 binder.differ(f"there is no buffer {position.buffer}")
@@ -215,6 +219,7 @@ class AttentionShape(PartShape):
     head_counts: tuple[int, ...] = ()
     # Moves no weight, so it is kept out of repr and thereby out of the fingerprint of shards.
     passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    norm_after: bool = False
 
     @property
     def all_heads(self) -> int:

@@ -138,6 +138,15 @@ class LayerShape:
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.parameters)
 
+    @property
+    def recorded(self) -> dict[str, str]:
+        """Modules that must stay instances of the original's classes: path in the block → path in the layer."""
+        return {
+            named(self.child(field), name): path
+            for field, part in self.parts.items()
+            for name, path in part.recorded.items()
+        }
+
     def _inside(self, field: str, one: Held) -> Held:
         """Prefix the target of a matrix or parameter with its part's name."""
         return replace(one, target=named(self.child(field), one.target))

@@ -165,6 +165,11 @@ class PartShape:
         """Ops that the part calls besides its matrix products."""
         return ()
 
+    @property
+    def recorded(self) -> Mapping[str, str]:
+        """Modules whose results transformers records by their class: name in the new part → path in the layer."""
+        return {}
+
     def of_rank(self, share: Share) -> Self:
         """The part of one rank. SpecMismatch if ranks cannot share this part."""
         return self

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         batch, tokens, _ = qkv.shape
         if shape.clip:
             qkv = qkv.clamp(-shape.clip, shape.clip)
-        if parts["q_norm"] is not None or parts["k_norm"] is not None:
+        if not shape.norm_after and (parts["q_norm"] is not None or parts["k_norm"] is not None):
             qkv = self._normalised(qkv)
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         if inputs.more is not None:
@@ -126,6 +126,11 @@ class Attention(nn.Module):
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)
         interleaved = positions.interleaved
+        if shape.norm_after:
+            qk, v = qkv_BTND.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=2)
+            qk = qk if cos is None or sin is None else self._rotary(qk, cos, sin, interleaved)
+            qkv_BTND = self._normalised(torch.cat((qk, v), dim=2).flatten(2)).view_as(qkv_BTND)
+            cos, sin = None, None
         slot = cache.slot(self._index) if isinstance(cache, KVCache) and self._index is not None else None
         if slot is not None and slot.place is not None and self._appends_at_place:
             keys, values = slot.whole()

@@ -22,6 +22,7 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import all_are_heard, fuses, untouched
 from infuse.layers.mlp import MLP
+from infuse.layers.moe import MoE
 from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
@@ -32,6 +33,7 @@ from infuse.parallel.group import LOCAL, Group
 
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
+_FUSED = (MLP, MoE)  # parts that take norm and residual
 
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ class Block(InferenceModule):
         program = program_of(shape, group.size)
         self._program = merged(program)
         self._of_few: Program | None = None
-        if type(self.mlp) is MLP and fuses(bodies):
+        if type(self.mlp) in _FUSED and fuses(bodies):
             self._of_few = merged(folded(program))
             norms = [step.norm for step in self._of_few if step.norm]
             self._passed_by = {"mlp", *(norm for norm in norms if norms.count(norm) > 1)}
@@ -142,7 +144,7 @@ class Block(InferenceModule):
         few, parts = self._of_few, self._modules
         if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard():
             return self._program
-        if type(attention).forward is not Attention.forward or type(parts["mlp"]) is not MLP:
+        if type(attention).forward is not Attention.forward or type(parts["mlp"]) not in _FUSED:
             return self._program
         passed_by: Any = (attention, *(parts[name] for name in self._passed_by))
         return few if all(map(untouched, passed_by)) else self._program

@@ -200,7 +200,13 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm]
     if any(norm.whole or (norm.weight is not None and len(norm.weight) != 1) for norm in norms):
         return None
-    if attn.clip or attn.head_counts or shape.residual_scale != 1.0 or set(bodies.values()) != {"cpu"}:
+    if (
+        attn.clip
+        or attn.norm_after
+        or attn.head_counts
+        or shape.residual_scale != 1.0
+        or set(bodies.values()) != {"cpu"}
+    ):
         return None
     if type(block.mlp) is not MLP:
         return None

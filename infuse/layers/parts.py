@@ -10,13 +10,15 @@ from torch import nn
 
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.mlp import MLPShape
+from infuse.architectures.moe import MoEShape
 from infuse.architectures.part import PartShape
 from infuse.layers.attention import Attention
 from infuse.layers.mlp import MLP
+from infuse.layers.moe import MoE
 from infuse.layers.surroundings import Surroundings
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
-    {AttentionShape: Attention, MLPShape: MLP}
+    {AttentionShape: Attention, MLPShape: MLP, MoEShape: MoE}
 )
 
 

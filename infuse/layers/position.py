@@ -29,16 +29,19 @@ class Positions(nn.Module):
 
 
 class PassedTurns(Positions):
-    """The model passes (cos, sin), [B or 1, T, E] each."""
+    """The model passes (cos, sin), [B or 1, T, E] each; `in_halves` as in architectures.attention.Rotary."""
 
-    def __init__(self, interleaved: bool):
+    def __init__(self, interleaved: bool, in_halves: bool):
         super().__init__()
-        self.interleaved = interleaved
+        self.interleaved, self._in_halves = interleaved, in_halves
 
     def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
-        return inputs.position_embeddings
+        if not self._in_halves:
+            return inputs.position_embeddings
+        cos, sin = (one.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for one in inputs.position_embeddings)
+        return cos, sin
 
 
 class TableTurns(Positions):
@@ -77,7 +80,7 @@ class PassedBias(Positions):
 def make_positions(position: Position) -> Positions:
     """Build the module for a declared position."""
     if isinstance(position, Rotary):
-        return PassedTurns(position.interleaved)
+        return PassedTurns(position.interleaved, position.in_halves)
     if isinstance(position, RotaryTable):
         return TableTurns()
     return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()

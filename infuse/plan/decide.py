@@ -162,7 +162,7 @@ class _Decision:
         name = type(module).__name__
         made = matrices_made(bound.fills, bound.shape)
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
-        if differences := differences + users_own(module, bound.attn):
+        if differences := differences + users_own(module, (bound.attn, *bound.shape.recorded.values())):
             raise SpecMismatch(name, differences)
         inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
         multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
@@ -172,6 +172,9 @@ class _Decision:
         ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
+        format = next((fill.format for fill in fills if fill.target == "mlp.experts.up.weight"), None)
+        if format is not None:
+            bodies = self.fitting(bodies, shape.mlp.experts, quant_format(format))
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
         why, index, attn = f"spec of {name}", bound.index, bound.attn
         if len(parts) > 1 and bound.shape.expert_count:
@@ -377,11 +380,14 @@ class _Decision:
                 self.leave(f"{path}: {fill.target}", f"in {self.dtype}: quant.weight.post_init_quant leaves it alone")
             return fill
         format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
-        widths = [own.inputs for shape in shapes if (own := matrix_of(shape, fill.target)) is not None]
+        # Experts take a format in both of their matrices or in none.
+        of_experts = [one.weight for one in whole.matrices if one.op == "experts"]
+        targets = of_experts if matrix.op == "experts" else [fill.target]
+        widths = [own.inputs for shape in shapes for one in targets if (own := matrix_of(shape, one)) is not None]
         if reason := next((reason for width in widths if (reason := format.fits(width))), None):
             self.leave(f"{path}: {fill.target}", f"in {self.dtype}: {reason}")
             return fill
-        for name, body in self.bodies(("quantized_linear",)):
+        for name, body in self.bodies((f"quantized_{matrix.op}",) if matrix.op == "experts" else ("quantized_linear",)):
             layout = ops.registered()[name].bodies[body].layout
             self.unfit |= {
                 (name, body, reason): None for width in widths if layout and (reason := layout.declines(format, width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -41,16 +41,16 @@ def config_around(model: nn.Module, path: str) -> Any:
     return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
 
 
-def users_own(layer: nn.Module, attn: str) -> list[str]:
+def users_own(layer: nn.Module, moved: Collection[str]) -> list[str]:
     """Forwards set on instances, and hooks, inside a layer: a whole block would not call them.
 
-    Hooks on the layer itself and on its attention, at `attn`, are not listed: they move to the block.
+    Hooks on the layer itself and on the modules at the paths `moved` are not listed: they move to the block.
     """
     found = []
     for path, module in layer.named_modules():
         if patched(module):
             found.append(f"{path or 'the layer'} has a forward set on the instance")
-        elif path not in ("", attn) and (module._forward_hooks or module._forward_pre_hooks):
+        elif path and path not in moved and (module._forward_hooks or module._forward_pre_hooks):
             found.append(f"{path} has a hook, which a whole block would not call")
     return found
 

@@ -8,7 +8,7 @@ that dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from infuse.dtype_cast import in_dtype
 from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case
+from infuse.proof.routes import Route, fed, recorded, repeated, routes_mismatch
 from infuse.proof.sessions import our_cache, plain_sessions, session_inputs
 from infuse.quant.parse import quant_format
 
@@ -59,21 +60,39 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
 
 @dataclass(frozen=True)
 class Expected:
-    """The original's outputs for each case in float32, and its own error against them in the target dtype."""
+    """The original's outputs for each case in float32, and its own error against them in the target dtype.
+
+    `routers`: path in the new module → path in the original. `routes` are the calls of the original's routers in
+    float32, `rounded_routes` the same calls in the target dtype.
+    """
 
     exact: list[list[Tensor]]
     own_error: list[list[float]]
+    routers: Mapping[str, str]
+    routes: list[list[Route]]
+    rounded_routes: list[list[Route]]
 
 
-def expected(layer: nn.Module, cases: list[Case], dtype: torch.dtype) -> Expected:
+def expected(
+    layer: nn.Module, cases: list[Case], dtype: torch.dtype, routers: Mapping[str, str] | None = None
+) -> Expected:
+    routers = routers or {}
+    paths, exact, routes = routers.values(), [], []
     with in_dtype(layer, torch.float32):
-        exact = [outputs(layer, case, torch.float32, case.caches[0]) for case in cases]
+        for case in cases:
+            with recorded(layer, paths) as seen:
+                exact.append(outputs(layer, case, torch.float32, case.caches[0]))
+            routes.append(seen)
     if dtype == torch.float32:
-        return Expected(exact, [[0.0] * len(row) for row in exact])
+        return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
+    rounded = []
     with in_dtype(layer, dtype):
-        rounded = [outputs(layer, case, dtype, case.caches[0]) for case in cases]
+        for case, seen in zip(cases, routes, strict=True):
+            with fed(layer, paths, seen):
+                rounded.append(outputs(layer, case, dtype, case.caches[0]))
+        rounded_routes = [repeated(layer, paths, seen, dtype) for seen in routes]
     errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
-    return Expected(exact, errors)
+    return Expected(exact, errors, routers, routes, rounded_routes)
 
 
 def attempted(look: Callable[[], str | None]) -> str | None:
@@ -119,10 +138,11 @@ def _mismatch(
     new: nn.Module, cases: list[Case], wanted: Expected, dtype: torch.dtype, allowed: list[list[float]]
 ) -> str | None:
     """Return the first call of a case, on any of its caches, in which `new` is further off than `allowed` there."""
-    for case, exact, most in zip(cases, wanted.exact, allowed, strict=True):
+    for case, exact, most, routes in zip(cases, wanted.exact, allowed, wanted.routes, strict=True):
         for make_cache in case.caches:
             try:
-                found = outputs(new, case, dtype, make_cache)
+                with fed(new, wanted.routers, routes):
+                    found = outputs(new, case, dtype, make_cache)
             except UnsupportedCall:
                 if case.refusable:  # the user gets the same named refusal
                     continue
@@ -133,6 +153,10 @@ def _mismatch(
                     case_text = f"{case.label}{', our cache' if make_cache is our_cache else ''}, {which}"
                     place = f"{str(dtype).removeprefix('torch.')} ({case_text}; {limit:.1e} is allowed)"
                     return f"differs from the original by {error:.1e} of its size in {place}"
+    for routes, rounded in zip(wanted.routes, wanted.rounded_routes, strict=True):
+        alike = routes if dtype == torch.float32 else rounded
+        if mismatch := routes_mismatch(repeated(new, wanted.routers, routes, dtype), alike, _FLOOR[dtype]):
+            return f"{mismatch} in {str(dtype).removeprefix('torch.')}"
     return None
 
 

@@ -1,0 +1,123 @@
+"""Mixtures of experts as feed-forward parts: their declaration in a spec, their binding to a layer, and their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.experts import ExpertsShape, bind_experts
+from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
+from infuse.architectures.packing import Fill
+from infuse.architectures.part import INNER, Extent, Matrix, Parameter, PartShape, Share, named
+from infuse.architectures.router import Router, RouterShape
+from infuse.errors import SpecMismatch
+
+SHARED_INNER = "inner features of the shared expert"
+
+AnyMLP = MLP | GatedMLP | PackedGatedMLP
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The experts at `experts`, chosen by `router`, plus a `shared` expert that sees every token, if the layer has one.
+
+    `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the part of layers without experts; each
+    layer tells by its modules which of the two it has.
+    """
+
+    router: Router
+    experts: str = "mlp.experts"
+    shared: AnyMLP | None = None
+    gate: str | None = None
+    dense: AnyMLP | None = None
+
+    def bind(self, binder: Binder, name: str) -> PartShape:
+        if self.dense is not None and binder.module(self.experts, optional=True) is None:
+            return self.dense.bind(binder, name)
+        router = self.router.bind(binder, f"{name}.router")
+        experts = self._bind_experts(binder, f"{name}.experts")
+        if experts is None:
+            return router
+        if router.experts != experts.count:
+            binder.differences.append(
+                f"{self.router.module} chooses among {router.experts} experts; {self.experts} has {experts.count}"
+            )
+        shared, gated = None, False
+        if self.shared is not None and f"{self.shared.down}.weight" in binder.parameters:
+            shared = self.shared.bind(binder, f"{name}.shared")
+            if gated := self.gate is not None:
+                self._bind_gate(binder, name)
+        return MoEShape(router, experts, shared, gated)
+
+    def _bind_experts(self, binder: Binder, name: str) -> ExpertsShape | None:
+        """Bind the experts; None, with the differences noted, if they are not understood."""
+        module, around = binder.module(self.experts), binder.module(self.experts.rpartition(".")[0])
+        if module is None or around is None:
+            return None
+        try:
+            bound = bind_experts(module, around)
+        except SpecMismatch as mismatch:
+            binder.differences += [f"{self.experts}: {text}" for text in mismatch.differences]
+            return None
+        for fill in bound.fills:
+            sources = tuple(named(self.experts, source) for source in fill.sources)
+            for source in sources:
+                binder.claim(source)
+            binder.fills.append(replace(fill, target=named(name, fill.target), sources=sources))
+        return bound.shape
+
+    def _bind_gate(self, binder: Binder, name: str) -> None:
+        assert self.gate is not None
+        found = binder.linear(self.gate)
+        if found.rows != 1 or found.bias:
+            bias = "with a bias" if found.bias else "without bias"
+            binder.differences.append(f"{self.gate} has {found.rows} outputs {bias}; only one without is understood")
+        binder.fills.append(Fill(f"{name}.shared_gate.weight", (f"{self.gate}.weight",), binder.transposed))
+
+
+@dataclass(frozen=True)
+class MoEShape(PartShape):
+    """Dimensions and contents of one mixture. Ranks hold the router and the shared expert's gate whole."""
+
+    router: RouterShape
+    experts: ExpertsShape
+    shared: MLPShape | None
+    gated: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        shared = () if self.shared is None else self.shared.matrices
+        return (
+            *(replace(one, target=named("experts", one.target)) for one in self.experts.matrices),
+            *(replace(one, target=named("shared", one.target), extents=_own(one.extents)) for one in shared),
+        )
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        shared = () if self.shared is None else self.shared.parameters
+        return (
+            *(replace(one, target=named("router", one.target)) for one in self.router.parameters),
+            *(replace(one, target=named("experts", one.target)) for one in self.experts.parameters),
+            *(replace(one, target=named("shared", one.target), extents=_own(one.extents)) for one in shared),
+            *((Parameter("shared_gate.weight"),) if self.gated else ()),
+        )
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return (*self.experts.ops, *(() if self.shared is None else self.shared.ops))
+
+    @property
+    def recorded(self) -> Mapping[str, str]:
+        return {"router": self.router.rule.module}
+
+    def of_rank(self, share: Share) -> MoEShape:
+        shared = self.shared
+        if shared is not None:
+            shared = shared.of_rank(Share(share.rank, {INNER: share.ranges[SHARED_INNER]}))
+        return replace(self, experts=self.experts.of_rank(share), shared=shared)
+
+
+def _own(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+    """The shared expert's extents in a unit of their own: ranks divide its width apart from that of the experts."""
+    return tuple(replace(extent, unit=SHARED_INNER) for extent in extents)

@@ -1,0 +1,51 @@
+"""The mixture part: the router chooses experts for each token; their weighed sum and a shared expert are added."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from infuse.architectures.moe import MoEShape
+from infuse.layers.experts import Experts
+from infuse.layers.linear import direct, untouched
+from infuse.layers.mlp import MLP
+from infuse.layers.router import Router
+from infuse.layers.surroundings import Surroundings
+
+
+class MoE(nn.Module):
+    """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
+
+    def __init__(self, shape: MoEShape, surroundings: Surroundings):
+        super().__init__()
+        name, self._combine = surroundings.name, surroundings.combine
+        partial = replace(surroundings, combine=None)
+        self.router = Router(shape.router)
+        inner = replace(partial, name=f"{name}.experts")
+        formats = {matrix.weight: inner.format(matrix) for matrix in shape.experts.matrices}
+        given = {weight: format for weight, format in formats.items() if format is not None}
+        self.experts = Experts(shape.experts, given, surroundings.bodies)
+        shared = None if shape.shared is None else MLP(shape.shared, replace(partial, name=f"{name}.shared"))
+        gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
+        self.add_module("shared", shared)
+        self.add_module("shared_gate", None if gate is None else gate.requires_grad_(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x, None, None)
+
+    def fused(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> Tensor:
+        """Compute residual + self(norm(x)); x [..., H]."""
+        held: dict[str, Any] = self._modules
+        x = x if norm is None else direct(norm, x)
+        x_TH = x.reshape(-1, x.shape[-1])
+        _, weights, index = direct(held["router"], x_TH)
+        out = held["experts"](x_TH, index, weights)
+        shared, gate = held["shared"], held["shared_gate"]
+        if gate is not None:
+            out = out + direct(gate, x_TH).sigmoid() * direct(shared, x_TH)
+        elif shared is not None:
+            out = shared.fused(x_TH, None, out) if untouched(shared) else out + direct(shared, x_TH)
+        out = (out if self._combine is None else self._combine(out)).view(x.shape)
+        return out if residual is None else residual + out

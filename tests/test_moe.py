@@ -1,0 +1,155 @@
+"""Mixtures as parts of blocks: which layers have experts, what is recorded and proven of routers, and formats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, inputs
+from side_by_side import assert_close, injected, logits, original
+from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+import infuse
+from infuse import architectures
+from infuse.architectures import mixtures
+from infuse.architectures.layer import LayerSpec
+from infuse.architectures.moe import MoE, MoEShape
+from infuse.architectures.router import SIGMOID
+from infuse.layers.block import Block
+from infuse.layers.moe import MoE as MoELayer
+from infuse.proof.routes import Route, routes_mismatch
+
+
+def recorded(model: Any, name: str) -> tuple[Tensor, ...]:
+    """Router logits [B T, E] of each layer that has a router."""
+    with torch.no_grad():
+        return model(**inputs(BY_NAME[name]), output_router_logits=True).router_logits
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    return [module.router for module in model.modules() if isinstance(module, MoELayer)]
+
+
+# ---- which layers have experts
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("mixtral", [0, 1, 2]), ("qwen3-moe", [0, 2]), ("glm4-moe", [1, 2])])
+def test_each_layer_tells_whether_it_has_experts(name: str, sparse: list[int]) -> None:
+    engine = injected(BY_NAME[name].make())
+    shapes = [module.shape.mlp for module in engine.module.modules() if isinstance(module, Block)]
+    assert [i for i, shape in enumerate(shapes) if isinstance(shape, MoEShape)] == sparse and len(shapes) == 3
+
+
+def test_what_a_mixture_has_besides_is_told() -> None:
+    model = BY_NAME["mixtral"].make()
+    model.model.layers[1].mlp.register_parameter("gain", nn.Parameter(torch.ones(2)))
+    model.model.layers[2].mlp.gate.weight = nn.Parameter(torch.ones(5, 48))
+    text = str(infuse.plan(model, dtype="fp32"))
+    assert "parameter mlp.gain (2,) is not claimed" in text
+    assert "mlp.gate chooses among 5 experts; mlp.experts has 4" in text
+
+
+# ---- what transformers records
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phimoe", "granite-moe", "glm4-moe", "ernie4_5-moe"])
+@pytest.mark.parametrize("before", [False, True])
+def test_router_logits_are_recorded(name: str, before: bool) -> None:
+    """Also on a model that recorded before: transformers puts its hooks in at the first such call."""
+    model = BY_NAME[name].make()
+    exact = recorded(model if before else original(name), name)
+    engine = injected(model)
+    found = recorded(engine, name)
+    assert len(found) == len(exact) == len(routers(engine.module))
+    for a, b in zip(found, exact, strict=True):
+        assert_close(a, b)
+
+
+def test_a_router_stays_an_instance_of_its_class() -> None:
+    engine = injected(BY_NAME["mixtral"].make())
+    assert all(isinstance(router, MixtralTopKRouter) and router.num_experts == 4 for router in routers(engine.module))
+
+
+def test_hooks_on_a_router_of_the_caller_are_called() -> None:
+    seen: list[Tensor] = []
+    model = BY_NAME["mixtral"].make()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda router, args, output: seen.append(output[0]))
+    engine = injected(model)
+    seen.clear()  # the proof runs it
+    logits(engine, **inputs(BY_NAME["mixtral"]))
+    assert len(seen) == 1 and seen[0].shape == (22, 4)
+
+
+# ---- proof
+
+
+def with_router(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Mixtral's spec says these words of its router, as long as the patch holds."""
+    spec: LayerSpec = mixtures.MIXTRAL
+    assert isinstance(spec.mlp, MoE)
+    wrong = spec.but(mlp=dict(router=replace(spec.mlp.router, **changes)))
+    monkeypatch.setattr(architectures, "BY_CLASS", {**architectures.BY_CLASS, spec.layer: (wrong,)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (dict(normalise=False), "weighs experts differently"),
+        (dict(score=SIGMOID), "weighs experts differently"),
+        (dict(cast="activations"), "weights are torch.bfloat16, not torch.float32"),
+    ],
+)
+def test_a_wrong_router_is_refused(changes: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_router(monkeypatch, **changes)
+    with pytest.raises(infuse.errors.ProofError, match=told):
+        infuse.init_inference(BY_NAME["mixtral"].make(), dtype="bf16", verify="strict")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe", "granite-moe", "phimoe"])
+def test_tied_logits_choose_the_originals_experts(name: str, dtype: str) -> None:
+    """All experts have equal logits, or every second one those of the one before."""
+    family = BY_NAME[name]
+    for equal in (True, False):
+        model, other = family.make(), family.make()
+        for each in (model, other):
+            for path, parameter in each.named_parameters():
+                if path.endswith(("gate.weight", "router.weight")) and parameter.shape[0] < 16:
+                    parameter.data = parameter * 0 if equal else parameter[::2].repeat_interleave(2, dim=0)
+        engine = infuse.init_inference(model, dtype=dtype, verify="strict")
+        assert len(routers(engine.module)) > 1
+        if dtype == "fp32":
+            assert_close(logits(engine, **inputs(family)), logits(other, **inputs(family)))
+
+
+def route(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Route:
+    return Route((), logits_TE, weights_TK, index_TK)
+
+
+def test_routes_from_equal_logits_must_be_equal_in_any_order() -> None:
+    scores, weights, index = torch.randn(3, 4), torch.rand(3, 2), torch.tensor([[0, 1], [2, 3], [1, 3]])
+    wanted = route(scores, weights, index)
+    assert routes_mismatch([route(scores, weights.flip(1), index.flip(1))], [wanted], 0.0) is None
+    assert "other experts" in str(routes_mismatch([route(scores, weights, (index + 1) % 4)], [wanted], 0.0))
+    assert "weighs" in str(routes_mismatch([route(scores, weights + 1e-6, index)], [wanted], 0.0))
+    assert "chooses 1 experts, not 2" in str(
+        routes_mismatch([route(scores, weights[:, :1], index[:, :1])], [wanted], 0)
+    )
+    near = scores + 1e-6
+    assert routes_mismatch([route(near, weights, (index + 1) % 4)], [wanted], 1e-5) is None
+    assert "logits differ" in str(routes_mismatch([route(near, weights, index)], [wanted], 1e-8))
+
+
+# ---- formats
+
+
+def test_formats_apply_to_experts_and_not_to_routers() -> None:
+    engine = infuse.init_inference(BY_NAME["qwen2-moe"].make(), dtype="bf16", quant="int8:8", verify="strict")
+    step = next(step for step in engine.plan.steps if step.path == "model.layers.0")
+    assert {"mlp.experts.up.weight", "mlp.experts.down.weight", "mlp.shared.up.weight"} <= step.formats.keys()
+    assert not any("router" in target or "gate" in target for target in step.formats)
+    mixture = engine.module.model.layers[0].mlp
+    assert mixture.router.weight.dtype == mixture.shared_gate.weight.dtype == torch.bfloat16
