@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ def _names(module: nn.Module, attribute: str) -> Iterable[str]:
     return found if isinstance(found, (list, tuple, set)) else ()
 
 
-def _multiplies(module: nn.Module) -> bool:
+def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is a linear, and no subclass that computes something else (a router)."""
     own = type(module).forward is nn.Linear.forward or "_combine" in vars(module)
     return isinstance(module, nn.Linear) and own

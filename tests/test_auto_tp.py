@@ -271,7 +271,11 @@ KNOWN: dict[str, tuple[Any, Any]] = {
         embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4,
     )),
     # experts stay whole
-    "mixtral": (t.MixtralModel, t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
+    "exaone-moe": (t.ExaoneMoeModel, t.ExaoneMoeConfig(
+        **SMALL, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, head_dim=12,
+        n_group=1, topk_group=1, num_shared_experts=1, sliding_window=64, mlp_layer_types=["sparse"] * 2,
+        layer_types=["sliding_attention"] * 2,
+    )),
     # reads head counts from its config
     "phi3": (BY_NAME["phi3"].model, BY_NAME["phi3"].config(**BY_NAME["phi3"].values)),
     # ALiBi for all heads, per head
@@ -395,7 +399,7 @@ def test_tp_parser_finds_them_in_encoders_and_decoders_and_in_models_of_the_user
     assert module_inject.AutoTP.tp_parser(nn.Linear(3, 3)) == []
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "exaone-moe"])
 def test_the_roles_of_structure_are_those_of_the_models_own_plan(name: str) -> None:
     model = known(name) if name in KNOWN else BY_NAME[name].make()
     told = module_inject.AutoTP.tp_parser(model)

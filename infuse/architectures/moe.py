@@ -44,7 +44,7 @@ class MoE:
                 f"{self.router.module} chooses among {router.experts} experts; {self.experts} has {experts.count}"
             )
         shared, gated = None, False
-        if self.shared is not None and f"{self.shared.down}.weight" in binder.parameters:
+        if self.shared is not None and binder.module(self.shared.down.rpartition(".")[0], optional=True) is not None:
             shared = self.shared.bind(binder, f"{name}.shared")
             if gated := self.gate is not None:
                 self._bind_gate(binder, name)
