@@ -31,16 +31,17 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
     handles, patched = [], []
 
-    def cast(owner: nn.Module, args: Any) -> None:
+    def cast(owner: nn.Module) -> None:
         for p in owner.parameters(recurse=False):
             if p in kept:
                 p.data = kept[p].to(dtype)
 
-    def restore(owner: nn.Module, args: Any, output: Any) -> None:
+    def restore(owner: nn.Module) -> None:
         for p in owner.parameters(recurse=False):
             if p in kept:
                 p.data = kept[p]
 
+    parents = {child: parent for parent in module.modules() for child in parent.children()}
     for child in module.modules():
         if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
             continue
@@ -49,7 +50,10 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             run: Any = _in_parts if _multiplies(child) else _by_expert
             child.forward = partial(run, child, dtype)
         else:
-            handles += [child.register_forward_pre_hook(cast), child.register_forward_hook(restore)]
+            # A module without a forward only holds what its parent computes with.
+            runs = parents.get(child, child) if type(child).forward is nn.Module.forward else child
+            handles.append(runs.register_forward_pre_hook(partial(_of, cast, child)))
+            handles.append(runs.register_forward_hook(partial(_of, restore, child)))
     try:
         for p, data in kept.items():
             if p.dim() < 2:
@@ -132,6 +136,11 @@ def cast_buffers(
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:
     found = getattr(module, attribute, None)
     return found if isinstance(found, (list, tuple, set)) else ()
+
+
+def _of(change: Callable[[nn.Module], None], owner: nn.Module, *_: Any) -> None:
+    """A hook that applies `change` to `owner`, whichever module it is on."""
+    change(owner)
 
 
 def _multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:

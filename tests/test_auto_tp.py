@@ -399,7 +399,7 @@ def test_tp_parser_finds_them_in_encoders_and_decoders_and_in_models_of_the_user
     assert module_inject.AutoTP.tp_parser(nn.Linear(3, 3)) == []
 
 
-@pytest.mark.parametrize("name", ["llama", "exaone-moe"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_roles_of_structure_are_those_of_the_models_own_plan(name: str) -> None:
     model = known(name) if name in KNOWN else BY_NAME[name].make()
     told = module_inject.AutoTP.tp_parser(model)

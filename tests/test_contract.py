@@ -21,11 +21,10 @@ MOE = dict(
 )  # fmt: skip
 # Families without a spec whose attention goes through transformers' interface, where ours takes its place.
 HOOKED: dict[str, dict[str, Any]] = {
-    "Mixtral": MOE, "Qwen2Moe": dict(MOE, shared_expert_intermediate_size=32), "Qwen3Moe": MOE, "Olmoe": MOE,
     "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA,
-    "Phimoe": MOE, "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12),
-    "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12), "Dots1": MOE,
-    "GraniteMoe": MOE, "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
+    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12), "ExaoneMoe": dict(MOE, num_experts=4),
+    "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12),
+    "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
 }  # fmt: skip
 
 

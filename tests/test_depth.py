@@ -28,7 +28,7 @@ from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.ops import Body, registered
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, EXPERTS, LINEAR
+from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 
 PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}
@@ -137,7 +137,7 @@ def test_a_wrong_body_for_quantized_weights_is_refused(no_other_kernels: None, m
 # ---- layers without a spec ----
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "deberta", "exaone-moe", "sequential"])
+@pytest.mark.parametrize("name", ["t5", "bart", "deberta", "olmo", "sequential"])
 def test_linears_of_an_unknown_model_run_through_kernels(name: str) -> None:
     """The real body where there is one: the results are the original's within rounding."""
     if reason := registered()["linear"].bodies["cpu"].needs(PLAIN, torch.float32):
@@ -145,7 +145,7 @@ def test_linears_of_an_unknown_model_run_through_kernels(name: str) -> None:
     model = UNKNOWN[name]()
     wanted = outputs(model)
     done = applied(model, dtype="fp32")
-    assert LINEAR in {step.depth for step in done.steps} <= {LINEAR, EXPERTS, ATTENTION} and not refused(done)
+    assert LINEAR in {step.depth for step in done.steps} <= {LINEAR, ATTENTION} and not refused(done)
     assert_close(outputs(model), wanted)
 
 
@@ -155,7 +155,7 @@ def attention_steps(plan: Plan) -> list[str]:
 
 def test_attention_goes_in_by_transformers_own_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in(monkeypatch, "attention")
-    model, other = UNKNOWN["exaone-moe"](), UNKNOWN["exaone-moe"]()
+    model, other = UNKNOWN["olmo"](), UNKNOWN["olmo"]()
     wanted = outputs(model)
     done = applied(model, dtype="fp32")
     assert attention_steps(done) == [type(model).__name__] and "attention of layers that stay" in str(done)
@@ -172,8 +172,8 @@ def test_tokens_generated_with_the_hook_are_the_originals(monkeypatch: pytest.Mo
     """Padded rows, a cache, one query against many keys."""
     calls = stand_in(monkeypatch, "attention")
     given = inputs(BY_NAME["llama"], padding="left")
-    exact = UNKNOWN["exaone-moe"]().generate(**given, max_new_tokens=6, do_sample=False)
-    engine = infuse.init_inference(UNKNOWN["exaone-moe"](), dtype="fp32", device="cpu")
+    exact = UNKNOWN["olmo"]().generate(**given, max_new_tokens=6, do_sample=False)
+    engine = infuse.init_inference(UNKNOWN["olmo"](), dtype="fp32", device="cpu")
     assert len(attention_steps(engine.plan)) == 1
     calls.clear()
     assert torch.equal(engine.generate(**given, max_new_tokens=6, do_sample=False), exact) and calls
@@ -182,7 +182,7 @@ def test_tokens_generated_with_the_hook_are_the_originals(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("verify", ["sample", "strict"])
 def test_a_wrong_attention_is_refused(verify: str, no_other_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "attention", wrong=True)
-    model = UNKNOWN["exaone-moe"]()
+    model = UNKNOWN["olmo"]()
     wanted = outputs(model)
     if verify == "strict":
         with pytest.raises(ProofError, match="the model differs from itself"):
@@ -200,7 +200,7 @@ def test_an_attention_that_the_model_never_calls_is_refused(
     """Else the plan would tell of a kernel that does nothing."""
     stand_in(monkeypatch, "attention")
     monkeypatch.setattr(hook, "_KNOWN", set())  # every argument is a reason to go to transformers'
-    model = UNKNOWN["exaone-moe"]()
+    model = UNKNOWN["olmo"]()
     done = applied(model, dtype="fp32")
     assert done.steps == () and refused(done) == {""} and "does not come through it" in str(done)
     assert model.config._attn_implementation == "sdpa"
@@ -209,7 +209,7 @@ def test_an_attention_that_the_model_never_calls_is_refused(
 @pytest.mark.parametrize(
     ("make", "keys"),
     [(UNKNOWN["t5"], {}), (UNKNOWN["deberta"], {}), (UNKNOWN["sequential"], {}), (BY_NAME["llama"].make, {}),
-     (UNKNOWN["exaone-moe"], dict(replace_with_kernel_inject=False))],
+     (UNKNOWN["olmo"], dict(replace_with_kernel_inject=False))],
     ids=["t5", "deberta", "no model of transformers", "every layer a block", "not asked for"],
 )  # fmt: skip
 def test_no_hook_where_there_is_nothing_to_hook(
@@ -221,7 +221,7 @@ def test_no_hook_where_there_is_nothing_to_hook(
 
 def test_no_hook_for_another_attention_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "attention")
-    model = UNKNOWN["exaone-moe"]()
+    model = UNKNOWN["olmo"]()
     model.set_attn_implementation("eager")
     assert attention_steps(plan_of(model, dtype="fp32")) == []
 

@@ -125,6 +125,16 @@ def test_tied_logits_choose_the_originals_experts(name: str, dtype: str) -> None
             assert_close(logits(engine, **inputs(family)), logits(other, **inputs(family)))
 
 
+@pytest.mark.parametrize("keys", [dict(dtype="bf16"), dict(dtype="bf16", quant="int8:8"), dict(dtype="fp32")], ids=str)
+def test_a_model_in_16_bits_is_proven(keys: dict[str, Any]) -> None:
+    """Its structure in float32: the matrices of experts are cast while the experts run."""
+    model = BY_NAME["qwen2-moe"].make()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    engine = infuse.init_inference(model, verify="strict", **keys)
+    assert len(routers(engine.module)) == 3
+
+
 def route(logits_TE: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Route:
     return Route((), logits_TE, weights_TK, index_TK)
 

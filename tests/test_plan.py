@@ -25,7 +25,7 @@ from infuse.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, EXPERTS, LINEAR
+from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.quant.parse import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -73,19 +73,12 @@ T5 = seeded(
     t.T5ForConditionalGeneration, t.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
 )
 MIXTRAL = seeded(t.MixtralForCausalLM, t.MixtralConfig(**{**families.GQA, "num_hidden_layers": 2}, num_local_experts=4))
-EXAONE_MOE = seeded(
-    t.ExaoneMoeForCausalLM,
-    t.ExaoneMoeConfig(
-        **{**families.GQA, "num_hidden_layers": 2}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-        head_dim=12, n_group=1, topk_group=1, num_shared_experts=1, sliding_window=64,
-        mlp_layer_types=["sparse", "sparse"], layer_types=["sliding_attention", "sliding_attention"],
-    ),
-)  # fmt: skip
+OLMO = seeded(t.OlmoForCausalLM, t.OlmoConfig(**{**families.GQA, "num_hidden_layers": 2}))
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
     "t5": T5,
     "bart": seeded(t.BartForConditionalGeneration, t.BartConfig(d_model=64, vocab_size=96, **_BART)),
     "deberta": seeded(t.DebertaV2Model, t.DebertaV2Config(**_DEBERTA)),
-    "exaone-moe": EXAONE_MOE,
+    "olmo": OLMO,
     "sequential": seeded(lambda width: nn.Sequential(nn.Linear(width, 96), nn.ReLU(), nn.Linear(96, 5)), 64),
     "pytorch-encoder": seeded(Stack, 64),
 }
@@ -275,12 +268,12 @@ def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, n
     assert torch.equal(outputs(model), wanted)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "exaone-moe", "sequential"])
+@pytest.mark.parametrize("name", ["t5", "bart", "olmo", "sequential"])
 def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
-    model = UNKNOWN[name](hidden_size=64) if name == "exaone-moe" else UNKNOWN[name]()
+    model = UNKNOWN[name](hidden_size=64) if name == "olmo" else UNKNOWN[name]()
     wanted, before = outputs(model), resident_bytes(model)
     done = applied(model, dtype="fp32", quant="int8")
-    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, EXPERTS, ATTENTION}
+    assert done.steps and {step.depth for step in done.steps} <= {LINEAR, EMBEDDING, ATTENTION}
     # What the format does not fit may run through a kernel for plain linears, and the plan says so.
     for step in (step for step in done.steps if step.depth == LINEAR):
         assert step.formats == {"weight": "int8"} or any(left.path == f"{step.path}: weight" for left in done.left), (

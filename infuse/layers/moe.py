@@ -23,10 +23,11 @@ class MoE(nn.Module):
         name, self._combine = surroundings.name, surroundings.combine
         partial = replace(surroundings, combine=None)
         self.router = Router(shape.router)
-        inner = replace(partial, name=f"{name}.experts")
-        formats = {matrix.weight: inner.format(matrix) for matrix in shape.experts.matrices}
-        given = {weight: format for weight, format in formats.items() if format is not None}
-        self.experts = Experts(shape.experts, given, surroundings.bodies)
+        inside = f"{name}.experts."
+        held = {
+            target.removeprefix(inside): format for target, format in surroundings.formats.items() if inside in target
+        }
+        self.experts = Experts(shape.experts, held, surroundings.bodies)
         shared = None if shape.shared is None else MLP(shape.shared, replace(partial, name=f"{name}.shared"))
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
