@@ -136,6 +136,8 @@ FAMILIES = {
     )
 }
 
+ALONE = dict(replace_with_kernel_inject=False)  # no whole blocks, so that experts are replaced alone
+
 
 @pytest.fixture(autouse=True)
 def a_body(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def test_experts_pickle_compile_and_have_gradients() -> None:
 
 def test_a_format_that_does_not_fit_is_told_with_numbers() -> None:
     family = FAMILIES["mixtral"]
-    engine = infuse.init_inference(family.make(intermediate_size=48), dtype="fp32", quant="int4:64")
+    engine = infuse.init_inference(family.make(intermediate_size=48), dtype="fp32", quant="int4:64", **ALONE)
     told = [left.why for left in engine.plan.left if left.path.endswith("experts")]
     assert told and all("groups of 64 do not divide 48 inputs" in why for why in told)
     assert replaced(engine) and all(experts.up.weight.dtype == torch.float32 for experts in replaced(engine))
@@ -249,7 +251,7 @@ def test_a_format_that_does_not_fit_is_told_with_numbers() -> None:
 
 def test_formats_by_name_reach_experts() -> None:
     quant = {"weight": {"post_init_quant": {"layers.0.mlp.experts": {"num_bits": 4}}}}
-    engine = infuse.init_inference(copy.deepcopy(original("mixtral")), dtype="fp32", quant=quant)
+    engine = infuse.init_inference(copy.deepcopy(original("mixtral")), dtype="fp32", quant=quant, **ALONE)
     assert {step.path: step.formats != {} for step in engine.plan.steps if step.depth == "experts"} == {
         "model.layers.0.mlp.experts": True,
         "model.layers.1.mlp.experts": False,
@@ -290,7 +292,7 @@ def test_experts_whose_caller_reads_their_weights_are_refused() -> None:
 
     model = copy.deepcopy(original("mixtral"))
     model.model.layers[1].mlp.__class__ = Reads
-    engine = infuse.init_inference(model, dtype="fp32")
+    engine = infuse.init_inference(model, dtype="fp32", **ALONE)
     assert len(replaced(engine)) == 1
     assert any("around it fails with the new" in left.why for left in engine.plan.left)
 

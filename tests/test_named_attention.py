@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, FAMILIES, inputs
+from families import BY_NAME, FAMILIES, MIXTURES, inputs
 from tolerance import assert_near
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -60,9 +60,9 @@ def run(model: Any, given: Call) -> Tensor:
         return next(value for value in model(**given).values() if isinstance(value, Tensor))
 
 
-def same(name: str, ours: Any, theirs: Any) -> None:
+def same(name: str, ours: Any, theirs: Any, times: int) -> None:
     if isinstance(theirs, Tensor) and theirs.is_floating_point():
-        assert_near(ours, theirs, theirs.dtype)
+        assert_near(ours, theirs, theirs.dtype, times=times)
     else:
         assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == pytest.approx(theirs), name
 
@@ -77,7 +77,8 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
         results.append(run(model, inputs(family, padding="left")))
         made.append(list(calls))
         calls.clear()
-    assert_near(results[1], results[0], torch.float32)
+    times = 2 if family in MIXTURES else 1  # whose routers magnify rounding
+    assert_near(results[1], results[0], torch.float32, times=times)
     assert len(made[0]) == len(made[1]) > 0
     for theirs, ours in zip(*made, strict=True):
         if family.name.startswith("opt"):  # which scales its queries itself
@@ -90,7 +91,7 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
             theirs.pop(name, None), ours.pop(name, None)
         assert theirs.keys() == ours.keys()
         for name in theirs:
-            same(name, ours[name], theirs[name])
+            same(name, ours[name], theirs[name], times)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

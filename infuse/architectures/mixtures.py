@@ -2,7 +2,7 @@
 
 from infuse.architectures.attention import Rotary
 from infuse.architectures.layer import SANDWICH
-from infuse.architectures.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from infuse.architectures.llama import LLAMA, MISTRAL, QWEN3
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
@@ -55,7 +55,7 @@ MIXTRAL = MISTRAL.but(layer=_M + "mixtral.modeling_mixtral.MixtralDecoderLayer",
 QWEN3_MOE = QWEN3.but(
     layer=_M + "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer", mlp=MoE(QWEN_ROUTER, dense=_gated("mlp"))
 )
-QWEN2_MOE = QWEN2.but(
+QWEN2_MOE = LLAMA.but(
     layer=_M + "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer",
     mlp=MoE(QWEN_ROUTER, shared=_gated("mlp.shared_expert"), gate="mlp.shared_expert_gate", dense=_gated("mlp")),
 )

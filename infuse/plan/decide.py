@@ -48,6 +48,7 @@ from infuse.plan.shared import Sharing
 from infuse.plan.step import BLOCK, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
 from infuse.quant.format import QuantFormat
+from infuse.quant.parse import quant_format
 
 
 def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
@@ -172,9 +173,10 @@ class _Decision:
         ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
-        format = next((fill.format for fill in fills if fill.target == "mlp.experts.up.weight"), None)
-        if format is not None:
-            bodies = self.fitting(bodies, shape.mlp.experts, quant_format(format))
+        inside = "mlp.experts."
+        quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}
+        if formats := {weight: quant_format(str(fill.format)) for weight, fill in quantized.items()}:
+            bodies = self.fitting(bodies, [part.shape.mlp.experts for part in parts], formats)  # type: ignore[union-attr]
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
         why, index, attn = f"spec of {name}", bound.index, bound.attn
         if len(parts) > 1 and bound.shape.expert_count:
