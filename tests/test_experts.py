@@ -219,7 +219,7 @@ def test_heavy_tails_pass_the_proof() -> None:
         for parameter in layer.mlp.experts.parameters():
             normal = torch.randn(4, *parameter.shape, generator=generator)
             parameter.data = normal[0] / normal[1:].square().mean(dim=0).sqrt() / 8
-    engine = infuse.init_inference(model, dtype="bf16", quant="int4")
+    engine = infuse.init_inference(model, dtype="bf16", quant="int4", **ALONE)
     assert len(replaced(engine)) == 2 and "refused" not in str(engine.plan)
 
 
