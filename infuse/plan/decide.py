@@ -178,10 +178,18 @@ class _Decision:
         if formats := {weight: quant_format(str(fill.format)) for weight, fill in quantized.items()}:
             bodies = self.fitting(bodies, [part.shape.mlp.experts for part in parts], formats)  # type: ignore[union-attr]
         skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
+        for router in sorted(self.routers):
+            if router.startswith(f"{path}."):
+                self.keep(router)
         why, index, attn = f"spec of {name}", bound.index, bound.attn
         if len(parts) > 1 and bound.shape.expert_count:
             why += f"; {self.balance(bound.shape.expert_count, config_around(self.model, path))}"
         return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
+
+    def keep(self, router: str) -> None:
+        """Say that a router stays as it is if a format was asked for it."""
+        if self.formats.of(router) is not None:
+            self.leave(router, "chooses among experts or weighs them, so it keeps its precision")
 
     def sharing(self, has_experts: bool = False) -> tuple[Mesh, ...]:
         """The mesh of each rank that has a part of its own of a module."""
