@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import infuse
 from infuse import architectures, ops
-from infuse.architectures.activations import Act
+from infuse.activations import Act
 from infuse.architectures.bind import Binder
 from infuse.architectures.layer import FeedForward, LayerSpec
 from infuse.architectures.llama import LLAMA

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from infuse import ops
-from infuse.architectures.activations import ACTIVATIONS
+from infuse.activations import ACTIVATIONS
 from infuse.device import Device
 from infuse.ops import Case, registered
 

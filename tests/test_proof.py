@@ -16,9 +16,9 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 from infuse import native
+from infuse.activations import Act
 from infuse.apply.apply import apply
 from infuse.architectures import specs_for
-from infuse.architectures.activations import Act
 from infuse.architectures.attention import NoPosition, Packed, Rotary, Separate
 from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
 from infuse.architectures.mlp import GatedMLP

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures.activations import ACTIVATIONS, Act
+from infuse.activations import ACTIVATIONS, Act
 from infuse.architectures.packing import Fill, Heads
 
 _MISSING = object()

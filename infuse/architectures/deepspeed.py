@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.activations import ACTIVATIONS
+from infuse.activations import ACTIVATIONS, ExpertGate
 from infuse.architectures.experts import BoundExperts, ExpertsShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.plain import LinearShape, linears, patched
 from infuse.errors import SpecMismatch, in_brief
-from infuse.ops.experts import ExpertGate
 
 _EXPERTS = "experts.deepspeed_experts"
 _TOKENS, _HIDDEN, _INNER = 6, 5, 7  # of the small weights

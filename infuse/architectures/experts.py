@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.activations import ACTIVATIONS
+from infuse.activations import ACTIVATIONS, ExpertGate
 from infuse.architectures.adapters import is_adapter
 from infuse.architectures.packing import Fill, Tall
 from infuse.architectures.part import COLUMN, EXPERT, INNER, ROW, Extent, Matrix, PartShape, Share
 from infuse.architectures.plain import linears, patched
 from infuse.errors import SpecMismatch
-from infuse.ops.experts import ExpertGate
 
 _MARKS = "transformers.integrations.moe"  # the module of the forward that the decorator gives to a class
 _PROBES = 24  # values of gate and of up on which a gate is compared with ours

@@ -1,6 +1,6 @@
 """GPT family: decoders with LayerNorm and a plain MLP that differ in packing, positions and residual."""
 
-from infuse.architectures.activations import Act
+from infuse.activations import Act
 from infuse.architectures.attention import Alibi, Attention, NoPosition, Packed, Rotary, RotaryTable, Separate, Window
 from infuse.architectures.layer import PARALLEL, POST, PRE, TUPLE, LayerSpec
 from infuse.architectures.mlp import MLP

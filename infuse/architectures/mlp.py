@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infuse.architectures.activations import Act
+from infuse.activations import Act
 from infuse.architectures.bind import Binder
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
 

@@ -16,11 +16,12 @@ import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
 import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
+from infuse.activations import ExpertGate
 from infuse.ops.activation import activation, gated_activation
 from infuse.ops.attention import attention, attention_weights, both_masks
 from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.experts import ExpertGate, experts, quantized_experts
+from infuse.ops.experts import experts, quantized_experts
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered

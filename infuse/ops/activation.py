@@ -5,40 +5,26 @@ Suffixes: R rows, I inner width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.activations import FUNCTIONS
 from infuse.ops.op import Case, op
-
-_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016, the sigmoid form
-        "relu": F.relu,
-        "relu2": lambda x: F.relu(x).square(),  # So et al. 2021 (Primer)
-        "tanh": torch.tanh,
-    }
-)
 
 
 @op("activation(Tensor x, str name) -> Tensor")
 def activation(x_RI: Tensor, name: str) -> Tensor:
-    """Apply the activation `name` (a value of architectures.activations.ACTIVATIONS) elementwise, in x.dtype."""
-    return _FUNCTIONS[name](x_RI)
+    """Apply the activation `name` (a value of infuse.activations.ACTIVATIONS) elementwise, in x.dtype."""
+    return FUNCTIONS[name](x_RI)
 
 
 @op("gated_activation(Tensor gate_up, str name) -> Tensor")
 def gated_activation(gate_up_R2I: Tensor, name: str) -> Tensor:
     """act(gate) * up: [..., :I] is the gate, [..., I:] is up (Shazeer 2020)."""
     gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
-    return _FUNCTIONS[name](gate_RI) * up_RI
+    return FUNCTIONS[name](gate_RI) * up_RI
 
 
 @activation.fake
@@ -54,6 +40,6 @@ def _half_of_x(x: Tensor, name: str) -> Tensor:
 @activation.cases
 @gated_activation.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for name in _FUNCTIONS:
+    for name in FUNCTIONS:
         for shape in ((2, 3, 34), (1, 8), (0, 8)):
             yield Case(f"{name} {shape}", (torch.randn(shape, dtype=dtype, device=device) * 4, name))

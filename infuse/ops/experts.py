@@ -9,47 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.activation import activation
+from infuse.activations import ExpertGate
 from infuse.ops.op import Case, op
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
-
-
-class ExpertGate(NamedTuple):
-    """The step between an expert's two products: the optional arguments of both ops, in order.
-
-    Gated: act(gate) * (up + up_offset), otherwise act(up). With limit > 0, the gate is clamped to at most `limit` and
-    up to ± limit before the activation, or, with `limit_after`, act(gate) is clamped instead of the gate.
-    `first` is the number of the first expert in the matrices.
-    """
-
-    activation: str
-    gated: bool = True
-    limit: float = 0.0
-    limit_after: bool = False
-    up_offset: float = 0.0
-    first: int = 0
-
-    def inner(self, h: Tensor) -> Tensor:
-        """[..., U] → [..., I], in the dtype of `h`."""
-        if not self.gated:
-            return activation.reference(h, self.activation)
-        gate, up = h.chunk(2, dim=-1)
-        if self.limit > 0:
-            up = up.clamp(-self.limit, self.limit)
-            if not self.limit_after:
-                gate = gate.clamp(max=self.limit)
-        gate = activation.reference(gate, self.activation)
-        if self.limit > 0 and self.limit_after:
-            gate = gate.clamp(max=self.limit)
-        return gate * (up + self.up_offset) if self.up_offset else gate * up
-
 
 _GATE = "str activation, bool gated=True, float limit=0.0, bool limit_after=False, float up_offset=0.0, int first=0"
 

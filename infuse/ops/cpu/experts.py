@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse.activations import ExpertGate
 from infuse.native import DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
 from infuse.ops.cpu.quantized_linear import PANELS, code_of
-from infuse.ops.experts import ExpertGate, experts, quantized_experts
+from infuse.ops.experts import experts, quantized_experts
 from infuse.quant.format import SCALE_DTYPE
 
 PLAIN = -1  # code of a matrix that is not quantized

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infuse.ops.experts import ExpertGate, experts, quantized_experts
+from infuse.activations import ExpertGate
+from infuse.ops.experts import experts, quantized_experts
 from infuse.ops.linear import FEW_ROWS
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import (
