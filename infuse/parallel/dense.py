@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class DenseGroup(Group):
 def with_dense(group: Group, mesh: Mesh) -> Group:
     """`group`, whose `dense` is now the group of the ranks of `mesh` that slice layers without experts."""
     if mesh.tp == 1:
-        group.dense = LOCAL
+        group.make_dense = lambda ranks: LOCAL
     elif group.size != mesh.tp:
-        group.dense = DenseGroup(group, mesh)
+        group.make_dense = partial(DenseGroup, mesh=mesh)
     return group

@@ -42,11 +42,17 @@ class Group:
         self.rank, self.size = (distributed.rank, distributed.size) if distributed else (0, 1)
         self.why_not_shared = why_not_shared  # why there is no shared memory
         self.distributed, self.shared = distributed, shared
-        self.dense: Group = self  # the ranks that slice the layers without experts
+        # Makes `dense`, which refers to this group: holding it here would keep a dropped group alive.
+        self.make_dense: Callable[[Group], Group] | None = None
         self._failure = ""  # why the group failed
         self._device = torch.device("cpu")  # for small tensors of our own
         if distributed is not None and shared is None:
             self._device = distributed.device
+
+    @property
+    def dense(self) -> Group:
+        """The ranks that slice the layers without experts."""
+        return self if self.make_dense is None else self.make_dense(self)
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, the same bits on every rank: in x itself if it is contiguous, else in a new tensor.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.export import Dim, ExportedProgram
-from transformers import CompileConfig, DynamicCache, MixtralConfig, MixtralForCausalLM, StaticCache
+from transformers import CompileConfig, DynamicCache, GlmConfig, GlmForCausalLM, StaticCache
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
@@ -164,7 +164,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_stay() -> None:
     """Their attention goes through our hook, their linears through ours."""
     torch.manual_seed(0)
-    original = MixtralForCausalLM(MixtralConfig(**{**GQA, "num_hidden_layers": 1}, num_local_experts=2)).eval()
+    original = GlmForCausalLM(GlmConfig(**{**GQA, "num_hidden_layers": 1, "head_dim": 12})).eval()
     enlarge(original)
     model = infuse.init_inference(copy.deepcopy(original), dtype="fp32").module
     recorded = CompileCounterWithBackend("eager")

@@ -116,11 +116,11 @@ def test_layers_that_stay() -> None:
     """Our attention hook (layers without a spec) makes room for the paged one, and comes back."""
     from test_contract import HOOKED, original
 
-    assert "Mixtral" in HOOKED
-    engine = infuse.init_inference(original("Mixtral"), dtype="fp32")
+    assert "Cohere2" in HOOKED
+    engine = infuse.init_inference(original("Cohere2"), dtype="fp32")
     hook = engine.module.config._attn_implementation
     assert hook.startswith("infuse_")
-    assert batch(engine, room=TIGHT) == batch(original("Mixtral"), room=TIGHT)
+    assert batch(engine, room=TIGHT) == batch(original("Cohere2"), room=TIGHT)
     assert engine.module.config._attn_implementation == hook
 
 

@@ -147,13 +147,13 @@ def test_hooks_and_their_handles_come_along() -> None:
     assert calls == ["LlamaAttention"] * 2
 
 
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
+def glm() -> nn.Module:
+    config = transformers.GlmConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, num_local_experts=2,
+        vocab_size=96, head_dim=8, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(config).eval()
+    return transformers.GlmForCausalLM(config).eval()
 
 
 def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> None:
@@ -168,7 +168,7 @@ def in_another_process(path: str, given: infuse.InferenceEngine, pipe: Any) -> N
 
 def test_another_process_reads_every_kind_of_layer(tmp_path: Path) -> None:
     given, engines = replaced("llama-bias", "int8:16"), [replaced(name, quant) for name, quant in SENT]
-    hooked = infuse.init_inference(mixtral(), dtype=torch.float32, progress=False, quant="int8:16").module
+    hooked = infuse.init_inference(glm(), dtype=torch.float32, progress=False, quant="int8:16").module
     assert isinstance(native.kernels(), str) or hooked.config._attn_implementation == "infuse_cpu"
     (tmp_path / "engines").write_bytes(pickle.dumps((engines, hooked)))
     ours, theirs = multiprocessing.Pipe()

@@ -248,7 +248,6 @@ UNKNOWN = {
         ),
         t.BartForConditionalGeneration,
     ),
-    "mixtral": (t.MixtralConfig(**SMALL, num_local_experts=2), t.MixtralForCausalLM),
     "glm": (t.GlmConfig(**SMALL, head_dim=8, pad_token_id=0), t.GlmForCausalLM),
 }
 
