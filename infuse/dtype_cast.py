@@ -83,13 +83,17 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
     """The sum over all experts, of which only a few are in `dtype` at a time. Routes to others get the weight 0."""
     hidden, index, weights = (*args, *kwargs.values())
     count, held = module.num_experts, {p: p.data for p in module.parameters(recurse=False)}
-    total = torch.zeros_like(hidden)
+    total, step = torch.zeros_like(hidden), -(-count // _PARTS)
+    # Each page that is new to the process costs a fault, so the same memory serves all experts.
+    wide = {p: torch.empty_like(data[:step], dtype=dtype) for p, data in held.items()}
     try:
-        for start in range(0, count, step := -(-count // _PARTS)):
-            for p, data in held.items():
-                p.data = data[start : start + step].to(dtype)
-            module.num_experts = min(step, count - start)
+        for start in range(0, count, step):
             here = (index >= start) & (index < start + step)
+            if not here.any():
+                continue
+            module.num_experts = min(step, count - start)
+            for p, data in held.items():
+                p.data = wide[p][: module.num_experts].copy_(data[start : start + step])
             routes = (
                 (index - start).where(here, torch.zeros_like(index)),
                 weights.where(here, torch.zeros_like(weights)),
