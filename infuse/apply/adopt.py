@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
+from infuse.layers.experts import Experts
+from infuse.layers.named_experts import NamedExperts
 
 
 def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
@@ -26,6 +29,12 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
             new_part, old_part = new.get_submodule(ours), old.get_submodule(theirs)
             _take_over(new_part, old_part)
             _mix_in(new_part, old_part)
+    for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
+        experts.named = NamedExperts.of(old.get_submodule(path))
+
+
+def _experts(module: nn.Module) -> list[Experts]:
+    return [one for one in module.modules() if isinstance(one, Experts)]
 
 
 def _take_over(new: nn.Module, old: nn.Module) -> None:

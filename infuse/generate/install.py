@@ -30,6 +30,7 @@ from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
+from infuse.layers.experts import Experts
 from infuse.layers.named_attention import names_ours
 from infuse.parallel.group import LOCAL, Group
 
@@ -174,9 +175,11 @@ def _can_replay(module: nn.Module) -> bool:
     """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     # A replay would skip hooks other than ours.
-    ours = (_moved, _refuse_too_long, check_before_forward)
-    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in ours]
-    return not (compiled or before or module._forward_hooks) and names_ours(module)
+    own_hooks = (_moved, _refuse_too_long, check_before_forward)
+    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in own_hooks]
+    named = [one.named for one in module.modules() if isinstance(one, Experts) and one.named is not None]
+    ours_only = names_ours(module) and all(experts.is_ours for experts in named)
+    return not (compiled or before or module._forward_hooks) and ours_only
 
 
 class _Asked:

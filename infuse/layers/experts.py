@@ -16,6 +16,7 @@ from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
+from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 
@@ -142,11 +143,12 @@ class Experts(InferenceModule):
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
     for each token the weighted sum of its experts; see ops.experts. `combine` adds up what ranks get of their experts;
-    None: the caller does.
+    None: the caller does. `named`: computes experts by the function that the config names; None: it cannot name one.
     """
 
     up: ExpertMatrix | QuantizedExpertMatrix
     down: ExpertMatrix | QuantizedExpertMatrix
+    named: NamedExperts | None = None
 
     def __init__(
         self,
@@ -169,6 +171,8 @@ class Experts(InferenceModule):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, up, down, compute = hidden_states, self.up, self.down, self._bound
+        if self.named is not None and not self.named.is_ours:
+            return self._by_name(self.named, hidden_states, top_k_index, top_k_weights)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             if isinstance(up, QuantizedExpertMatrix) or self._combine is not None:
                 return unrecorded(Experts.forward, self, hidden_states, top_k_index, top_k_weights)
@@ -182,6 +186,16 @@ class Experts(InferenceModule):
         y = compute(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
+
+    def _by_name(self, named: NamedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        if isinstance(up, QuantizedExpertMatrix) or isinstance(down, QuantizedExpertMatrix):
+            named.refuse("quantized ones")
+        for matrix in (up, down):
+            if matrix.first_use is not None:
+                matrix.first_use(None)
+        held = {"up": up.weight, "down": down.weight, "up_bias": up.bias, "down_bias": down.bias}
+        return named(held, x.to(up.weight.dtype), index, weights).to(x.dtype)
 
     def _first_use(self, index: Tensor) -> None:
         for matrix in (self.up, self.down):

@@ -36,6 +36,7 @@ from infuse.device import Device
 from infuse.errors import ConfigError, SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
+from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
 from infuse.plan.bytes import bytes_after, parameter_bytes
@@ -277,6 +278,10 @@ class _Decision:
                 bound = bind_routed(module, without_drops=self.config.moe.without_drops)
             else:
                 bound = bind_experts(module, self.model.get_submodule(where))
+                if not (named := NamedExperts.of(module)).is_ours:
+                    why = f'its experts stay: the config names the implementation "{named.implementation}", not ours'
+                    self.leave(path, why)
+                    return
         except SpecMismatch as mismatch:
             self.leave(path, f"its experts stay: {mismatch}")
             return

@@ -1,0 +1,83 @@
+"""Call the experts implementation that a model's config names, if our op does not compute the same.
+
+That is a function that the user registered with transformers' ALL_EXPERTS_FUNCTIONS, or a kernel of a library. The
+original's own forward looks it up and calls it, on views of the weights that the replacement holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from infuse.errors import UnsupportedCall
+
+# Implementations that compute what our op computes, up to the order of sums. None: no model has set one.
+_SERVED_NAMES = frozenset((None, "eager", "batched_mm", "grouped_mm"))
+_read = object.__getattribute__  # a config's own attribute access takes 1 us
+
+
+@dataclass(frozen=True)
+class NamedExperts:
+    """The original experts: their class, attributes and submodules, and the shapes of their parameters.
+
+    `config` names the implementation; None: the class has no config, and calls none by name.
+    """
+
+    kind: type[nn.Module]
+    attributes: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    config: Any
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our own op computes what the config names. Runs in every layer and step."""
+        config = self.config
+        return config is None or _read(config, "__dict__").get("_experts_implementation_internal") in _SERVED_NAMES
+
+    @property
+    def implementation(self) -> str:
+        """The name that the config gives."""
+        return self.config._experts_implementation
+
+    @staticmethod
+    def of(original: nn.Module) -> NamedExperts:
+        """Keep `original`, live or on meta, without its parameters."""
+        attributes = {name: value for name, value in vars(original).items() if name != "_parameters"}
+        shapes = {name: tuple(parameter.shape) for name, parameter in original.named_parameters()}
+        return NamedExperts(type(original), attributes, shapes, attributes.get("config"))
+
+    def __call__(self, held: Mapping[str, Tensor | None], *given: Tensor) -> Tensor:
+        """Compute by the named function, for hidden states [T, H], index and weights [T, K].
+
+        `held`: our tall tensors, "up" and "down", and their biases. UnsupportedCall if the original's are no views of
+        them.
+        """
+        attributes = self.attributes
+        if attributes.get("has_gate", True) and not attributes.get("is_concatenated", True):
+            self.refuse("the rows of gate and up apart, which the original has in turns")
+        views = {name: self._view(name, held) for name in self.shapes}
+        module: Any = object.__new__(self.kind)
+        vars(module).update(attributes, _parameters=views)
+        return module.forward(*given)
+
+    def refuse(self, found: str) -> NoReturn:
+        """Raise UnsupportedCall, because the replacement holds what `found` says."""
+        raise UnsupportedCall(
+            f'{self.kind.__name__}: the config names the experts implementation "{self.implementation}", '
+            f"which needs the original's weights; the replacement holds {found}. "
+            'Call model.set_experts_implementation("grouped_mm"), which infuse computes itself'
+        )
+
+    def _view(self, name: str, held: Mapping[str, Tensor | None]) -> Tensor:
+        """The parameter `name` of the original, as a view of our tensor."""
+        shape = self.shapes[name]
+        tall = held[("down" if name.startswith("down_proj") else "up") + ("_bias" if name.endswith("_bias") else "")]
+        turned = len(shape) == 3 and self.attributes.get("is_transposed", False)
+        if tall is None or tall.numel() != torch.Size(shape).numel():
+            self.refuse("one rank's part of them")
+        view = tall.view(shape[0], -1, *tall.shape[1:])
+        return view.transpose(1, 2) if turned else view
