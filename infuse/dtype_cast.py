@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -20,15 +20,16 @@ _PART_VALUES = 1 << 20
 
 
 @contextmanager
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run `module` in `dtype` inside the `with`.
+def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ()) -> Iterator[None]:
+    """Run `module` in `dtype` inside the `with`, except the parameters that are named in `exact`.
 
     Linears cast their weight part by part as they run, and experts are widened a few at a time, so memory hardly grows.
     """
     if type(module) is nn.Embedding:  # a lookup is exact in any dtype that is wide enough
         yield
         return
-    kept = {p: p.data for p in module.parameters() if p.is_floating_point() and p.dtype != dtype}
+    cast_too = [p for name, p in module.named_parameters() if name not in exact]
+    kept = {p: p.data for p in cast_too if p.is_floating_point() and p.dtype != dtype}
     handles, patched = [], []
 
     def cast(owner: nn.Module) -> None:
@@ -106,13 +107,30 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
     return total
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters permanently and keep `requires_grad`.
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers loads.
 
-    If it were False, PyTorch's linear would copy the whole weight for a strided x (2 s for an lm_head).
+    Those are the ones in `_keep_in_fp32_modules_strict`, which transformers searches in their names, if they are in
+    float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
+    patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
+    if not patterns or dtype.itemsize > 2:
+        return frozenset()
+    found, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if found.search(name) and (p.is_meta or p.dtype == torch.float32))
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast all parameters permanently, except those of our own modules and those that stay in float32.
+
+    They keep `requires_grad`. If it were False, PyTorch's linear would copy the whole weight for a strided x (2 s for
+    an lm_head).
+    """
+    ours = {id(p) for module in model.modules() if _is_ours(module) for p in module._parameters.values()}
+    exact = kept_in_float32(model, dtype)
+    for name, parameter in model.named_parameters():
+        other = parameter.is_floating_point() and parameter.dtype != dtype
+        if other and name not in exact and id(parameter) not in ours:
             parameter.data = parameter.data.to(dtype)
 
 
@@ -129,12 +147,16 @@ def cast_buffers(
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
     cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
-        if type(module).__module__.partition(".")[0] == "infuse":  # scales have their own dtype
+        if _is_ours(module):  # scales have their own dtype
             continue
         for leaf, buffer in list(module._buffers.items()):
             other = buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
             if buffer is not None and other and not kept.search(f"{path}.{leaf}"):
                 put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "infuse"
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:

@@ -346,8 +346,8 @@ def test_all_layers_are_proven_one_at_a_time(name: str, tmp_path: Path, monkeypa
     loaded_layer = CheckpointLoader.loaded
 
     @contextlib.contextmanager
-    def counted(self: CheckpointLoader, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
-        with loaded_layer(self, path, dtype):
+    def counted(self: CheckpointLoader, path: str, **how: bool) -> Iterator[None]:
+        with loaded_layer(self, path, **how):
             alive.append(path)
             most.append(len(alive))
             yield

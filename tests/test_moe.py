@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from families import BY_NAME, inputs
 from side_by_side import assert_close, injected, logits, original
 from torch import Tensor, nn
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 import infuse
@@ -18,6 +20,7 @@ from infuse.architectures import mixtures
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.moe import MoE, MoEShape
 from infuse.architectures.router import SIGMOID
+from infuse.config.values import parse_dtype
 from infuse.layers.block import Block
 from infuse.layers.moe import MoE as MoELayer
 from infuse.proof.routes import Route, routes_mismatch
@@ -163,3 +166,60 @@ def test_formats_apply_to_experts_and_not_to_routers() -> None:
     assert not any("router" in target or "gate" in target for target in step.formats)
     mixture = engine.module.model.layers[0].mlp
     assert mixture.router.weight.dtype == mixture.shared_gate.weight.dtype == torch.bfloat16
+
+
+# ---- what transformers keeps in float32
+
+
+def gates(model: nn.Module) -> dict[str, Tensor]:
+    """The router weights of ERNIE's layers, by the original's names."""
+    return {name: value for name, value in model.state_dict().items() if name.endswith("mlp.gate.weight")}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_transformers_keeps_in_float32_stays_so(dtype: str, tmp_path: Path) -> None:
+    """From a live model, from its checkpoint and from our shards, as transformers itself loads the checkpoint."""
+    model = BY_NAME["ernie4_5-moe"].make()
+    model.save_pretrained(tmp_path / "original")
+    wanted = type(model).from_pretrained(tmp_path / "original", dtype=parse_dtype(dtype)).eval()
+    exact = gates(wanted)
+    assert exact and all(not torch.equal(one, one.to(parse_dtype(dtype)).float()) for one in exact.values())
+    keys = dict(dtype=dtype, verify="strict", progress=False)
+    engines = [infuse.init_inference(model, save_mp_checkpoint_path=str(tmp_path / "shards"), **keys)]
+    for folder in ("original", "shards"):
+        with torch.device("meta"):
+            empty = type(model)(model.config)
+        engines.append(infuse.init_inference(empty, checkpoint=str(tmp_path / folder), **keys))
+    theirs = [module for module in wanted.modules() if isinstance(module, Ernie4_5_MoeTopKRouter)]
+    x = torch.randn(7, model.config.hidden_size).to(parse_dtype(dtype))
+    for engine in engines:
+        found = gates(engine.module)
+        assert len(routers(engine.module)) == len(found) == len(exact)
+        assert all(found[name].dtype == torch.float32 and torch.equal(found[name], exact[name]) for name in exact)
+        assert engine.plan.after_bytes == sum(p.nbytes for p in tensors(engine.module))
+        for router, original_router in zip(routers(engine.module), theirs, strict=True):
+            with torch.no_grad():
+                assert all(torch.equal(a, b) for a, b in zip(router(x), original_router(x), strict=True))
+
+
+def tensors(model: nn.Module) -> list[Tensor]:
+    """Each parameter and buffer once."""
+    return list({id(one): one for one in (*model.parameters(), *model.buffers())}.values())
+
+
+def test_a_model_that_was_cast_as_a_whole_stays_in_16_bits() -> None:
+    engine = injected(BY_NAME["ernie4_5-moe"].make().to(torch.bfloat16), dtype="bf16")
+    assert {one.dtype for one in gates(engine.module).values()} == {torch.bfloat16}
+
+
+def test_linears_and_experts_that_stay_in_float32_are_left() -> None:
+    model = BY_NAME["ernie4_5-moe"].make()
+    model._keep_in_fp32_modules_strict = ["layers.0.mlp", "layers.1.mlp.experts"]
+    text = str(infuse.plan(model, dtype="bf16", replace_with_kernel_inject=False))
+    assert "model.layers.0.mlp.down_proj: stays in float32, as transformers loads it" in " ".join(text.split())
+    assert "its experts stay: gate_up_proj stays in float32" in text
+    engine = infuse.init_inference(model, dtype="bf16")
+    assert engine.module.model.layers[0].mlp.down_proj.weight.dtype == torch.float32
+    assert engine.module.model.layers[1].mlp.experts.gate_up_proj.dtype == torch.float32
+    # The inner model's own list counts too.
+    assert engine.module.model.layers[2].mlp.router.weight.dtype == torch.float32

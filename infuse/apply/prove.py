@@ -171,7 +171,7 @@ class Proofs:
         """Return why the new module's outputs for `cases` differ from the original's; None if they do not."""
         dtype = self.plan.dtype
         with self.builder.source.loaded(step.path):
-            wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype, _routers(step))
+            wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype, _routers(step), step.exact)
             if structure and (mismatch := self._structure(step, cases, wanted)):
                 return mismatch
             return compare.result_mismatch(self.builder.built(step, dtype), step, cases, wanted, dtype)

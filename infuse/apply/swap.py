@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from infuse.apply.adopt import adopt
@@ -48,7 +49,8 @@ class Swaps:
         parameters = dict(old.named_parameters())
         for fill in step.fills:
             if moves(fill) and fill.sources[0] in parameters:
-                self._source.hand_on(parameters[fill.sources[0]], self._builder.dtype)
+                dtype = torch.float32 if fill.exact else self._builder.dtype
+                self._source.hand_on(parameters[fill.sources[0]], dtype)
         if step.shares:
             new = self._sharing(step, old)
         else:

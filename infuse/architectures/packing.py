@@ -51,7 +51,7 @@ class Fill:
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
     split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis (CAT) or stacks them
     along a new one (STACK). A source of experts has the layout `tall`. `cut` is the rank's part. `format` names a
-    quantization format; None keeps the compute dtype.
+    quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits.
     """
 
     target: str
@@ -63,6 +63,7 @@ class Fill:
     format: str | None = None
     cut: Cut | None = None
     tall: Tall | None = None
+    exact: bool = False
 
 
 def block_starts(packing: str, heads: Heads) -> list[int]:

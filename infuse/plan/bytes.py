@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from infuse.dtype_cast import kept_in_float32
 from infuse.plan.formats import held_bytes
 from infuse.plan.shared import Sharing
 from infuse.plan.step import SPLIT, Step
@@ -42,11 +43,15 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> 
                 numel = sum(source.numel() for source in sources)
                 if fill.cut is not None:
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
-                total += numel * (dtype.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
+                held = torch.float32 if fill.exact else dtype
+                total += numel * (held.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
         if step.depth != SPLIT:  # a split layer keeps its other tensors
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    kept = kept_in_float32(model, dtype)
+    exact = {id(parameter) for name, parameter in model.named_parameters() if name in kept}
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if id(tensor) not in seen:
             cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            total += tensor.numel() * (dtype.itemsize if cast else tensor.element_size())
+            held = torch.float32 if id(tensor) in exact else dtype
+            total += tensor.numel() * (held.itemsize if cast else tensor.element_size())
     return total

@@ -33,6 +33,7 @@ from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
+from infuse.dtype_cast import kept_in_float32
 from infuse.errors import ConfigError, SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
@@ -116,6 +117,7 @@ class _Decision:
         self.grain = config.tensor_parallel.tp_grain_size
         self.refused = refused_bodies(model, device, dtype, mesh.tp)
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
+        self.exact = kept_in_float32(model, dtype)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
 
     def leave(self, path: str, why: str) -> None:
@@ -164,6 +166,7 @@ class _Decision:
         name = type(module).__name__
         made = matrices_made(bound.fills, bound.shape)
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
+        differences += [f"{fill.sources[0]} stays in float32" for fill, _ in made if self.kept(path, fill)]
         if differences := differences + users_own(module, (bound.attn, *bound.shape.recorded.values())):
             raise SpecMismatch(name, differences)
         inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
@@ -173,6 +176,7 @@ class _Decision:
             for rank in self.sharing(bound.shape.expert_count > 0)
         ]
         shape, fills, whole = self.chosen(parts, bound.shape, path)
+        fills = tuple(replace(fill, exact=bool(self.kept(path, fill))) for fill in fills)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         inside = "mlp.experts."
         quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}
@@ -186,6 +190,10 @@ class _Decision:
         if len(parts) > 1 and bound.shape.expert_count:
             why += f"; {self.balance(bound.shape.expert_count, config_around(self.model, path))}"
         return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
+
+    def kept(self, path: str, fill: Fill) -> list[str]:
+        """The sources of `fill`, of the module at `path`, that stay in float32 in a model of 16 bits."""
+        return [source for source in fill.sources if f"{path}.{source}" in self.exact]
 
     def keep(self, router: str) -> None:
         """Say that a router stays as it is if a format was asked for it."""
@@ -241,6 +249,9 @@ class _Decision:
                 self.formats.of(name)  # so that a pattern may name it
                 self.leave(name, "chooses among experts or weighs them, so it keeps its precision")
                 continue
+            if f"{name}.weight" in self.exact:
+                self.leave(name, "stays in float32, as transformers loads it")
+                continue
             if not name:
                 self.leave("", "the model itself is one linear, which has no place to be put in")
                 continue
@@ -286,6 +297,9 @@ class _Decision:
             self.leave(path, f"its experts stay: {mismatch}")
             return
         made = matrices_made(bound.fills, bound.shape)
+        if exact := [source for fill in bound.fills for source in self.kept(path, fill)]:
+            self.leave(path, f"its experts stay: {exact[0]} stays in float32, as transformers loads it")
+            return
         given = {matrix.target: self.formats.of_fill(fill, path) for fill, matrix in made}
         format = given["up"]
         if format != given["down"]:

@@ -90,6 +90,11 @@ class Step:
         return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
 
     @property
+    def exact(self) -> frozenset[str]:
+        """Names of the parameters under the old module that stay in float32."""
+        return frozenset(source for fill in self.fills if fill.exact for source in fill.sources)
+
+    @property
     def formats(self) -> dict[str, str]:
         """Target weight → quantization format."""
         return {fill.target: fill.format for fill in self.fills if fill.format}

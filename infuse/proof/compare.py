@@ -8,7 +8,7 @@ that dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,13 @@ class Expected:
 
 
 def expected(
-    layer: nn.Module, cases: list[Case], dtype: torch.dtype, routers: Mapping[str, str] | None = None
+    layer: nn.Module,
+    cases: list[Case],
+    dtype: torch.dtype,
+    routers: Mapping[str, str] | None = None,
+    exact_names: Collection[str] = (),
 ) -> Expected:
+    """Run the original. Parameters of `exact_names` stay in float32 in any `dtype`."""
     routers = routers or {}
     paths, exact, routes = routers.values(), [], []
     with in_dtype(layer, torch.float32):
@@ -86,7 +91,7 @@ def expected(
     if dtype == torch.float32:
         return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
     rounded = []
-    with in_dtype(layer, dtype):
+    with in_dtype(layer, dtype, exact_names):
         for case, seen in zip(cases, routes, strict=True):
             with fed(layer, paths, seen):
                 rounded.append(outputs(layer, case, dtype, case.caches[0]))

@@ -172,7 +172,8 @@ def fill_module(
         if fill.format is not None:
             place.hold(quantized(fill, reader, quantize, place.part_rows))
             continue
-        value = filled(fill, reader, None if leaf in place._buffers else dtype)
+        into = torch.float32 if fill.exact else dtype
+        value = filled(fill, reader, None if leaf in place._buffers else into)
         if leaf in place._parameters:
             alike = isinstance(value, nn.Parameter)
             place._parameters[leaf] = value if alike else nn.Parameter(value.detach(), requires_grad=False)
@@ -207,7 +208,8 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
             format = quant_format(fill.format)
             place.hold([QuantizedWeight(values["data"], values["scale"], values.get("zero"), shape, format)])
         elif values:
-            place._parameters[leaf] = nn.Parameter(values[leaf].to(dtype), requires_grad=False)
+            value = values[leaf].to(torch.float32 if fill.exact else dtype)
+            place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
 @dataclass(frozen=True)

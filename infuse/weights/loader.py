@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import interrupts, memory
-from infuse.dtype_cast import cast_buffers
+from infuse.dtype_cast import cast_buffers, kept_in_float32
 from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
 from infuse.weights.fill import Wanted
@@ -111,12 +111,14 @@ class CheckpointLoader(LayerSource):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
         made: dict[int, nn.Parameter] = {}
+        exact = kept_in_float32(self.model, self._dtype)
         for module in self.model.modules():
             for leaf, held in list(module._parameters.items()):
                 if held is None:
                     continue
                 if id(held) not in made:
                     dtype = self._dtype if held.is_floating_point() else held.dtype
+                    dtype = torch.float32 if names[id(held)] in exact else dtype
                     empty = torch.empty(held.shape, dtype=dtype, device="meta")
                     made[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
                 placeholder = made[id(held)]
@@ -171,8 +173,8 @@ class CheckpointLoader(LayerSource):
         assert not any(tensor.is_meta for _, tensor in tensors), [name for name, one in tensors if one.is_meta]
 
     @contextmanager
-    def loaded(self, path: str, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Context in which the module at `path` has its values in `dtype` (None: the checkpoint's dtype)."""
+    def loaded(self, path: str, *, as_placed: bool = False) -> Iterator[None]:
+        """Context in which the module at `path` has its values, in the checkpoint's dtype or as they will be placed."""
         module = self.model.get_submodule(path)
         with ExitStack() as undo:
             made: dict[int, nn.Parameter] = {}
@@ -181,7 +183,7 @@ class CheckpointLoader(LayerSource):
                     if held is None or not held.is_meta:
                         continue
                     if id(held) not in made:
-                        value = self._value(self._names[id(held)], dtype)
+                        value = self._value(self._names[id(held)], held.dtype if as_placed else None)
                         made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
                     undo.callback(owner._parameters.__setitem__, leaf, held)
                     owner._parameters[leaf] = made[id(held)]
@@ -201,7 +203,7 @@ class CheckpointLoader(LayerSource):
             yield
 
     def _open(self, path: str, stack: ExitStack, module: nn.Module, args: Any) -> None:
-        stack.enter_context(self.loaded(path, self._dtype))
+        stack.enter_context(self.loaded(path, as_placed=True))
 
     def reader(self, path: str) -> LayerReader:
         """Reader of the values of the layer at `path`, by their names within it."""
@@ -224,7 +226,7 @@ class CheckpointLoader(LayerSource):
         for done, key in enumerate(waiting):
             interrupts.check()
             placeholder = self._placeholder(key)
-            value = self._value(self._names[key], self._dtype)
+            value = self._value(self._names[key], placeholder.dtype)
             placed = nn.Parameter(value, requires_grad=placeholder.requires_grad)
             for spot, name in self._spots[key]:
                 self.put(spot._parameters, name, placed)
