@@ -14,6 +14,7 @@ from infuse.apply.adopt import adopt
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -22,7 +23,9 @@ from infuse.layers.block import Block
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.linear import Quantized, make_linear
+from infuse.layers.parts import make_part
 from infuse.layers.routed import Routed
+from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
@@ -97,12 +100,20 @@ class Builder:
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:
     """Build the empty module of a step on meta. Embeddings output `dtype`; `group` holds the ranks that share it."""
     with torch.device("meta"):
+        if isinstance(step.shape, ModuleShape):
+            return _module(step, step.shape, group)
         return _BUILDERS[type(step.shape)](step, step.shape, dtype, group)
 
 
 def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> nn.Module:
     skips, bodies = step.skips_padding, dict(step.bodies)
     return Block(shape, step.index, step.formats, bodies, group, step.path, step.layer, skips_padding=skips)
+
+
+def _module(step: Step, shape: ModuleShape, group: Group) -> nn.Module:
+    dense = group.dense
+    combine = dense.adds(step.path) if dense.size > 1 and step.whole is not None else None
+    return make_part(shape, Surroundings("", step.formats, dict(step.bodies), dense, combine))
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:

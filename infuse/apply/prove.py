@@ -16,6 +16,7 @@ from infuse.apply.unknown import proven, together
 from infuse.architectures.deepspeed import RoutedShape, without_drops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.module import ModuleShape
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
@@ -27,10 +28,12 @@ from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
 from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases, routed_cases
+from infuse.proof.components import component_cases
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, decodes, model_sessions
 from infuse.shards.save import packed_paths
 
+COMPONENT = "the whole component"  # instead of the path of the model around a step
 _RECORDED_AT_ONCE = 3  # steps recorded per run; each holds some hundred rows of hidden states in memory
 
 
@@ -104,8 +107,8 @@ class Proofs:
         called = [step.path for step in steps if step.is_called] if in_place else []
         for done, step in enumerate(steps):
             interrupts.check()
-            if done % _RECORDED_AT_ONCE == 0:
-                cases = self._cases(steps[done : done + _RECORDED_AT_ONCE])
+            if step.path not in cases:
+                cases |= self._cases(_recorded_together(steps[done:]))
             if step.is_called and called:  # late: recorded arguments take no memory during proofs of blocks
                 self.callers, reasons = find_callers(self.model, called, self.builder.source.running)
                 self.notes, called = [*self.notes, *proven_alone(reasons)], []
@@ -123,7 +126,9 @@ class Proofs:
         found: dict[str, list[Case] | str] = {}
         by_owner: dict[tuple[str | None, bool], list[str]] = {}
         for step in steps:
-            if step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
+            if isinstance(step.shape, ModuleShape):
+                by_owner.setdefault((COMPONENT, False), []).append(step.path)
+            elif step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
                 by_owner.setdefault((owner, decodes(step)), []).append(step.path)
             elif isinstance(step.shape, RoutedShape):
@@ -134,14 +139,17 @@ class Proofs:
                 (matrix,) = (step.whole or step.shape).matrices
                 found[step.path] = matrix_cases(matrix, self.builder.source.device)
         for (owner, on_cache), paths in by_owner.items():
-            model = self.model.get_submodule(owner or "")
+            model = self.model if owner == COMPONENT else self.model.get_submodule(owner or "")
             layers = {path: self.model.get_submodule(path) for path in paths}
             reason = "the model did not call it"
             recorded: dict[str, list[Case]] = {}
             try:
                 with self.builder.source.running():
-                    sessions = model_sessions(model) if owner is None else block_sessions(model, on_cache)
-                    recorded = recorded_cases(model, layers, sessions)
+                    if owner == COMPONENT:
+                        recorded = component_cases(model, layers)
+                    else:
+                        sessions = model_sessions(model) if owner is None else block_sessions(model, on_cache)
+                        recorded = recorded_cases(model, layers, sessions)
             except CheckpointError:
                 raise
             except Exception as error:  # the user's model may raise anything; if it cannot run, it cannot be proven
@@ -157,7 +165,8 @@ class Proofs:
         elif step.keeps_forward:
             return self._split(step, cases)  # the ranks agree on each of its interpretations
         else:
-            mismatch = compare.attempted(partial(_PROOFS[type(step.shape)], self, step, cases))
+            kind = LayerShape if isinstance(step.shape, ModuleShape) else type(step.shape)  # proven alike
+            mismatch = compare.attempted(partial(_PROOFS[kind], self, step, cases))
         return self.builder.group.any_fault(mismatch, f"the proof of {step.path}")
 
     def _split(self, step: Step, cases: list[Case]) -> str | None:
@@ -221,6 +230,13 @@ _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = Mappi
         type(None): Proofs._hook,
     }
 )
+
+
+def _recorded_together(steps: Sequence[Step]) -> list[Step]:
+    """The first of `steps` to record in one run: modules all at once, since their inputs are small; layers a few."""
+    if isinstance(steps[0].shape, ModuleShape):
+        return [step for step in steps if isinstance(step.shape, ModuleShape)]
+    return [step for step in steps[:_RECORDED_AT_ONCE] if not isinstance(step.shape, ModuleShape)]
 
 
 def _routers(step: Step) -> dict[str, str]:

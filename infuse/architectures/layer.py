@@ -7,8 +7,9 @@ layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. D
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from infuse.architectures.attention import Attention, AttentionShape
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import Matrix, Parameter, PartShape, named
+from infuse.architectures.part import Matrix, Parameter, PartShape, inside, named
 from infuse.errors import SpecMismatch
 
 # Residual shapes, drawn in layers/program.py.
@@ -25,9 +26,6 @@ PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 TENSOR, TUPLE = "tensor", "tuple"  # return type of the layer's forward
 
 _NORMS = ("norm1", "norm2", "post1", "post2")
-
-
-Held = TypeVar("Held", Matrix, Parameter)
 
 
 class FeedForward(Protocol):
@@ -132,11 +130,11 @@ class LayerShape:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.matrices)
+        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.matrices)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(self._inside(field, one) for field, part in self.parts.items() for one in part.parameters)
+        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.parameters)
 
     @property
     def recorded(self) -> dict[str, str]:
@@ -147,9 +145,8 @@ class LayerShape:
             for name, path in part.recorded.items()
         }
 
-    def _inside(self, field: str, one: Held) -> Held:
-        """Prefix the target of a matrix or parameter with its part's name."""
-        return replace(one, target=named(self.child(field), one.target))
+    def with_parts(self, parts: Mapping[str, PartShape]) -> LayerShape:
+        return replace(self, **parts)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from infuse.activations import Act
 from infuse.architectures.bind import Binder
-from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
+from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share, named
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def _bind(
     if rows != down.columns * (2 if gated else 1):
         binder.differ(f"{' and '.join(paths)} make {rows} rows; {down_path} takes {down.columns} columns")
     bias = binder.all_or_no_bias(paths, linears)
-    binder.fill_linear(f"{name}.up", paths, bias)
-    binder.fill_linear(f"{name}.down", (down_path,), down.bias)
+    binder.fill_linear(named(name, "up"), paths, bias)
+    binder.fill_linear(named(name, "down"), (down_path,), down.bias)
     return MLPShape(linears[0].columns, down.columns, gated, binder.activation(activation), bias, down.bias)
 
 

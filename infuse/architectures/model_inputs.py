@@ -8,17 +8,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.component_inputs import GUIDED, MakeTensor, component_inputs, is_component
 from infuse.architectures.plain import linear_shape
 
 BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
-MakeTensor = Callable[[str, tuple[int, ...]], Tensor]  # kind ("ids", "mask" or "values") and shape → tensor
 
 
 def model_inputs(
@@ -29,6 +30,8 @@ def model_inputs(
     `tokens` defaults to `first_tokens`. Arguments that forward does not accept are left out. If forward has none of the
     usual token arguments, its first argument takes the tokens.
     """
+    if is_component(model):
+        return component_inputs(model, make, replace(GUIDED, batch=batch))
     config: Any = getattr(model, "config", None)
     names, anything = _argument_names(model)
     shape = (batch, first_tokens(config) if tokens is None else tokens)

@@ -14,7 +14,8 @@ BLOCKS = "blocks"  # [q: H D | k: K D | v: K D]: GPT-2, Phi-3, MPT
 PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H: BLOOM, GPT-NeoX
 PER_GROUP = "per group"  # [group: (q D x H/K | k D | v D)] x K: Falcon 40B, InternLM2
 FOUR_PARTS = "four parts"  # [part: (q | v | k)] x 4: CodeGen, sharded this way for training on TPUs
-PACKINGS = (BLOCKS, PER_HEAD, PER_GROUP, FOUR_PARTS)
+SWAPPED = "swapped"  # [second half | first half] of "heads" without keys: diffusers' GEGLU has [up | gate]
+PACKINGS = (BLOCKS, PER_HEAD, PER_GROUP, FOUR_PARTS, SWAPPED)
 
 CAT, STACK = "cat", "stack"
 
@@ -71,6 +72,8 @@ def block_starts(packing: str, heads: Heads) -> list[int]:
     h, k, d = heads.query, heads.key, heads.width
     if packing == BLOCKS:
         blocks = list(range(h + 2 * k))
+    elif packing == SWAPPED:
+        blocks = list(reversed(range(h)))
     elif packing == PER_HEAD:
         blocks = [3 * head + part for part in range(3) for head in range(h)]
     elif packing == PER_GROUP:

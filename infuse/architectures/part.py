@@ -6,8 +6,8 @@ Plans, formats, ranks, shards and layers iterate over these; only the part itsel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from infuse.parallel.slices import Cut, Range
 
@@ -175,6 +175,9 @@ class PartShape:
         return self
 
 
+Held = TypeVar("Held", Matrix, Parameter)
+
+
 class HasMatrices(Protocol):
     @property
     def matrices(self) -> tuple[Matrix, ...]: ...
@@ -193,6 +196,11 @@ def _joined(ranges: list[Range]) -> list[Range]:
             start = found.pop()[0]
         found.append((start, stop))
     return found
+
+
+def inside(name: str, one: Held) -> Held:
+    """The matrix or parameter `one` of the part `name`, by its target in the module around the part."""
+    return replace(one, target=named(name, one.target))
 
 
 def named(path: str, leaf: str) -> str:

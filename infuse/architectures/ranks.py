@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import PARALLEL, LayerShape
+from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import EXPERT, HEADS, INNER, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -20,7 +21,7 @@ from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
 from infuse.parallel.slices import Range, split, split_heads
 
-Shape = LayerShape | LinearShape | EmbeddingShape | ExpertsShape | SplitShape
+Shape = LayerShape | LinearShape | EmbeddingShape | ExpertsShape | SplitShape | ModuleShape
 Plain = TypeVar("Plain", LinearShape, EmbeddingShape)
 
 
@@ -33,17 +34,17 @@ class RankShare:
 
 
 def layer_part(
-    shape: LayerShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
+    shape: LayerShape | ModuleShape, fills: tuple[Fill, ...], mesh: Mesh, *, grain: int, multiples: Mapping[str, int]
 ) -> RankShare:
-    """Part of a layer for one rank of `mesh`. SpecMismatch lists everything that the ranks cannot share.
+    """Part of a layer or of a whole module for one rank of `mesh`. SpecMismatch lists all that ranks cannot share.
 
     Inner widths are split in multiples of `grain` and in whole groups of the formats of the matrices that read them:
     `multiples` has the group lengths, keyed by weight.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, PartShape] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
-    if shape.residual == PARALLEL and shape.expert_count and mesh.size != mesh.tp:
+    if isinstance(shape, LayerShape) and shape.residual == PARALLEL and shape.expert_count and mesh.size != mesh.tp:
         differences.append("attention and experts are added up at once, which other ranks do; give tp_size alone")
     for field, part in shape.parts.items():
         name = shape.child(field)
@@ -58,7 +59,7 @@ def layer_part(
             cuts |= {named(name, parameter.target): (parameter, share) for parameter in part.parameters}
     if differences:
         raise SpecMismatch(f"its parts on {mesh.size} ranks", differences)
-    return RankShare(replace(shape, **own), _cut_fills(fills, cuts))
+    return RankShare(shape.with_parts(own), _cut_fills(fills, cuts))
 
 
 def plain_part(shape: Plain, mesh: Mesh, grain: int) -> RankShare:

@@ -54,6 +54,21 @@ def refuse_arguments(layer: str, given: Mapping[str, Any], served: frozenset[str
     )
 
 
+def refuse_unknown(module: str, args: tuple, kwargs: Mapping[str, Any], served: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedCall if `args` are not empty, or if `kwargs` have anything but None and what is `served`.
+
+    For modules that take their arguments by name: pass what is left of a call's arguments.
+    """
+    given = unserved(kwargs, frozenset(served))
+    more = {f"{len(args)} more positional arguments"} if any(arg is not None for arg in args) else set()
+    if names := ", ".join(sorted({*given, *more})):
+        raise UnsupportedCall(
+            f"{module} was called with {names}, which its replacement does not support; it supports "
+            f"{', '.join(('hidden_states', *served))}. "
+            "Leave the argument out, or keep the original modules with replace_with_kernel_inject=False"
+        )
+
+
 def check_mask(mask: Any, layer: str) -> None:
     """Raise UnsupportedCall unless `mask` is a boolean or additive mask [batch, heads or 1, queries or 1, keys]."""
     if isinstance(mask, Tensor) and mask.dim() == 4 and (mask.dtype.is_floating_point or mask.dtype.itemsize == 1):

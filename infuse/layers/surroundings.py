@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infuse.architectures.part import ROW, Matrix
+from infuse.architectures.part import ROW, Matrix, named
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
 from infuse.parallel.group import LOCAL, Combine, Group
 
@@ -26,8 +26,6 @@ class Surroundings:
 
     def linear(self, matrix: Matrix) -> Linear | QuantizedLinear:
         """Make the empty linear of a part's matrix. A row-parallel one applies `combine`."""
-        combine, format = (
-            self.combine if matrix.split == ROW else None,
-            self.formats.get(f"{self.name}.{matrix.weight}"),
-        )
+        combine = self.combine if matrix.split == ROW else None
+        format = self.formats.get(named(self.name, matrix.weight))
         return make_linear(matrix.inputs, matrix.outputs, matrix.bias, format, self.bodies, combine)

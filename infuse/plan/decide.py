@@ -16,7 +16,9 @@ from torch import nn
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
+from infuse.architectures.component_inputs import is_component
 from infuse.architectures.deepspeed import RoutedShape, bind_routed, is_routed, routed_in
+from infuse.architectures.diffusion import module_spec
 from infuse.architectures.experts import (
     BoundExperts,
     ExpertsShape,
@@ -26,6 +28,7 @@ from infuse.architectures.experts import (
     router_paths,
     routes_of,
 )
+from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import embedding_shape, linear_shape, linears
@@ -47,7 +50,7 @@ from infuse.plan.found import config_around, path_of, shared_weights, users_own
 from infuse.plan.held import refused_bodies, without_kernels
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
-from infuse.plan.step import BLOCK, SPLIT, Left, Step
+from infuse.plan.step import BLOCK, MODULE, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
@@ -73,6 +76,9 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
     else:
         decision.visit(model, "", None)
         decision.hook(model)
+        for name, paths in decision.torchs_own.items():
+            more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
+            decision.leave(paths[0], f"{name} stays PyTorch's{more}")
         notes = decision.formats.check(model)
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
@@ -116,6 +122,7 @@ class _Decision:
         self.formats = Formats(config, self.head)
         self.grain = config.tensor_parallel.tp_grain_size
         self.refused = refused_bodies(model, device, dtype, mesh.tp)
+        self.torchs_own: dict[str, list[str]] = {}  # class → paths, of the leaves of a component that stay
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.exact = kept_in_float32(model, dtype)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
@@ -133,6 +140,8 @@ class _Decision:
         elif specs and (adapters := adapted(module)):
             self.leave(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}")
             self.linears(module, path)
+        elif (spec := module_spec(module)) is not None and path:
+            self.whole_module(module, path, spec, config)
         elif self.splits.takes(path) and not adapted(module):
             self.split(module, path, config)
         elif specs and not self.config.replace_with_kernel_inject:
@@ -151,32 +160,70 @@ class _Decision:
         elif next(module.children(), None) is None:
             if self.mesh.tp > 1 and path == self.table and embedding_shape(module) is not None:
                 self.steps += [] if any(step.path == path for step in self.steps) else [self.embedding(path)]
+            elif module._parameters and is_component(self.model) and path:
+                self.torchs_own.setdefault(type(module).__name__, []).append(path)
             elif module._parameters:
                 self.leave(path, f"{type(module).__name__} is in no layer that has a spec")
         else:
             if module._parameters:
                 own = ", ".join(module._parameters)
                 self.leave(path, f"{type(module).__name__} has parameters of its own: {own}")
-            config = getattr(module, "config", config)
-            for name, child in module.named_children():
-                if name not in adapter_parts(module):
-                    self.visit(child, f"{path}.{name}" if path else name, config)
+            self.inside(module, path, config)
 
-    def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
-        name = type(module).__name__
+    def inside(self, module: nn.Module, path: str, config: Any) -> None:
+        """Decide for the children of `module`."""
+        config = getattr(module, "config", config)
+        for name, child in module.named_children():
+            if name not in adapter_parts(module):
+                self.visit(child, f"{path}.{name}" if path else name, config)
+
+    def whole_module(self, module: nn.Module, path: str, spec: ModuleSpec, config: Any) -> None:
+        """Replace a module that has a spec or, if it differs from it or nothing is gained, decide for its children."""
+        why = ""
+        if adapters := adapted(module):
+            why = f"has adapters (peft) at {', '.join(adapters)}"
+        elif not self.config.replace_with_kernel_inject:
+            why = "replace_with_kernel_inject is False"
+        else:
+            try:
+                step = self.module(module, path, spec.bind(module))
+            except SpecMismatch as mismatch:
+                why = str(mismatch)
+            else:
+                if any(body != ops.REFERENCE for _, body in step.bodies) or step.formats or step.whole is not None:
+                    self.steps.append(step)
+                    return
+                why = "nothing to gain: no kernels run here"
+        self.leave(path, f"not as a whole module: {why}")
+        self.inside(module, path, config)
+
+    def module(self, module: nn.Module, path: str, bound: BoundModule) -> Step:
+        parts = self.layer_parts(module, path, bound, moved=())
+        shape, fills, whole = self.chosen(parts, bound.shape, path)
+        bodies = self.bodies((*bound.shape.ops, *matrix_ops(fills, shape)))
+        return Step(path, type(module).__name__, shape, fills, bodies, f"spec of {type(module).__name__}", whole=whole)
+
+    def layer_parts(
+        self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: tuple[str, ...]
+    ) -> list[RankShare]:
+        """Every rank's part of a layer or module. SpecMismatch if formats or the user's own changes forbid it.
+
+        `moved`: paths of the modules whose hooks move to the new one.
+        """
         made = matrices_made(bound.fills, bound.shape)
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
         differences += [f"{fill.sources[0]} stays in float32" for fill, _ in made if self.kept(path, fill)]
-        if differences := differences + users_own(module, (bound.attn, *bound.shape.recorded.values())):
-            raise SpecMismatch(name, differences)
+        if differences := differences + users_own(module, moved):
+            raise SpecMismatch(type(module).__name__, differences)
         inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
         multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
-        parts = [
-            layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples)
-            for rank in self.sharing(bound.shape.expert_count > 0)
-        ]
+        ranks = self.sharing(bound.shape.expert_count > 0)
+        return [layer_part(bound.shape, bound.fills, rank, grain=self.grain, multiples=multiples) for rank in ranks]
+
+    def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
+        name = type(module).__name__
+        parts = self.layer_parts(module, path, bound, (bound.attn, *bound.shape.recorded.values()))
         shape, fills, whole = self.chosen(parts, bound.shape, path)
-        fills = tuple(replace(fill, exact=bool(self.kept(path, fill))) for fill in fills)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         inside = "mlp.experts."
         quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}
@@ -234,7 +281,8 @@ class _Decision:
         """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
         own = parts[self.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
-        fills = tuple(self.with_format(fill, whole, shapes, path) for fill in own.fills)
+        formatted = [self.with_format(fill, whole, shapes, path) for fill in own.fills]
+        fills = tuple(replace(fill, exact=bool(self.kept(path, fill))) for fill in formatted)
         return own.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
@@ -437,12 +485,14 @@ class _Decision:
 def fallback(
     steps: Iterable[Step], model: nn.Module, config: InferenceConfig, *, device: Device, mesh: Mesh
 ) -> list[Step]:
-    """Return the next steps to try for refused layers: share their linears among ranks, then replace single linears."""
+    """Return the next steps to try for refused ones: a layer's linears, or the children of a whole module."""
     decision = _Decision(model, config, device, config.resolved_dtype(device), mesh)
     for step in steps:
         module = model.get_submodule(step.path)
         if step.depth == BLOCK:
             decision.split(module, step.path, config_around(model, step.path))
+        elif step.depth == MODULE:
+            decision.inside(module, step.path, config_around(model, step.path))
         else:
             decision.linears(module, step.path)
     return decision.steps

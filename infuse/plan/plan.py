@@ -20,6 +20,7 @@ from infuse.plan.step import Left, Step
 # A plan's text ends with an explanation of the words in it.
 _WORDS = {
     "block": "a whole layer, replaced by ours",
+    "module": "a whole module of diffusers, replaced by ours",
     "split": "a layer whose linears ranks share, in its own forward",
     "linear": "one linear, replaced by ours",
     "embedding": "a table, replaced by ours",

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix
 from infuse.architectures.plain import EmbeddingShape, LinearShape
@@ -17,7 +18,7 @@ from infuse.architectures.split import SplitShape
 from infuse.plan.formats import held_bytes, matrices_made
 
 BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
-EXPERTS = "experts"
+EXPERTS, MODULE = "experts", "module"
 _DEPTHS: Mapping[type, str] = MappingProxyType(
     {
         LayerShape: BLOCK,
@@ -57,7 +58,7 @@ class Step:
     @property
     def depth(self) -> str:
         """How much of the module is replaced, in the words of the plan's text."""
-        return _DEPTHS[type(self.shape)]
+        return MODULE if isinstance(self.shape, ModuleShape) else _DEPTHS[type(self.shape)]
 
     @property
     def keeps_forward(self) -> bool:
@@ -71,8 +72,8 @@ class Step:
 
     @property
     def is_layer(self) -> bool:
-        """True for a whole layer, not a single linear or embedding. If it is refused, its linears can be tried."""
-        return isinstance(self.shape, (LayerShape, SplitShape))
+        """True for a layer or a whole module, not a linear or embedding. If it is refused, its inside can be tried."""
+        return isinstance(self.shape, (LayerShape, SplitShape, ModuleShape))
 
     @property
     def interpretations(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,15 @@ class Case:
     """Calls in order on one cache: a prompt, then further tokens if there is a cache.
 
     Each of `caches` creates a fresh cache: the original runs on the first, its replacement on all of them. If
-    `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them.
+    `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them. `whole`: the
+    calls of a whole module, all results of which are compared; its arguments keep dtypes that differ from the first's.
     """
 
     label: str
     calls: tuple[Call, ...]
     caches: tuple[Callable[[], Cache] | None, ...]
     refusable: bool = False
+    whole: bool = False
 
 
 def recorded_cases(
@@ -55,7 +58,7 @@ def recorded_cases(
         try:
             with short_window(model, session.window):
                 for inputs, real in session_inputs(model, cache, session):
-                    _run_and_record(model, layers, inputs, real, seen)
+                    record_run(partial(model, **inputs), layers, real, seen)
         except (CheckpointError, RankError):
             raise
         except Exception:
@@ -80,14 +83,10 @@ def _sees_all(calls: list[Call]) -> bool:
     return True
 
 
-def _run_and_record(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    inputs: dict[str, Any],
-    real: Tensor | None,
-    seen: dict[str, list[Call]],
+def record_run(
+    run: Callable[[], Any], layers: Mapping[str, nn.Module], real: Tensor | None, seen: dict[str, list[Call]]
 ) -> None:
-    """Run the model until each layer has run, and append each layer's call to its list in `seen`."""
+    """Run a model until each layer has run, and append each layer's call to its list in `seen`."""
     remaining = set(layers)
 
     def record(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -106,7 +105,7 @@ def _run_and_record(
             raise StopModel
 
     with watched(layers, record, reached):
-        model(**inputs)
+        run()
 
 
 def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:

@@ -27,33 +27,46 @@ from infuse.quant.parse import quant_format
 # Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
 # terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
+_CALLS = ("prefill", "decode", "several tokens")
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-def _cast(value: Any, dtype: torch.dtype, cache: Any) -> Any:
-    """Cast a recorded argument to `dtype`, and replace CACHE by this run's `cache`."""
-    if isinstance(value, Tensor) and value.is_floating_point():
+def _cast(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | None = None) -> Any:
+    """Cast a recorded argument to `dtype`, if it has the dtype `only`, and replace CACHE by this run's `cache`."""
+    if isinstance(value, Tensor) and value.is_floating_point() and only in (None, value.dtype):
         lowest = max(torch.finfo(dtype).min, torch.finfo(value.dtype).min)  # a mask's lowest value must not become -inf
         return value.clamp(min=lowest).to(dtype)
     if value is CACHE:
         return cache
-    return type(value)(_cast(v, dtype, cache) for v in value) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, dict):
+        return {name: _cast(one, dtype, cache, only) for name, one in value.items()}
+    return type(value)(_cast(v, dtype, cache, only) for v in value) if isinstance(value, (tuple, list)) else value
 
 
 def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
-    """Run the case's calls in order and return the hidden states of the real positions [N, C], one tensor per call."""
+    """Run the case's calls in order and return the hidden states of the real positions [N, C], one tensor per call.
+
+    Of a whole module's calls, return all results.
+    """
     cache = make_cache() if make_cache else None
     results = []
     for call in case.calls:
-        args = [_cast(arg, dtype, cache) for arg in call.args]
-        kwargs = {name: _cast(value, dtype, cache) for name, value in call.kwargs.items()}
+        only = call.hidden.dtype if case.whole else None
+        args = [_cast(arg, dtype, cache, only) for arg in call.args]
+        kwargs = {name: _cast(value, dtype, cache, only) for name, value in call.kwargs.items()}
         # An embedding takes indices, which keep their dtype.
         given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
         hidden = given.clone()
         out = layer(hidden, *args, **kwargs)
-        out = out[0] if isinstance(out, tuple) else out
         if not torch.equal(hidden, given):
             raise ValueError("the hidden states that were passed in were written to")
+        if case.whole:
+            tensors = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, Tensor)]
+            if not tensors:
+                raise TypeError(f"it returned {type(out).__name__}, not tensors")
+            results += tensors
+            continue
+        out = out[0] if isinstance(out, tuple) else out
         results.append(out.flatten(0, 1) if call.real is None else out[call.real.to(out.device)])
     return results
 
@@ -153,8 +166,9 @@ def _mismatch(
                     continue
                 raise
             errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
-            for which, error, limit in zip(("prefill", "decode", "several tokens"), errors, most, strict=False):
-                if error > limit:
+            names = [f"result {n + 1}" for n in range(len(errors))] if case.whole else _CALLS[: len(errors)]
+            for which, error, limit in zip(names, errors, most, strict=True):
+                if not error <= limit:
                     case_text = f"{case.label}{', our cache' if make_cache is our_cache else ''}, {which}"
                     place = f"{str(dtype).removeprefix('torch.')} ({case_text}; {limit:.1e} is allowed)"
                     return f"differs from the original by {error:.1e} of its size in {place}"
