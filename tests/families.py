@@ -123,6 +123,48 @@ _FALCON = dict(
     pad_token_id=0,
 )
 _MOE = dict(GQA, num_experts_per_tok=2, moe_intermediate_size=40)
+_LAGUNA = dict(
+    _MOE,
+    num_experts=6,
+    head_dim=12,
+    shared_expert_intermediate_size=24,
+    sliding_window=5,
+    moe_routed_scaling_factor=1.5,
+)
+_COHERE2_MOE = dict(
+    GQA,
+    num_experts=4,
+    num_experts_per_tok=2,
+    head_dim=12,
+    num_shared_experts=1,
+    sliding_window=5,
+    sliding_window_pattern=2,
+    first_k_dense_replace=1,
+    prefix_dense_intermediate_size=40,
+)
+_MROPE = dict(head_dim=12, rope_parameters=_rope("default", mrope_section=[2, 2, 2]))
+QWEN3_VL_TEXT = dict(_MOE, num_experts=6, **_MROPE)
+QWEN3_OMNI_TEXT = dict(_MOE, num_experts=6, norm_topk_prob=False, **_MROPE)
+GLM4V_TEXT = dict(
+    _MOE,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+    head_dim=12,
+    rope_parameters=_rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1]),
+)
+DEEPSEEK_OCR2_TEXT = dict(
+    _MOE,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    topk_method="group_limited_greedy",
+    routed_scaling_factor=1.5,
+    mlp_layer_types=["dense", "sparse", "sparse"],
+)
 MIXTURES = [
     Family(
         "mixtral",
@@ -223,6 +265,74 @@ MIXTURES = [
         t.HYV3ForCausalLM,
         values=dict(_MOE, num_experts=4, num_shared_experts=1, head_dim=12, first_k_dense_replace=1),
     ),
+    Family(
+        "exaone-moe",
+        t.ExaoneMoeConfig,
+        t.ExaoneMoeForCausalLM,
+        values=dict(_MOE, num_experts=6, num_shared_experts=1, sliding_window=5, sliding_window_pattern=2),
+    ),
+    Family(
+        "kolibri1",
+        t.Kolibri1Config,
+        t.Kolibri1ForCausalLM,
+        values=dict(
+            _MOE,
+            num_experts=6,
+            head_dim=12,
+            shared_expert_intermediate_size=24,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    Family(
+        "afmoe",
+        t.AfmoeConfig,
+        t.AfmoeForCausalLM,
+        values=dict(
+            _MOE,
+            num_experts=6,
+            head_dim=16,
+            num_shared_experts=1,
+            sliding_window=5,
+            global_attn_every_n_layers=2,
+            route_scale=1.5,
+        ),
+    ),
+    Family(
+        "laguna",
+        t.LagunaConfig,
+        t.LagunaForCausalLM,
+        values=dict(
+            _LAGUNA,
+            num_attention_heads_per_layer=[4, 6, 4],
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            moe_router_logit_softcapping=2.0,
+        ),
+    ),
+    Family("laguna-channels", t.LagunaConfig, t.LagunaForCausalLM, values=dict(_LAGUNA, gating="per-channel")),
+    Family("cohere2-moe", t.Cohere2MoeConfig, t.Cohere2MoeForCausalLM, values=_COHERE2_MOE),
+    Family(
+        "cohere2-moe-rms",
+        t.Cohere2MoeConfig,
+        t.Cohere2MoeForCausalLM,
+        values=dict(
+            _COHERE2_MOE,
+            rms_norm_eps=1e-5,
+            expert_selection_fn="sigmoid",
+            shared_expert_combination_strategy="sum",
+        ),
+    ),
+    Family(
+        "aria-text",
+        t.AriaTextConfig,
+        t.AriaTextForCausalLM,
+        values=dict(GQA, moe_num_experts=6, moe_topk=2, moe_num_shared_experts=1),
+    ),
+    # Text models of what also sees or hears, without their heads: the whole models are in test_mixtures_that_see.py.
+    Family("qwen3-vl-moe", t.Qwen3VLMoeTextConfig, t.Qwen3VLMoeTextModel, "encoder", QWEN3_VL_TEXT),
+    Family("qwen3-omni", t.Qwen3OmniMoeTextConfig, t.Qwen3OmniMoeThinkerTextModel, "encoder", QWEN3_OMNI_TEXT),
+    Family("glm4v-moe", t.Glm4vMoeTextConfig, t.Glm4vMoeTextModel, "encoder", GLM4V_TEXT),
+    Family("deepseek-ocr2", t.DeepseekOcr2TextConfig, t.DeepseekOcr2TextModel, "encoder", DEEPSEEK_OCR2_TEXT),
 ]
 GPT_LINEAGE = [
     Family("gpt2", t.GPT2Config, t.GPT2LMHeadModel, values=GPT),

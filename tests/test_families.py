@@ -30,6 +30,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.plan.step import Step
+from infuse.proof.routes import Route, fed, recorded
 
 # The largest difference over the root mean square of the original.
 TOLERANCE = 2e-5
@@ -58,8 +59,8 @@ GENERATED = [
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
 # Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for
-# each head.
-IN_PARTS = ("granite", "stablelm-parallel", "cohere-qk")
+# each head, gates of attention's heads.
+IN_PARTS = ("granite", "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels")
 # Frequencies that are read at each step; beams over a cache of another kind; experts, whose tokens the host finds.
 NOT_CAPTURED = ("llama-dynamic", "mpt", *(family.name for family in MIXTURES))
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
@@ -235,12 +236,26 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 Named = dict[str, Tensor]
 
 
-def rounding_errors(model: nn.Module, exact: list[Named], given: list[Named], dtype: torch.dtype) -> dict[str, float]:
-    """For each tensor of the output: the root mean square of its error over that of its values, over all inputs."""
+def routers_of(model: nn.Module, steps: list[Step]) -> list[str]:
+    """Paths of the routers of a mixture, in the original or in the engine of these steps."""
+    ours = any(isinstance(module, Block) for module in model.modules())
+    held = ((step.path, step.shape.recorded) for step in steps)  # type: ignore[union-attr]
+    return [f"{path}.{new if ours else old}" for path, paths in held for new, old in paths.items()]
+
+
+def rounding_errors(
+    model: nn.Module, exact: list[tuple[Named, list[Route]]], given: list[Named], dtype: torch.dtype, steps: list[Step]
+) -> dict[str, float]:
+    """For each tensor of the output: the root mean square of its error over that of its values, over all inputs.
+
+    Mixtures run on the routes of `exact`: another expert is no rounding error.
+    """
     squares: dict[str, list[float]] = {}
-    for wanted, values in zip(exact, given, strict=True):
+    routers = routers_of(model, steps)
+    for (wanted, routes), values in zip(exact, given, strict=True):
         values = {key: value.to(dtype) if value.is_floating_point() else value for key, value in values.items()}
-        found = dict(tensors(run(model, values)))
+        with fed(model, routers, routes):
+            found = dict(tensors(run(model, values)))
         assert found.keys() == wanted.keys()
         for path, value in wanted.items():
             a, b = (real(t, values.get("attention_mask")).float() for t in (found[path], value))
@@ -254,15 +269,18 @@ def assert_rounds_as_well(name: str, dtype: torch.dtype, short: str) -> None:
     family = BY_NAME[name]
     kinds = (None, "left") if name in PADDED else (None, None)
     given = [inputs(family, padding=kinds[seed % 2], seed=seed) for seed in ROUNDING_SEEDS]
-    exact = [dict(tensors(run(original(name), values))) for values in given]
     engine, cast = injected(family.make(), dtype=short), cast_parameters(family.make(), dtype)
+    steps, exact = blocks(engine), []
+    for values in given:
+        with recorded(original(name), routers_of(original(name), steps)) as routes:
+            exact.append((dict(tensors(run(original(name), values))), routes))
     buffers, whole = dict(engine.module.named_buffers()), dict(family.make().to(dtype).named_buffers())
     for path, buffer in cast.named_buffers():  # too little to show in the errors of models this small
         wanted = buffer if "inv_freq" in path else whole[path]
         assert path not in buffers or torch.equal(buffers[path], wanted), path
-    eager = rounding_errors(cast, exact, given, dtype)
-    assert len(blocks(engine)) == layers_of(original(name)) and engine.plan.dtype == dtype
-    found = rounding_errors(engine, exact, given, dtype)
+    eager = rounding_errors(cast, exact, given, dtype, steps)
+    assert len(steps) == layers_of(original(name)) and engine.plan.dtype == dtype
+    found = rounding_errors(engine.module, exact, given, dtype, steps)
     for path, error in found.items():
         assert 0 < error <= 2 * eager[path], f"{path}: {error:.2e}, the original {eager[path]:.2e}"
 

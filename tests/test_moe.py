@@ -55,6 +55,28 @@ def test_what_a_mixture_has_besides_is_told() -> None:
     assert "mlp.gate chooses among 5 experts; mlp.experts has 4" in text
 
 
+def test_what_a_gate_or_a_sum_of_experts_may_not_be_is_told() -> None:
+    cohere, laguna = BY_NAME["cohere2-moe"].make(), BY_NAME["laguna"].make()
+    cohere.model.layers[1].mlp.shared_expert_combination_strategy = "max"
+    laguna.model.layers[1].self_attn.g_proj = nn.Linear(48, 9, bias=False)
+    told = "mlp.shared_expert_combination_strategy is 'max'; only 'sum' and 'average' are understood"
+    assert told in str(infuse.plan(cohere, dtype="fp32"))
+    assert "self_attn.g_proj has 9 outputs; 6 heads of 12 want 6 or 72" in str(infuse.plan(laguna, dtype="fp32"))
+
+
+@pytest.mark.parametrize("name", ["laguna", "cohere2-moe"])
+def test_quantized_gates_and_shared_experts(name: str) -> None:
+    """The values of the original with the same weights, rounded to the format."""
+    engine = injected(BY_NAME[name].make(), quant="int8:4")
+    held = [step for step in engine.plan.steps if step.depth == "block"]
+    assert all("self_attn.gate.weight" in step.formats for step in held) == (name == "laguna")
+    with infuse.dequantized(engine.module):
+        state = engine.module.state_dict()
+    rounded = BY_NAME[name].make()
+    rounded.load_state_dict(state)
+    assert_close(logits(engine, **inputs(BY_NAME[name])), logits(rounded, **inputs(BY_NAME[name])))
+
+
 # ---- what transformers records
 
 

@@ -33,13 +33,12 @@ def calls() -> Iterator[list[Call]]:
     made: list[Call] = []
 
     def recorded(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        made.append(
-            {"class": type(module).__name__, "query": query, "key": key, "value": value, "mask": mask, **kwargs}
-        )
+        given = {"query": query, "key": key, "value": value, "mask": attention_mask}
+        made.append({"class": type(module).__name__, **given, **kwargs})
         known = {name: kwargs[name] for name in ("dropout", "scaling", "is_causal") if name in kwargs}
-        return 0.5 * sdpa_attention_forward(module, query, key, value, mask, **known)[0], None
+        return 0.5 * sdpa_attention_forward(module, query, key, value, attention_mask, **known)[0], None
 
     AttentionInterface.register("recorded", recorded)
     AttentionMaskInterface.register("recorded", sdpa_mask)

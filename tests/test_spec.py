@@ -255,8 +255,8 @@ def test_what_does_not_fit_is_left(make: Callable[[], nn.Module], left: int, rea
 TP_VALUES = {
     "colwise": COLUMN, "colwise_gather_output": COLUMN, "colwise_rep": COLUMN, "local_colwise": COLUMN,
     "rowwise": ROW, "rowwise_split_input": ROW, "rowwise_rep": ROW, "local_rowwise": ROW,
-    "packed_colwise": COLUMN, "moe_tp_experts": None, "replicated_with_grad_allreduce": None, "local": None,
-    "gather": None,
+    "packed_colwise": COLUMN, "packed_rowwise": ROW, "moe_tp_experts": None, "replicated_with_grad_allreduce": None,
+    "local": None, "gather": None,
 }  # fmt: skip
 
 
@@ -283,6 +283,8 @@ def test_columns_and_rows_are_those_of_the_tp_plan(name: str) -> None:
     ours |= {fill.sources[0]: by_target[fill.target] for fill in found.fills if fill.target in by_target}
     there = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
     theirs = {inside: TP_VALUES[value] for inside, value in tp_plan(model, path).items() if inside in there}
+    turned = {fill.sources[0] for fill in found.fills if fill.tall is not None and fill.tall.transposed}
+    theirs |= {inside: {COLUMN: ROW, ROW: COLUMN}[theirs[inside]] for inside in turned & theirs.keys()}
     if by_target:  # plans of mixtures leave out the attention or the shared expert of some families
         ours = {inside: role for inside, role in ours.items() if inside in theirs}
         assert len(ours) >= 2
@@ -304,6 +306,7 @@ def test_parts_describe_every_parameter_that_a_layer_is_filled_with(name: str) -
         for fill in (fill for fill in found.fills if fill.target in sizes):
             shapes = [tuple(layer.get_parameter(source).shape) for source in fill.sources]
             if fill.tall is not None:
+                shapes = [(shape[0], *shape[:0:-1]) if fill.tall.transposed else shape for shape in shapes]
                 shapes = [(experts * rows, columns) for experts, rows, columns in shapes]
             shapes = [shape[::-1] if fill.transposed else shape for shape in shapes]
             assert sizes[fill.target] == (sum(rows for rows, _ in shapes), shapes[0][1])

@@ -36,6 +36,7 @@ CUTS = (
     "cohere-qk", "nemotron", "phi-qk", "gpt2", "bigcode", "bigcode-heads", "gpt-neo", "gptj", "codegen", "gpt-neox",
     "opt", "opt-350m", "bloom", "falcon-7b", "falcon-40b", "falcon-rw", "mpt", "bert", "distilbert", "albert",
     "modernbert", "clip", "vit", "mixtral", "qwen2-moe", "glm4-moe", "minimax-m2",
+    "afmoe", "laguna", "cohere2-moe",
 )  # fmt: skip
 WAYS = ((2, SHARED_MEMORY), (3, GLOO), (4, SHARED_MEMORY))
 OTHER_WAYS = [(name, *WAYS[i % 3]) for i, name in enumerate(("gemma2", "gpt2", "bloom", "falcon-7b", "bert", "clip"))]

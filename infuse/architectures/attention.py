@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from infuse.architectures.bind import Binder
@@ -10,6 +11,9 @@ from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
 from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, Parameter, PartShape, Share, named
 from infuse.errors import SpecMismatch
+
+GATE_SIGMOID, GATE_SOFTPLUS = "sigmoid", "softplus"  # functions of an output gate
+NO_ATTRIBUTE = ""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,15 @@ class NoPosition:
 class Rotary:
     """Rotary embedding; the model passes `position_embeddings=(cos, sin)`.
 
-    `switch`: config key of a list that says for each layer whether it rotates. `in_halves`: cos and sin have the order
-    of pairs (i, i + E/2) although the pairs are interleaved.
+    `switch`: config key of a list that says for each layer whether it rotates. `where`: attributes of the attention
+    module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
+    although the pairs are interleaved.
     """
 
     interleaved: bool = False
     switch: str | None = None
     in_halves: bool = False
+    where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,44 @@ class Window:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """A linear at `path` of the attention's input; a function of it multiplies the heads before the out projection.
+
+    It has one output for each head, or one for each of their features. `function`: GATE_SIGMOID in the dtype of the
+    activations, GATE_SOFTPLUS in float32.
+    """
+
+    path: str
+    function: str = GATE_SIGMOID
+
+    def bind(self, binder: Binder, target: str, heads: int, width: int) -> GateShape:
+        found = binder.linear(self.path)
+        binder.fill_linear(target, (self.path,), found.bias)
+        if found.rows not in (heads, heads * width):
+            binder.differ(
+                f"{self.path} has {found.rows} outputs; {heads} heads of {width} want {heads} or {heads * width}"
+            )
+        return GateShape(self.function, found.rows // heads, found.bias)
+
+
+@dataclass(frozen=True)
+class GateShape:
+    """An output gate bound to a layer: `width` outputs for each head."""
+
+    function: str
+    width: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class Attention:
     """Self-attention. `module` is the attention module's path; transformers records attentions by its class.
 
-    `kv_heads`: a config key, a number, or None for one per query head. `scale`: an attribute of `module`, a
-    number, or None for 1/sqrt(head width). `softcap` and `clip`: attributes of `module`. `inverted_mask`:
-    True in the mask means hidden. `norm_after`: q_norm and k_norm follow the rotation.
-    `passes`: keywords that the module passes to its attention function, each with the attribute (or config key) passed.
+    `heads`: a config key of a number, or of a list with one for each layer. `kv_heads`: a config key, a number, or None
+    for one per query head. `scale`: an attribute of `module`, a number, or None for 1/sqrt(head width). `softcap` and
+    `clip`: attributes of `module`. `inverted_mask`: True in the mask means hidden. `norm_after`: q_norm and k_norm
+    follow the rotation. `passes`: keywords that the module passes to its attention function, each with the attribute
+    (or config key) passed, and optionally with one that is set in layers that pass it; the others pass None.
     """
 
     module: str
@@ -100,8 +137,9 @@ class Attention:
     window: Window | None = None
     causal: bool = True
     inverted_mask: bool = False
-    passes: tuple[tuple[str, str], ...] = ()
+    passes: tuple[tuple[str, ...], ...] = ()
     norm_after: bool = False
+    gate: OutputGate | None = None
 
     def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
@@ -131,9 +169,20 @@ class Attention:
             inverted_mask=self.inverted_mask,
             q_norm=None if self.q_norm is None else self.q_norm.bind(binder, f"{name}.q_norm", optional=True),
             k_norm=None if self.k_norm is None else self.k_norm.bind(binder, f"{name}.k_norm", optional=True),
-            passes=self.passes,
+            passes=self._passed(binder),
             norm_after=self.norm_after,
+            gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
         )
+
+    def _passed(self, binder: Binder) -> tuple[tuple[str, str], ...]:
+        """Keywords and the attributes that this layer passes; no attribute stands for None."""
+        return tuple(
+            (keyword, name if self._is_set(binder, where) else NO_ATTRIBUTE) for keyword, name, *where in self.passes
+        )
+
+    def _is_set(self, binder: Binder, names: Sequence[str]) -> bool:
+        """Whether one of these attributes of the module is set; True if there are none."""
+        return not names or any(tuple(binder.attribute(self.module, name) for name in names))
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
         """Bind the projections; return hidden width, head width, and whether they have a bias."""
@@ -179,6 +228,8 @@ class Attention:
         if isinstance(position, Rotary) and position.switch:
             rotates = binder.of_this_layer(position.switch)
             return replace(position, switch=None) if rotates else NoPosition()
+        if isinstance(position, Rotary) and position.where:
+            return replace(position, where=()) if self._is_set(binder, position.where) else NoPosition()
         if isinstance(position, RotaryTable):
             if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
                 binder.differ(f"there is no buffer {position.buffer}")
@@ -220,6 +271,7 @@ class AttentionShape(PartShape):
     # Moves no weight, so it is kept out of repr and thereby out of the fingerprint of shards.
     passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     norm_after: bool = False
+    gate: GateShape | None = None
 
     @property
     def all_heads(self) -> int:
@@ -233,7 +285,10 @@ class AttentionShape(PartShape):
         rows = sum(extent.length for extent in merged)
         qkv = Matrix("qkv", rows, self.hidden, self.qkv_bias, COLUMN, merged)
         out = Matrix("out", self.hidden, queries.length, self.out_bias, ROW, (queries,))
-        return qkv, out
+        if self.gate is None:
+            return qkv, out
+        gates = Extent(HEADS, self.heads, self.gate.width)
+        return qkv, out, Matrix("gate", gates.length, self.hidden, self.gate.bias, COLUMN, (gates,))
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

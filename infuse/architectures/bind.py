@@ -53,7 +53,9 @@ class Binder:
         return found
 
     def count(self, key: str) -> int:
+        """A positive number of the config, or this layer's entry in a list of them."""
         found = self.value(key)
+        found = self.of_this_layer(key) if isinstance(found, (list, tuple)) else found
         if isinstance(found, int) and found > 0:
             return found
         if hasattr(self.config, key):

@@ -1,7 +1,9 @@
 """Mixtures of experts: decoders whose feed-forward part is a mixture, in all layers or in some."""
 
-from infuse.architectures.attention import Rotary
-from infuse.architectures.layer import SANDWICH
+from dataclasses import replace
+
+from infuse.architectures.attention import GATE_SOFTPLUS, OutputGate, Rotary
+from infuse.architectures.layer import PARALLEL, SANDWICH
 from infuse.architectures.llama import LLAMA, MISTRAL, QWEN3
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
@@ -10,7 +12,10 @@ from infuse.architectures.router import (
     ACTIVATIONS,
     FLOAT32,
     LOGITS,
+    MAX,
+    PICKED,
     SIGMOID,
+    SIGMOID_OF_SCORES,
     SOFTMAX_OF_SCORES,
     SPARSE_MIXER,
     WIDENED,
@@ -46,6 +51,26 @@ HY_ROUTER = Router(
     "mlp.gate", logits=FLOAT32, score=SIGMOID, correction=f"mlp.{_BIAS}", normalise=True, eps=1e-20,
     scale="router_scaling_factor", in_order=False,
 )  # fmt: skip
+AFMOE_ROUTER = Router(
+    "mlp.router", weight="gate.weight", logits=WIDENED, score=SIGMOID, correction="mlp.expert_bias", normalise=True,
+    eps=1e-20, scale="route_scale",
+)  # fmt: skip
+LAGUNA_ROUTER = Router(
+    "mlp.gate", logits=WIDENED, score=SIGMOID, correction=f"mlp.gate.{_BIAS}", normalise=True,
+    cap="router_logit_softcapping", cast=ACTIVATIONS,
+)  # fmt: skip
+KOLIBRI_ROUTER = Router(
+    "mlp.gate", logits=FLOAT32, score=None, correction=f"mlp.gate.{_BIAS}", weights=SIGMOID_OF_SCORES,
+    normalise="norm_topk_prob",
+)  # fmt: skip
+# Cohere2-MoE chooses by logits and weighs by one of two functions of those.
+COHERE_SOFTMAX_ROUTER = Router("mlp.gate", score=None, weights=SOFTMAX_OF_SCORES, cast=ACTIVATIONS)
+COHERE_SIGMOID_ROUTER = Router(
+    "mlp.gate", score=None, rounded_score=True, weights=SIGMOID_OF_SCORES, normalise="norm_topk_prob", cast=ACTIVATIONS
+)
+ARIA_ROUTER = Router("mlp.router", score=None, rounded_score=True, weights=SOFTMAX_OF_SCORES)
+DEEPSEEK_V2_ROUTER = Router("mlp.gate", logits=FLOAT32, weights=PICKED, scale="routed_scaling_factor", in_order=False)
+DEEPSEEK_V2_GROUPS = Groups(MAX, fill=0.0)
 
 _QK_NORM = dict(q_norm=Norm("self_attn.q_norm", RMS), k_norm=Norm("self_attn.k_norm", RMS))
 _SHARED = _gated("mlp.shared_experts")
@@ -115,7 +140,71 @@ PHIMOE = LLAMA.but(
     mlp=MoE(PHI_ROUTER),
 )
 
+# Layers with a sliding window rotate, the others have no positions.
+EXAONE_MOE = QWEN3.but(
+    layer=_M + "exaone_moe.modeling_exaone_moe.ExaoneMoeDecoderLayer",
+    attn=dict(position=Rotary(where=("is_sliding",)), passes=(("sliding_window", "sliding_window", "is_sliding"),)),
+    mlp=_DEEPSEEK_MOE,
+)
+KOLIBRI1 = EXAONE_MOE.but(
+    layer=_M + "kolibri1.modeling_kolibri1.Kolibri1DecoderLayer",
+    residual=SANDWICH,
+    post1=Norm("post_self_attn_layernorm", RMS),
+    post2=Norm("post_mlp_layernorm", RMS),
+    mlp=MoE(KOLIBRI_ROUTER, shared=_SHARED),
+)
+AFMOE = QWEN3.but(
+    layer=_M + "afmoe.modeling_afmoe.AfmoeDecoderLayer",
+    residual=SANDWICH,
+    post1=Norm("post_attention_layernorm", RMS),
+    norm2=Norm("pre_mlp_layernorm", RMS),
+    post2=Norm("post_mlp_layernorm", RMS),
+    attn=dict(position=Rotary(where=("is_local_attention",)), gate=OutputGate("self_attn.gate_proj")),
+    mlp=MoE(AFMOE_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+)
+LAGUNA = QWEN3.but(
+    layer=_M + "laguna.modeling_laguna.LagunaDecoderLayer",
+    attn=dict(heads="num_attention_heads_per_layer", gate=OutputGate("self_attn.g_proj", GATE_SOFTPLUS)),
+    mlp=MoE(LAGUNA_ROUTER, shared=_SHARED, dense=_gated("mlp"), scale="routed_scaling_factor"),
+)
+_COHERE2_MOE = MISTRAL.but(
+    layer=_M + "cohere2_moe.modeling_cohere2_moe.Cohere2MoeDecoderLayer",
+    residual=PARALLEL,
+    norm2=None,
+    attn=dict(position=Rotary(interleaved=True, where=("sliding_window", "force_rope"))),
+    mlp=MoE(COHERE_SOFTMAX_ROUTER, shared=_SHARED, dense=_gated("mlp"), combine="shared_expert_combination_strategy"),
+)
+_LAYER_NORM = dict(norm1=Norm("input_layernorm", LAYER))
+_BY_SOFTMAX, _WITHOUT_RMS = ("expert_selection_fn", "softmax"), ("rms_norm_eps", None)
+COHERE2_MOE_SOFTMAX = _COHERE2_MOE.but(when=(_WITHOUT_RMS, _BY_SOFTMAX), **_LAYER_NORM)
+COHERE2_MOE_RMS_SOFTMAX = _COHERE2_MOE.but(when=(_BY_SOFTMAX,))
+_BY_SIGMOID = _COHERE2_MOE.but(mlp=dict(router=COHERE_SIGMOID_ROUTER), when=(("expert_selection_fn", "sigmoid"),))
+COHERE2_MOE_SIGMOID = _BY_SIGMOID.but(when=(_WITHOUT_RMS, *_BY_SIGMOID.when), **_LAYER_NORM)
+COHERE2_MOE_RMS_SIGMOID = _BY_SIGMOID
+
+# Text layers of models that also see or hear.
+ARIA_TEXT = LLAMA.but(layer=_M + "aria.modeling_aria.AriaTextDecoderLayer", mlp=MoE(ARIA_ROUTER, shared=_SHARED))
+QWEN3_VL_MOE = QWEN3.but(
+    layer=_M + "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
+    attn=dict(passes=()),
+    mlp=MoE(replace(QWEN_ROUTER, normalise=True), dense=_gated("mlp")),
+)
+QWEN3_OMNI_THINKER = QWEN3_MOE.but(
+    layer=_M + "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer",
+)
+GLM4V_MOE = LLAMA.but(layer=_M + "glm4v_moe.modeling_glm4v_moe.Glm4vMoeTextDecoderLayer", mlp=_DEEPSEEK_MOE)
+_DEEPSEEK_OCR2 = LLAMA.but(
+    layer=_M + "deepseek_ocr2.modeling_deepseek_ocr2.DeepseekOcr2TextDecoderLayer",
+    mlp=MoE(DEEPSEEK_V2_ROUTER, shared=_SHARED, dense=_gated("mlp")),
+)
+_GREEDY, _IN_GROUPS = (("topk_method", "greedy"),), (("topk_method", "group_limited_greedy"),)
+_GROUPED = dict(router=replace(DEEPSEEK_V2_ROUTER, groups=DEEPSEEK_V2_GROUPS))
+DEEPSEEK_OCR2 = _DEEPSEEK_OCR2.but(when=_GREEDY)
+DEEPSEEK_OCR2_GROUPS = _DEEPSEEK_OCR2.but(when=_IN_GROUPS, mlp=_GROUPED)
+
 SPECS = (
     MIXTRAL, QWEN3_MOE, QWEN2_MOE, MELLUM, OLMOE, FLEX_OLMO, GLM4_MOE, DOTS1, SOLAR_OPEN, HY_V3, MINIMAX_M2,
-    ERNIE4_5_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, HUNYUAN_MOE, PHIMOE,
+    ERNIE4_5_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, HUNYUAN_MOE, PHIMOE, EXAONE_MOE,
+    KOLIBRI1, AFMOE, LAGUNA, COHERE2_MOE_SOFTMAX, COHERE2_MOE_RMS_SOFTMAX, COHERE2_MOE_SIGMOID, COHERE2_MOE_RMS_SIGMOID,
+    ARIA_TEXT, QWEN3_VL_MOE, QWEN3_OMNI_THINKER, GLM4V_MOE, DEEPSEEK_OCR2, DEEPSEEK_OCR2_GROUPS,
 )  # fmt: skip

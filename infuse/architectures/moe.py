@@ -14,6 +14,7 @@ from infuse.architectures.router import Router, RouterShape
 from infuse.errors import SpecMismatch
 
 SHARED_INNER = "inner features of the shared expert"
+SUM, AVERAGE = "sum", "average"
 
 AnyMLP = MLP | GatedMLP | PackedGatedMLP
 
@@ -23,7 +24,8 @@ class MoE:
     """The experts at `experts`, chosen by `router`, plus a `shared` expert that sees every token, if the layer has one.
 
     `gate`: a linear [1, H] whose sigmoid weighs the shared expert. `dense`: the part of layers without experts; each
-    layer tells by its modules which of the two it has.
+    layer tells by its modules which of the two it has. Attributes of the module around the experts: `scale`, a number
+    that multiplies their sum; `combine`, "sum" or "average" of that and the shared expert.
     """
 
     router: Router
@@ -31,6 +33,8 @@ class MoE:
     shared: AnyMLP | None = None
     gate: str | None = None
     dense: AnyMLP | None = None
+    scale: str | None = None
+    combine: str | None = None
 
     def bind(self, binder: Binder, name: str) -> PartShape:
         if self.dense is not None and binder.module(self.experts, optional=True) is None:
@@ -48,7 +52,12 @@ class MoE:
             shared = self.shared.bind(binder, f"{name}.shared")
             if gated := self.gate is not None:
                 self._bind_gate(binder, name)
-        return MoEShape(router, experts, shared, gated)
+        around = self.experts.rpartition(".")[0]
+        scale = 1.0 if self.scale is None else binder.attribute(around, self.scale)
+        combine = SUM if shared is None or self.combine is None else binder.attribute(around, self.combine)
+        if combine not in (SUM, AVERAGE):
+            binder.differ(f"{around}.{self.combine} is {combine!r}; only {SUM!r} and {AVERAGE!r} are understood")
+        return MoEShape(router, experts, shared, gated, scale, combine)
 
     def _bind_experts(self, binder: Binder, name: str) -> ExpertsShape | None:
         """Bind the experts; None, with the differences noted, if they are not understood."""
@@ -84,6 +93,8 @@ class MoEShape(PartShape):
     experts: ExpertsShape
     shared: MLPShape | None
     gated: bool
+    scale: float = 1.0
+    combine: str = SUM
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from infuse import ops
-from infuse.architectures.attention import AttentionShape
+from infuse.architectures.attention import GATE_SIGMOID, AttentionShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
@@ -32,8 +33,9 @@ class Attention(nn.Module):
     def __init__(self, shape: AttentionShape, surroundings: Surroundings):
         super().__init__()
         self.shape, self._index, self._group = shape, surroundings.index, surroundings.group
-        bodies, (qkv, out) = surroundings.bodies, shape.matrices
+        bodies, (qkv, out, *gate) = surroundings.bodies, shape.matrices
         self.qkv, self.out = surroundings.linear(qkv), surroundings.linear(out)
+        self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         self.positions = make_positions(shape.position)
@@ -53,6 +55,9 @@ class Attention(nn.Module):
         if shape.window and inputs.cache is not None:
             self._check_window(inputs.cache, x_BTC.shape[1])
         qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
+        gate = None
+        if parts["gate"] is not None:
+            gate = direct(parts["gate"], x_BTC) if norm is None else product(parts["gate"], x_BTC, norm)
         if packed is not None:
             qkv = packed.spread(qkv)
         batch, tokens, _ = qkv.shape
@@ -63,6 +68,7 @@ class Attention(nn.Module):
         qkv_BTND = qkv.view(batch, tokens, shape.heads + 2 * shape.kv_heads, shape.head_width)
         if inputs.more is not None:
             out, weights = self._by_name(qkv_BTND, inputs, inputs.more)
+            out = out if gate is None else self._gated(out, gate)
             return product(parts["out"], out, None, residual), weights
         q, k, v = self._rotated(qkv_BTND, inputs, positions)
         causal = shape.causal if inputs.causal is None else inputs.causal
@@ -95,7 +101,15 @@ class Attention(nn.Module):
         out = out_BTHD.reshape(batch, tokens, shape.heads * shape.head_width)
         if packed is not None:
             out = packed.taken(out)
+        if gate is not None:
+            out = self._gated(out, gate)
         return direct(parts["out"], out) if residual is None else product(parts["out"], out, None, residual), weights
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Multiply the heads [..., H D] by the function of their gates, [..., H] or [..., H D]."""
+        assert self.shape.gate is not None
+        factor = gate.sigmoid() if self.shape.gate.function == GATE_SIGMOID else softplus(gate.float()).to(out.dtype)
+        return out * factor if self.shape.gate.width > 1 else _per_head(out, factor)
 
     def _by_name(self, qkv_BTND: Tensor, inputs: Inputs, more: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Attend by the function that the config names, called as the original does: (heads [B, T, H D], weights)."""
@@ -210,6 +224,10 @@ def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:
     if norm.shape.weight == (x_BTM.shape[-1],):  # over all heads
         return norm(x_BTM)
     return norm(x_BTM.unflatten(-1, (heads, -1))).flatten(-2)
+
+
+def _per_head(out: Tensor, factor: Tensor) -> Tensor:
+    return (out.unflatten(-1, (factor.shape[-1], -1)) * factor.unsqueeze(-1)).flatten(-2)
 
 
 def _scaled(x_BTM: Tensor, norm: Norm, squares_BT: Tensor) -> Tensor:

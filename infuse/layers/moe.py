@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from infuse.architectures.moe import MoEShape
+from infuse.architectures.moe import AVERAGE, MoEShape
 from infuse.layers.experts import Experts
 from infuse.layers.linear import direct, untouched
 from infuse.layers.mlp import MLP
@@ -21,6 +21,7 @@ class MoE(nn.Module):
     def __init__(self, shape: MoEShape, surroundings: Surroundings):
         super().__init__()
         name, self._combine = surroundings.name, surroundings.combine
+        self._scale, self._averages = shape.scale, shape.combine == AVERAGE
         partial = replace(surroundings, combine=None)
         self.router = Router(shape.router)
         inside = f"{name}.experts."
@@ -43,10 +44,14 @@ class MoE(nn.Module):
         x_TH = x.reshape(-1, x.shape[-1])
         _, weights, index = direct(held["router"], x_TH)
         out = held["experts"](x_TH, index, weights)
+        if self._scale != 1.0:
+            out = out * self._scale
         shared, gate = held["shared"], held["shared_gate"]
         if gate is not None:
             out = out + direct(gate, x_TH).sigmoid() * direct(shared, x_TH)
         elif shared is not None:
             out = shared.fused(x_TH, None, out) if untouched(shared) else out + direct(shared, x_TH)
+        if self._averages:
+            out = out / 2
         out = (out if self._combine is None else self._combine(out)).view(x.shape)
         return out if residual is None else residual + out

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from infuse.architectures.attention import NO_ATTRIBUTE
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
@@ -73,7 +74,9 @@ def calls_by_name(attention: nn.Module) -> bool:
 
 
 def attribute(attention: nn.Module, name: str) -> Any:
-    """Look up `name` in the attention module, then in its config."""
+    """Look up `name` in the attention module, then in its config. None for NO_ATTRIBUTE."""
+    if name == NO_ATTRIBUTE:
+        return None
     found = attention.__dict__.get(name, _MISSING)
     return getattr(attention.__dict__.get("config"), name, None) if found is _MISSING else found
 

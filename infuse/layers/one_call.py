@@ -203,6 +203,7 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     if (
         attn.clip
         or attn.norm_after
+        or attn.gate is not None
         or attn.head_counts
         or shape.residual_scale != 1.0
         or set(bodies.values()) != {"cpu"}
