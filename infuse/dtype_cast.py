@@ -46,13 +46,14 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
     for child in module.modules():
         if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
             continue
-        if _multiplies(child) or _are_experts(child, dtype):
+        rounds = child in parents and _reads_dtype(parents[child])
+        if (_multiplies(child) and not rounds) or _are_experts(child, dtype):
             patched.append((child, vars(child).get("forward")))
             run: Any = _in_parts if _multiplies(child) else _by_expert
             child.forward = partial(run, child, dtype)
         else:
             # A module without a forward only holds what its parent computes with.
-            runs = parents.get(child, child) if type(child).forward is nn.Module.forward else child
+            runs = parents.get(child, child) if rounds or type(child).forward is nn.Module.forward else child
             handles.append(runs.register_forward_pre_hook(partial(_of, cast, child)))
             handles.append(runs.register_forward_hook(partial(_of, restore, child)))
     try:
@@ -69,6 +70,12 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():
             p.data = data
+
+
+def _reads_dtype(module: nn.Module) -> bool:
+    """Whether forward may cast to the dtype of a weight, as T5 does before `wo`: to that in which it is stored."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and {"weight", "dtype"} <= set(code.co_names)
 
 
 def _are_experts(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -110,14 +117,16 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers loads.
 
-    Those are the ones in `_keep_in_fp32_modules_strict`, which transformers searches in their names, if they are in
-    float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so.
+    Those are the ones in `_keep_in_fp32_modules_strict`, and in float16 also in `_keep_in_fp32_modules` (T5, whose sums
+    exceed float16). transformers searches these in their names. They count if they are in float32 or on meta: a model
+    that was cast as a whole has them in 16 bits, and keeps them so.
     """
-    patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
+    named = [name for module in model.modules() for kind in _kinds(dtype) for name in _names(module, kind)]
+    patterns = {name.replace("*", ".*") for name in named}
     if not patterns or dtype.itemsize > 2:
         return frozenset()
-    found, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if found.search(name) and (p.is_meta or p.dtype == torch.float32))
+    found, parameters = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in parameters if found.search(name) and (p.is_meta or p.dtype == torch.float32))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -142,8 +151,7 @@ def cast_buffers(
     These are rotary frequencies, the modules that transformers keeps in float32 for this dtype
     (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
-    attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
-    named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
+    named = [name for module in model.modules() for kind in _kinds(dtype) for name in _names(module, kind)]
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
     cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
@@ -157,6 +165,11 @@ def cast_buffers(
 
 def _is_ours(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "infuse"
+
+
+def _kinds(dtype: torch.dtype) -> tuple[str, ...]:
+    """The attributes that name what transformers keeps in float32 in models of `dtype`."""
+    return ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:

@@ -463,7 +463,15 @@ BERT_LINEAGE = [
         ),
     ),
 ]
-FAMILIES = [*LLAMA, *MIXTURES, *GPT_LINEAGE, *BERT_LINEAGE]
+_T5 = dict(d_model=48, d_kv=4, d_ff=80, num_layers=3, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+_T5_GATED = dict(_T5, feed_forward_proj="gated-gelu", relative_attention_num_buckets=8)
+T5_LINEAGE = [
+    Family("t5", t.T5Config, t.T5EncoderModel, "encoder", dict(_T5, relative_attention_max_distance=11)),
+    Family("t5-gated", t.T5Config, t.T5EncoderModel, "encoder", _T5_GATED),
+    Family("mt5", t.MT5Config, t.MT5EncoderModel, "encoder", dict(_T5_GATED, d_kv=6)),
+    Family("umt5", t.UMT5Config, t.UMT5EncoderModel, "encoder", dict(_T5_GATED, relative_attention_max_distance=16)),
+]
+FAMILIES = [*LLAMA, *MIXTURES, *GPT_LINEAGE, *BERT_LINEAGE, *T5_LINEAGE]
 DECODERS = [family for family in FAMILIES if family.kind == "decoder"]
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -137,7 +137,7 @@ def test_a_wrong_body_for_quantized_weights_is_refused(no_other_kernels: None, m
 # ---- layers without a spec ----
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "deberta", "olmo", "sequential"])
+@pytest.mark.parametrize("name", ["long-t5", "bart", "deberta", "olmo", "sequential"])
 def test_linears_of_an_unknown_model_run_through_kernels(name: str) -> None:
     """The real body where there is one: the results are the original's within rounding."""
     if reason := registered()["linear"].bodies["cpu"].needs(PLAIN, torch.float32):
@@ -208,9 +208,9 @@ def test_an_attention_that_the_model_never_calls_is_refused(
 
 @pytest.mark.parametrize(
     ("make", "keys"),
-    [(UNKNOWN["t5"], {}), (UNKNOWN["deberta"], {}), (UNKNOWN["sequential"], {}), (BY_NAME["llama"].make, {}),
+    [(UNKNOWN["long-t5"], {}), (UNKNOWN["deberta"], {}), (UNKNOWN["sequential"], {}), (BY_NAME["llama"].make, {}),
      (UNKNOWN["olmo"], dict(replace_with_kernel_inject=False))],
-    ids=["t5", "deberta", "no model of transformers", "every layer a block", "not asked for"],
+    ids=["long-t5", "deberta", "no model of transformers", "every layer a block", "not asked for"],
 )  # fmt: skip
 def test_no_hook_where_there_is_nothing_to_hook(
     make: Callable, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ TOLERANCE = 2e-5
 NAMES, DECODER_NAMES = [family.name for family in FAMILIES], [family.name for family in DECODERS]
 PADDED = [family.name for family in FAMILIES if family.kind != "vision"]
 # Where a layer is applied more than once, or its list is not named `layers`, counting classes is not enough.
-LAYER_LISTS = ("layers", "layer", "h", "blocks", "albert_layers")
+LAYER_LISTS = ("layers", "layer", "h", "block", "blocks", "albert_layers")
 CACHES = {"of the model": lambda: None, "KVCache": KVCache}
 # Every decoder with either cache, one of them with padding, in turn.
 DECODED = [
@@ -114,8 +114,8 @@ def layers_of(model: nn.Module) -> int:
     lists = [
         m
         for name, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS
-    ]
+        if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] in LAYER_LISTS and ".block." not in name
+    ]  # the list `layer` in a block of T5 has its sublayers
     return sum(len(members) for members in lists)
 
 

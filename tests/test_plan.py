@@ -69,13 +69,13 @@ _BART = dict(
     encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64,
 )  # fmt: skip
 _DEBERTA = dict(families.ENCODER, num_hidden_layers=2, relative_attention=True, pos_att_type=["p2c", "c2p"])
-T5 = seeded(
-    t.T5ForConditionalGeneration, t.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
-)
+_T5 = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=96)
+T5 = seeded(t.T5ForConditionalGeneration, t.T5Config(**_T5))
+LONG_T5 = seeded(t.LongT5ForConditionalGeneration, t.LongT5Config(**_T5, local_radius=4, initializer_factor=0.7))
 MIXTRAL = seeded(t.MixtralForCausalLM, t.MixtralConfig(**{**families.GQA, "num_hidden_layers": 2}, num_local_experts=4))
 OLMO = seeded(t.OlmoForCausalLM, t.OlmoConfig(**{**families.GQA, "num_hidden_layers": 2}))
 UNKNOWN: dict[str, Callable[..., nn.Module]] = {
-    "t5": T5,
+    "long-t5": LONG_T5,
     "bart": seeded(t.BartForConditionalGeneration, t.BartConfig(d_model=64, vocab_size=96, **_BART)),
     "deberta": seeded(t.DebertaV2Model, t.DebertaV2Config(**_DEBERTA)),
     "olmo": OLMO,
@@ -268,7 +268,7 @@ def test_an_unknown_model_is_left_alone_with_a_reason_and_unchanged(name: str, n
     assert torch.equal(outputs(model), wanted)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "olmo", "sequential"])
+@pytest.mark.parametrize("name", ["long-t5", "bart", "olmo", "sequential"])
 def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
     model = UNKNOWN[name](hidden_size=64) if name == "olmo" else UNKNOWN[name]()
     wanted, before = outputs(model), resident_bytes(model)
@@ -290,7 +290,7 @@ def test_linears_of_an_unknown_model_are_quantized(name: str) -> None:
 
 def test_t5_in_int4_is_t5_with_rounded_weights() -> None:
     """T5 casts activations to the dtype of a weight unless that is int8: packed codes must not be taken for one."""
-    model, rounded = T5(), T5()
+    model, rounded = LONG_T5(), LONG_T5()
     done = applied(model, dtype="fp32", quant="int4")
     for step in done.steps:
         format = quant_format(step.formats["weight"])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import infuse
 
 # Not falcon-rw: transformers' eager Falcon adds ALiBi twice, so its attentions are not those of the model as it runs.
-HOOKED, TUPLES = ("llama", "gpt2", "bert"), ("bloom", "falcon-7b", "gptj")
+HOOKED, TUPLES = ("llama", "gpt2", "bert", "t5"), ("bloom", "falcon-7b", "gptj")
 TOLERANCE = 2e-5  # of the largest value: float32, three layers
 WANTED = dict(output_hidden_states=True, output_attentions=True)
 SCORES = dict(output_scores=True, output_logits=True)

@@ -25,10 +25,14 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     _require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
-        for ours, theirs in {attn.partition(".")[0]: attn, **new.shape.recorded}.items():
-            new_part, old_part = new.get_submodule(ours), old.get_submodule(theirs)
-            _take_over(new_part, old_part)
-            _mix_in(new_part, old_part)
+        inner = (f"{attn}.{new.shape.attn.inner}",) if new.shape.attn.inner else ()
+        recorded = {ours: (path,) for ours, path in new.shape.recorded.items()}
+        replaced = {attn.partition(".")[0]: (*inner, attn), **recorded}
+        for ours, paths in replaced.items():
+            new_part, old_parts = new.get_submodule(ours), [old.get_submodule(path) for path in paths]
+            for old_part in old_parts:
+                _take_over(new_part, old_part)
+            _mix_in(new_part, *old_parts)
     for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
         experts.named = NamedExperts.of(old.get_submodule(path))
 
@@ -54,24 +58,23 @@ def _require_grad(new: nn.Module, old: nn.Module) -> None:
             parameter.requires_grad_(required)
 
 
-def _mix_in(new: nn.Module, old: nn.Module) -> None:
+def _mix_in(new: nn.Module, *old: nn.Module) -> None:
     ours: Any = type(new)
-    theirs: Any = type(old)
-    new.__class__ = mixed(ours, theirs)
+    new.__class__ = mixed(ours, *map(type, old))
 
 
 @cache
-def mixed(ours: type, theirs: type) -> type:
-    """Return a subclass of `ours` whose instances are also instances of `theirs`."""
-    made = type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__, "__reduce_ex__": _reduced})
+def mixed(ours: type, *theirs: type) -> type:
+    """Return a subclass of `ours`, named as the first of `theirs`, whose instances are also instances of `theirs`."""
+    made = type(theirs[0].__name__, (ours, *theirs), {"__module__": ours.__module__, "__reduce_ex__": _reduced})
     made.forward = ours.forward  # type: ignore[attr-defined]  # undo wrappers that `theirs` adds to its subclasses
     return made
 
 
 def _reduced(self: nn.Module, protocol: Any) -> tuple:
-    """Pickle by the two base classes, because the mixed class cannot be imported by name."""
+    """Pickle by the base classes, because the mixed class cannot be imported by name."""
     return _empty, type(self).__bases__, self.__getstate__()  # type: ignore[attr-defined]
 
 
-def _empty(ours: Any, theirs: Any) -> Any:
-    return object.__new__(mixed(ours, theirs))
+def _empty(ours: Any, *theirs: Any) -> Any:
+    return object.__new__(mixed(ours, *theirs))

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures import bert, gpt, llama, mixtures
+from infuse.architectures import bert, gpt, llama, mixtures, t5
 from infuse.architectures.layer import Bound, LayerSpec
 from infuse.errors import SpecMismatch
 
-SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *mixtures.SPECS, *gpt.SPECS, *bert.SPECS)
+SPECS: tuple[LayerSpec, ...] = (*llama.SPECS, *mixtures.SPECS, *gpt.SPECS, *bert.SPECS, *t5.SPECS)
 
 
 BY_CLASS: Mapping[str, tuple[LayerSpec, ...]] = MappingProxyType(

@@ -67,7 +67,21 @@ class Alibi:
     argument: str
 
 
-Position = NoPosition | Rotary | RotaryTable | Alibi
+@dataclass(frozen=True)
+class RelativeBias:
+    """T5's bias from a table [buckets, heads], by the distance between query and key, in both directions.
+
+    `argument`: where a layer that has no `table` gets the bias of another layer; it also returns it. None: each layer
+    has its own. `buckets` and `farthest` (the distance from which the last bucket counts) are config keys or numbers.
+    """
+
+    table: str
+    argument: str | None = None
+    buckets: str | int = "relative_attention_num_buckets"
+    farthest: str | int = "relative_attention_max_distance"
+
+
+Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,7 @@ class GateShape:
 @dataclass(frozen=True)
 class Attention:
     """Self-attention. `module` is the attention module's path; transformers records attentions by its class.
+    `inner`: the module inside it that has its settings, if it has none itself.
 
     `heads`: a config key of a number, or of a list with one for each layer. `kv_heads`: a config key, a number, or None
     for one per query head. `scale`: an attribute of `module`, a number, or None for 1/sqrt(head width). `softcap` and
@@ -140,6 +155,7 @@ class Attention:
     passes: tuple[tuple[str, ...], ...] = ()
     norm_after: bool = False
     gate: OutputGate | None = None
+    inner: str = ""
 
     def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
@@ -172,6 +188,7 @@ class Attention:
             passes=self._passed(binder),
             norm_after=self.norm_after,
             gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
+            inner=self.inner,
         )
 
     def _passed(self, binder: Binder) -> tuple[tuple[str, str], ...]:
@@ -234,7 +251,20 @@ class Attention:
             if not any(path == position.buffer for path, _ in binder.layer.named_buffers()):
                 binder.differ(f"there is no buffer {position.buffer}")
             binder.fills.append(Fill(f"{name}.positions.table", (position.buffer,)))
-        return position
+        return self._relative(binder, name, position) if isinstance(position, RelativeBias) else position
+
+    def _relative(self, binder: Binder, name: str, position: RelativeBias) -> RelativeBias:
+        counts = [n if isinstance(n, int) else binder.count(n) for n in (position.buckets, position.farthest)]
+        bound = RelativeBias("", position.argument, *counts)
+        if position.table not in binder.parameters:
+            if position.argument is None:
+                binder.differ(f"there is no parameter {position.table}")
+            return bound
+        expected, found = (counts[0], binder.count(self.heads)), tuple(binder.claim(position.table).shape)
+        if found != expected:
+            binder.differ(f"{position.table} has shape {found}; buckets and heads make {expected}")
+        binder.fills.append(Fill(f"{name}.positions.table", (position.table,)))
+        return replace(bound, table=position.table)
 
     def _window(self, binder: Binder) -> int:
         if self.window is None or binder.of_this_layer(self.window.types) != self.window.value:
@@ -272,6 +302,7 @@ class AttentionShape(PartShape):
     passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     norm_after: bool = False
     gate: GateShape | None = None
+    inner: str = field(default="", repr=False)
 
     @property
     def all_heads(self) -> int:
@@ -293,6 +324,8 @@ class AttentionShape(PartShape):
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         found = list(super().parameters)
+        if isinstance(self.position, RelativeBias) and self.position.table:
+            found.append(Parameter("positions.table"))
         for name, norm, unit, count in self._norms():
             extents = self._extents(norm, unit, count)
             found += [Parameter(named(name, one.target), extents) for one in norm.parameters]

@@ -23,7 +23,7 @@ from infuse.errors import SpecMismatch
 # Residual shapes, drawn in layers/program.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
-TENSOR, TUPLE = "tensor", "tuple"  # return type of the layer's forward
+TENSOR, TUPLE, BIASED = "tensor", "tuple", "biased"  # return type of the layer's forward; BIASED: T5's, with its bias
 
 _NORMS = ("norm1", "norm2", "post1", "post2")
 
@@ -74,6 +74,8 @@ class LayerSpec:
             found = getattr(config, key, expected)
             if found != expected:
                 binder.differences.append(f"config.{key} is {found!r}; only {expected!r} is understood")
+        if binder.differences:  # the layer is of another kind, so that its parameters would all differ
+            raise SpecMismatch(self.layer.rpartition(".")[2], binder.differences)
         attn = self.attn.bind(binder, self.attn.module.partition(".")[0])
         mlp = self.mlp.bind(binder, "mlp")
         declared = {name: getattr(self, name) for name in _NORMS}

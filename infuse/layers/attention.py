@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
-        self.positions = make_positions(shape.position)
+        self.positions = make_positions(shape.position, shape.all_heads)
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
         self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
@@ -76,7 +76,7 @@ class Attention(nn.Module):
             k, v = in_order(tokens, k, v)
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
-            mask = self.allowed(mask, k.shape[2])
+            mask = positions.added(self.allowed(mask, k.shape[2]), q.dtype)
         if shape.head_counts:
             mask, bias = self._of_own_heads(mask), self._of_own_heads(bias)
         window = shape.window

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.attention import Alibi
-from infuse.architectures.layer import PARALLEL, TUPLE, LayerShape
+from infuse.architectures.attention import Alibi, RelativeBias
+from infuse.architectures.layer import BIASED, PARALLEL, TUPLE, LayerShape
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
@@ -27,6 +27,7 @@ from infuse.layers.named_attention import arguments_of_named, names_ours
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
+from infuse.layers.position import LearnedBias
 from infuse.layers.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of, run
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
@@ -83,7 +84,8 @@ class Block(InferenceModule):
             self._passed_by = {"mlp", *(norm for norm in norms if norms.count(norm) > 1)}
         self._one_call = make_one_call(self, self._program, bodies, index)
         self._heads = shape.attn.all_heads
-        self._bias_argument = shape.attn.position.argument if isinstance(shape.attn.position, Alibi) else None
+        position = shape.attn.position
+        self._bias_argument = position.argument if isinstance(position, (Alibi, RelativeBias)) else None
         self._index, self._layer = index, layer
         self._served = SERVED | NEUTRAL | {*shape.repeated, *filter(None, (self._bias_argument,))}
 
@@ -110,12 +112,17 @@ class Block(InferenceModule):
         mask = given("attention_mask")
         if mask is not None and more is None:
             check_mask(mask, self._layer)
+        bias = given(self._bias_argument) if self._bias_argument else None
+        positions = attention._modules["positions"]
+        if bias is None and isinstance(positions, LearnedBias):
+            bias = positions(hidden_states)
+            more = None if more is None else {**more, "position_bias": bias}
         inputs = Inputs(  # positional arguments are faster here
             mask,
             cache,
             given("position_embeddings"),
             given("position_ids"),
-            given(self._bias_argument) if self._bias_argument else None,
+            bias,
             given("is_causal"),
             bool(given("output_attentions")) or _weights_are_recorded(attention),
             self._heads,
@@ -130,14 +137,21 @@ class Block(InferenceModule):
             if packed is None and self._one_call is not None:
                 out = self._one_call(self, attention, hidden_states, inputs)
                 if out is not None:
-                    return (out, None) if self.shape.returns == TUPLE else out
+                    return self._returned(out, None, bias)
         x = hidden_states
         if packed is not None:
             x, inputs = packed.taken(x), inputs._replace(packed=packed)
         out, weights = run(self._chosen(attention, x), self, attention, x, inputs)
         if packed is not None:
             out = packed.spread(out)
-        return (out, weights) if self.shape.returns == TUPLE else out
+        return self._returned(out, weights, bias)
+
+    def _returned(self, out: Tensor, weights: Tensor | None, bias: Tensor | None) -> Any:
+        """What the original returns: BIASED hands its bias on to the next layer, and has no cross attention."""
+        returns = self.shape.returns
+        if returns == BIASED:
+            return out, bias, None
+        return (out, weights) if returns == TUPLE else out
 
     def _chosen(self, attention: nn.Module, x: Tensor) -> Program:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""

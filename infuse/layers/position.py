@@ -3,15 +3,17 @@
 `turns(inputs)` returns (cos, sin) or None, `bias(inputs, ...)` an additive bias or None. Nothing is derived from a
 config: RoPE variants and ALiBi slopes are the model's own.
 
-Suffixes: B batch, T new tokens, L keys, E rotated width.
+Suffixes: B batch, H heads, T new tokens, L keys, E rotated width.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.attention import Alibi, Position, Rotary, RotaryTable
+from infuse.architectures.attention import Alibi, Position, RelativeBias, Rotary, RotaryTable
 from infuse.errors import UnsupportedCall
 from infuse.layers.inputs import Inputs
 
@@ -26,6 +28,10 @@ class Positions(nn.Module):
 
     def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
         return None
+
+    def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask in the form in which attention gets it."""
+        return mask
 
 
 class PassedTurns(Positions):
@@ -77,8 +83,56 @@ class PassedBias(Positions):
         return passed.view(-1, inputs.heads, *passed.shape[1:])
 
 
-def make_positions(position: Position) -> Positions:
-    """Build the module for a declared position."""
+class LearnedBias(Positions):
+    """T5's bias: calls look it up by distance in a table [buckets, H], unless the model passes that of another layer.
+
+    A layer with neither adds zeros.
+    """
+
+    table: nn.Parameter | None
+
+    def __init__(self, position: RelativeBias, heads: int):
+        super().__init__()
+        assert isinstance(position.buckets, int) and isinstance(position.farthest, int), position
+        self._buckets, self._farthest, self._heads = position.buckets, position.farthest, heads
+        empty = torch.empty(position.buckets, heads) if position.table else None
+        self.register_parameter("table", None if empty is None else nn.Parameter(empty, requires_grad=False))
+
+    def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
+        return inputs.bias
+
+    def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask as an addend, because T5 adds it to the bias: a row that sees no key then sees all alike."""
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """The bias [1, H, T, T] for a call with the tokens of x."""
+        tokens, table = x_BTC.shape[1], self.table
+        if table is None:
+            return x_BTC.new_zeros(1, self._heads, tokens, tokens)
+        distances = torch.arange(1 - tokens, tokens, device=table.device)
+        by_distance = table.t()[:, self._bucket(distances)]  # [H, 2 T - 1]
+        return by_distance.unfold(1, tokens, 1).flip(1)[None]
+
+    def _bucket(self, distances: Tensor) -> Tensor:
+        """The bucket of each key position minus query position (Raffel et al. 2020, section 2.1).
+
+        Half of the buckets are for keys after the query. Half of the rest have one distance each, and the others grow
+        with the logarithm up to `farthest`.
+        """
+        half, near = self._buckets // 2, self._buckets // 4
+        far = distances.abs()
+        grown = torch.log(far.clamp(min=1).float() / near) / math.log(self._farthest / near) * (half - near)
+        grown = (near + grown.to(torch.long)).clamp(max=half - 1)
+        return torch.where(far < near, far, grown) + half * (distances > 0)
+
+
+def make_positions(position: Position, heads: int) -> Positions:
+    """Build the module for a declared position; `heads` are the query heads of all ranks."""
+    if isinstance(position, RelativeBias):
+        return LearnedBias(position, heads)
     if isinstance(position, Rotary):
         return PassedTurns(position.interleaved, position.in_halves)
     if isinstance(position, RotaryTable):
