@@ -117,16 +117,31 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers loads.
 
-    Those are the ones in `_keep_in_fp32_modules_strict`, and in float16 also in `_keep_in_fp32_modules` (T5, whose sums
-    exceed float16). transformers searches these in their names. They count if they are in float32 or on meta: a model
-    that was cast as a whole has them in 16 bits, and keeps them so.
+    Those are the ones in `_keep_in_fp32_modules_strict`, which transformers searches in their names, if they are in
+    float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so. In float16 linears in
+    `_keep_in_fp32_modules` count too if their caller casts to their dtype: T5's sums exceed float16.
     """
-    named = [name for module in model.modules() for kind in _kinds(dtype) for name in _names(module, kind)]
-    patterns = {name.replace("*", ".*") for name in named}
-    if not patterns or dtype.itemsize > 2:
+    if dtype.itemsize > 2:
         return frozenset()
-    found, parameters = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in parameters if found.search(name) and (p.is_meta or p.dtype == torch.float32))
+    patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
+    if dtype == torch.float16:
+        patterns |= {f"^{re.escape(name)}$" for name in _cast_to(model)}
+    if not patterns:
+        return frozenset()
+    found, named = re.compile("|".join(sorted(patterns))), model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if found.search(name) and (p.is_meta or p.dtype == torch.float32))
+
+
+def _cast_to(model: nn.Module) -> list[str]:
+    """Weights of the linears in `_keep_in_fp32_modules` whose caller casts its activations to their dtype."""
+    wide = {name for module in model.modules() for name in _names(module, "_keep_in_fp32_modules")}
+    callers = [(path, module) for path, module in model.named_modules() if wide and _reads_dtype(module)]
+    return [
+        f"{path}.{name}.weight"
+        for path, module in callers
+        for name, child in module.named_children()
+        if name in wide and isinstance(child, nn.Linear)
+    ]
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -151,7 +166,8 @@ def cast_buffers(
     These are rotary frequencies, the modules that transformers keeps in float32 for this dtype
     (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
-    named = [name for module in model.modules() for kind in _kinds(dtype) for name in _names(module, kind)]
+    attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
+    named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
     cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
@@ -165,11 +181,6 @@ def cast_buffers(
 
 def _is_ours(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "infuse"
-
-
-def _kinds(dtype: torch.dtype) -> tuple[str, ...]:
-    """The attributes that name what transformers keeps in float32 in models of `dtype`."""
-    return ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:
