@@ -271,10 +271,9 @@ KNOWN: dict[str, tuple[Any, Any]] = {
         embed_dim=16, depths=[1, 2], num_heads=[2, 4], image_size=32, patch_size=4, window_size=4,
     )),
     # experts stay whole
-    "exaone-moe": (t.ExaoneMoeModel, t.ExaoneMoeConfig(
-        **SMALL, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, head_dim=12,
-        n_group=1, topk_group=1, num_shared_experts=1, sliding_window=64, mlp_layer_types=["sparse"] * 2,
-        layer_types=["sliding_attention"] * 2,
+    "jamba": (t.JambaModel, t.JambaConfig(
+        **SMALL, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, attn_layer_period=1, attn_layer_offset=0,
+        expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False,
     )),
     # reads head counts from its config
     "phi3": (BY_NAME["phi3"].model, BY_NAME["phi3"].config(**BY_NAME["phi3"].values)),
