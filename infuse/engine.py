@@ -82,7 +82,7 @@ class InferenceEngine(nn.Module):
         mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
         if save_path:
             with self.group.on_all_or_none("init_inference"):
-                check_folder(save_path, mesh)
+                check_folder(save_path)
         with progress_bars(settings.progress) as progress:
             with interrupts.held_back():  # until the model is complete
                 if source is None:

@@ -1,10 +1,11 @@
-"""`--tp`: commands that start ranks. Rank 0 prints what one process prints; an error is one message; nothing is left
-behind.
+"""`--tp` and `--ep`: commands that start ranks. Rank 0 prints what one process prints; an error is one message;
+nothing is left behind.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from forked import Program
 from test_cli import PROMPT, folder, run  # noqa: F401  # the fixture
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import infuse
+from infuse.cli import ranks
+from infuse.cli.messages import fail
 
 ROOT = Path(__file__).parent.parent
 GENERATE = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32")
@@ -104,3 +111,55 @@ def children(pid: int) -> list[int]:
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
+
+
+# ---- mixtures
+
+
+@pytest.fixture(scope="module")
+def mixture(folder, tmp_path_factory):  # noqa: F811
+    """A saved tiny Mixtral with the other folder's tokenizer."""
+    path = tmp_path_factory.mktemp("mixture")
+    for file in folder.glob("tokenizer*"):
+        shutil.copyfile(file, path / file.name)
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+        pad_token_id=0,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_plans_of_ranks_that_divide_experts(mixture):
+    plan = ("plan", mixture, "--dtype", "float32")
+    out = run(*plan, "--ep", 2)[0]
+    assert "rank 0 of 2; experts on 2" in out and "2 of 4 experts on a rank" in out
+    out = run(*plan, "--tp", 2, "--ep", 2)[0]
+    assert "rank 0 of 4; experts on 2, each in 2 slices" in out
+    assert "too few for 8 ranks" in run(*plan, "--ep", 8)[0]
+    assert "--against with --ep" in run("bench", mixture, "--against", "eager", "--ep", 2, code=2)[1]
+
+
+def test_ranks_of_experts_start_and_generate(mixture, monkeypatch):
+    """How many ranks the options start, and what each of them is asked to do."""
+    started, asked = [], []
+    monkeypatch.setattr(ranks, "_launch", lambda size, command: started.append(size))
+    for options, size in ((("--ep", 2), 2), (("--tp", 2, "--ep", 3), 6), (("--tp", 2), 2)):
+        run("generate", mixture, *GENERATE, *options)
+        assert started.pop() == size
+    monkeypatch.setattr(infuse, "init_inference", lambda model, **keys: asked.append(keys) or fail("enough", 1))
+    monkeypatch.setattr("infuse.cli.app.as_ranks", lambda size: True)
+    run("generate", mixture, *GENERATE, "--tp", 2, "--ep", 3, code=1)
+    assert asked[0]["tensor_parallel"] == {"tp_size": 2} and asked[0]["moe"] == {"ep_size": 3}
+    assert asked[0]["checkpoint"] == str(mixture)  # each rank reads its own part
+
+
+@pytest.mark.slow
+def test_ranks_of_experts_shard_and_generate_what_one_process_generates(mixture, tmp_path):
+    wanted = run("generate", mixture, *GENERATE)[0]
+    out, err = command("shard", mixture, tmp_path, "--dtype", "float32", "--tp", 2, "--ep", 2)
+    assert "rank 0 of 4" in out and "refused" not in err and len(list(tmp_path.glob("*.safetensors"))) == 4
+    for options in (("--ep", 2), ("--tp", 2), ()):
+        assert command("generate", tmp_path, *GENERATE, *options)[0] == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ranks import Ranks, same
 from torch import Tensor
 
 import infuse
+from infuse.parallel.slices import Cut, Tiling
+from infuse.weights.names import placed
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 _MOE: dict[str, Any] = dict(GQA, num_experts_per_tok=2, moe_intermediate_size=48)
@@ -92,26 +95,73 @@ def test_quantized_parts_are_parts_of_the_quantized(name: str, way: str, format:
     assert not refused and (logits - exact).abs().max() / exact.square().mean().sqrt() < TOLERANCE
 
 
-def saves(folder: str, keys: dict[str, Any]) -> Any:
-    try:
-        return on_rank("mixtral", 1, 2, {"save_mp_checkpoint_path": folder, **keys})[0]
-    except infuse.ConfigError as error:
-        return str(error)
+def saves(name: str, way: str, folder: str, keys: dict[str, Any]) -> Tensor:
+    _, tp, ep = WAYS.get(way, (1, 1, 1))
+    return on_rank(name, tp, ep, {"save_mp_checkpoint_path": folder, **keys})[0]
 
 
-def loads(folder: str) -> Tensor:
-    model: Any = MIXTURES["mixtral"].make(seed=1)
-    engine = infuse.init_inference(model, checkpoint=folder, progress=False, moe={"ep_size": dist.get_world_size()})
+def loads(name: str, way: str, folder: str, more: dict[str, Any]) -> tuple[Tensor, list[str]]:
+    """Logits, and the tensors that differ from those of this rank's part of the original, cut and then quantized."""
+    _, tp, ep = WAYS.get(way, (1, 1, 1))
+    keys = dict(progress=False, tensor_parallel={"tp_size": tp, "tp_grain_size": 8}, ep_size=ep)
+    engine = infuse.init_inference(MIXTURES[name].make(seed=1), checkpoint=folder, **keys)
+    fresh = infuse.init_inference(MIXTURES[name].make(), dtype="fp32", verify="off", **keys, **more)
+    found, wanted = placed(engine.module), placed(fresh.module)
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     with torch.no_grad():
-        return engine(given()).logits
+        return engine(given()).logits, [key for key in found if not torch.equal(found[key], wanted[key])]
 
 
-def test_shards_of_whole_experts_are_read_by_as_many_ranks_or_by_one(ranks: Ranks, tmp_path: Path) -> None:
-    wanted = ranks.run(2, saves, str(tmp_path), {"quant": "int8:8"})[0]
-    assert all(torch.equal(found, wanted) for found in ranks.run(2, loads, str(tmp_path)))
-    engine = infuse.init_inference(MIXTURES["mixtral"].make(seed=1), checkpoint=str(tmp_path), progress=False)
-    with torch.no_grad():
-        assert (engine(given()).logits - wanted).abs().max() < 1e-4
+# Every way to read of what both divide and slice, and what each of the others wrote read by both.
+DEGREES = [
+    *(("mixtral", "both", reader, {"quant": "int8:8"}) for reader in ("both", "one", "experts", "width", "within")),
+    ("mixtral", "one", "both", {}), ("qwen2_moe", "experts", "both", {}), ("gpt_oss", "width", "both", {}),
+    ("gpt_oss", "both", "both", {"quant": "int4:8"}), ("gpt_oss", "both", "one", {"quant": "int4:8"}),
+    ("gpt_oss", "width", "width", {}), ("gpt_oss", "width", "one", {}), ("mixtral", "within", "experts", {}),
+    ("mixtral", "experts", "experts", {"quant": "int8:8"}), ("mixtral", "experts", "one", {"quant": "int8:8"}),
+    ("mixtral", "experts", "width", {"quant": "int8:8"}), ("mixtral", "three", "both", {"quant": "int4:8:asymmetric"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "writer", "reader", "keys"), DEGREES, ids=str)
+def test_shards_are_read_by_other_ranks_than_wrote_them(
+    name: str, writer: str, reader: str, keys: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Quantized and then cut is, bit for bit, cut and then quantized."""
+    sizes = [WAYS.get(way, (1, 1, 1))[0] for way in (writer, reader)]
+    saved = ranks.run(sizes[0], saves, name, writer, str(tmp_path), keys) if sizes[0] > 1 else [
+        saves(name, writer, str(tmp_path), keys)
+    ]  # fmt: skip
+    assert len(list(tmp_path.glob("*.safetensors"))) == sizes[0]
+    if sizes[1] > 1:
+        results = ranks.run(sizes[1], loads, name, reader, str(tmp_path), keys)
+    else:
+        results = [loads(name, reader, str(tmp_path), keys)]
+    for found, differing in results:
+        assert not differing
+        assert (found - saved[0]).abs().max() / saved[0].square().mean().sqrt() < TOLERANCE
+
+
+def test_slices_with_a_scale_for_each_row_are_not_merged(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, saves, "mixtral", "both", str(tmp_path), {"quant": "int8:row"})
+    with pytest.raises(infuse.CheckpointError, match="inputs of 2 ranks, each with a scale for its rows, would be mer"):
+        infuse.init_inference(MIXTURES["mixtral"].make(), checkpoint=str(tmp_path), progress=False)
+
+
+def test_an_index_of_parts_that_are_no_matrix_is_refused() -> None:
+    whole = [Cut(1, (half,), (8,), rows) for rows in ((0, 6), (6, 9)) for half in ((0, 4), (4, 8))]
+    tiling = Tiling.of(whole)
+    assert (tiling.length, tiling.width, tiling.bands) == (16, 8, ((0, 6), (6, 9)))
+    assert tiling.parts == (((0, 4),), ((4, 8),), ((8, 12),), ((12, 16),))
+    for cuts, told in (
+        (whole[:3], "position 12 of 16 is on no rank"),
+        (whole[2:], "rows .* do not follow each other"),
+        ([*whole[:2], Cut(1, ((0, 8),), (8,), (5, 9))], "do not follow"),
+        ([*whole[:3], replace(whole[3], rows=None)], "not cut alike"),
+        ([*whole[:3], replace(whole[3], sizes=(9,))], "not cut alike"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Tiling.of(cuts)
 
 
 def dies() -> None:

@@ -50,6 +50,10 @@ Verify = Annotated[
 Ranks = Annotated[
     int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")
 ]
+ExpertRanks = Annotated[
+    int | None,
+    typer.Option("--ep", min=1, help="Ranks that divide the experts of mixtures; with --tp: tp * ep ranks."),
+]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
 ]
@@ -74,17 +78,18 @@ def without_command(
 def show_plan(
     model_dir: Folder,
     tp: Ranks = None,
+    ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
-    """Print what would be done to a model and why, without reading its weights. With --tp: rank 0's plan."""
+    """Print what would be done to a model and why, without reading its weights. With --tp or --ep: rank 0's."""
     config = read_config(model_dir)
     with without_tracebacks():
         import infuse
 
-        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp)))
+        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep)))
 
 
 @app.command()
@@ -103,6 +108,7 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
     tp: Ranks = None,
+    ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
     verify: Verify = "sample",
@@ -112,7 +118,7 @@ def generate(
     if not sample and (temperature, top_p, seed) != (None, None, None):
         fail("--temperature, --top-p and --seed need --sample", WRONG_USE)
     config = read_config(model_dir, weights=True)
-    if not as_ranks(tp):
+    if not as_ranks((tp or 1) * (ep or 1)):
         return
     with without_tracebacks():
         import torch
@@ -123,7 +129,7 @@ def generate(
         prompt_tokens = inputs["input_ids"].shape[1]
         if prompt_tokens == 0:
             fail("the prompt has no tokens; give at least one character", WRONG_USE)
-        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep))
         if seed is not None:
             torch.manual_seed(seed)
         given = {"temperature": temperature, "top_p": top_p}
@@ -148,6 +154,7 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 3,
     tp: Ranks = None,
+    ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
     verify: Verify = "sample",
@@ -155,18 +162,18 @@ def bench(
 ) -> None:
     """Time prefill and decode on random tokens, and compare with the bounds of this machine's memory and arithmetic.
 
-    With --tp: rank 0's times, and the bounds for its part while all ranks probe.
+    With --tp or --ep: rank 0's times, and the bounds for its part while all ranks probe.
     """
     config = read_config(model_dir, weights=True)
-    if against and tp:
-        fail("--against with --tp: transformers alone runs on one rank", WRONG_USE)
-    if not as_ranks(tp):
+    if against and (tp or ep):
+        fail(f"--against with {'--tp' if tp else '--ep'}: transformers alone runs on one rank", WRONG_USE)
+    if not as_ranks((tp or 1) * (ep or 1)):
         return
     with without_tracebacks():
         import torch
 
         products = multiplications(empty_model(model_dir, config))
-        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep))
         model: Any = engine.module
         engine.group.share_random_state()  # all ranks draw the same prompts
         models = {"infuse": model}
@@ -190,6 +197,7 @@ def shard(
         Path, typer.Argument(metavar="OUT", help="Folder for the shards; config and tokenizer are copied to it.")
     ],
     tp: Ranks = None,
+    ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
     verify: Verify = "sample",
@@ -199,13 +207,13 @@ def shard(
     config = read_config(model_dir, weights=True)
     if out.resolve() == model_dir.resolve():
         fail("OUT is MODEL_DIR; give another folder for the shards", WRONG_USE)
-    if not as_ranks(tp):
+    if not as_ranks((tp or 1) * (ep or 1)):
         return
     with without_tracebacks():
         import infuse
 
         paths = {"checkpoint": str(model_dir), "save_mp_checkpoint_path": str(out)}
-        settings = _settings(dtype, quant, verify, device, tp)
+        settings = _settings(dtype, quant, verify, device, tp, ep)
         engine = infuse.init_inference(empty_model(model_dir, config), **paths, **settings)
         if engine.group.rank == 0:
             copy_rest(model_dir, out)
@@ -258,14 +266,20 @@ def env() -> None:
         Console().print(table)
 
 
-def _settings(dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None) -> dict[str, Any]:
+def _settings(
+    dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None, ep: int | None
+) -> dict[str, Any]:
     """The options as keyword arguments of init_inference and plan."""
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else None)
     given: dict[str, Any] = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
+    if tp or ep:
+        given["device"] = rank_device(device)
     if tp:
-        given |= {"device": rank_device(device), "tensor_parallel": {"tp_size": tp}}
+        given["tensor_parallel"] = {"tp_size": tp}
+    if ep:
+        given["moe"] = {"ep_size": ep}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -64,7 +64,7 @@ def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
     """The engine of a generative model, from its weights or its shards. Each rank reads its own part."""
     import infuse
 
-    if not (model_dir / SHARDS).is_file() and "tensor_parallel" not in settings:
+    if not (model_dir / SHARDS).is_file() and settings.keys().isdisjoint(("tensor_parallel", "moe")):
         return infuse.init_inference(load_generative(model_dir, config), **settings)
     model = _generative(empty_model(model_dir, config))
     return infuse.init_inference(model, checkpoint=str(model_dir), **settings)

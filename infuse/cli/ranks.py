@@ -1,4 +1,4 @@
-"""`--tp`: torchrun's own launcher, called in this process, runs the command again as several ranks.
+"""`--tp` and `--ep`: torchrun's own launcher, called in this process, runs the command again as several ranks.
 
 Rank 0 prints, the others are silent. If one fails, all end, with one message.
 """
@@ -20,12 +20,12 @@ from infuse.cli.messages import FAILED, LAUNCHED, WRONG_USE, fail, is_rank
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
-def as_ranks(size: int | None) -> bool:
+def as_ranks(size: int) -> bool:
     """Whether this process runs the command. If not, `size` ranks were started and have run the same command line.
 
     Exits with a message if a rank fails, or on Ctrl-C.
     """
-    if size is None or size == 1:
+    if size == 1:
         return True
     if is_rank():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher gets the signal too; a rank needs no traceback

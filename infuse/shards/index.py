@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from infuse.config.quant import Quant
 from infuse.config.values import Format, parse_dtype, parse_format
 from infuse.errors import CheckpointError
-from infuse.parallel.slices import Cut, Tiling
+from infuse.parallel.slices import Cut, Range, Tiling
 from infuse.weights.sources import SAVED, inside, read_json
 
 FORMAT = "infuse-4"
@@ -32,9 +32,13 @@ def seal(index: Mapping[str, Any]) -> str:
 
 
 def cut_text(cut: Cut) -> str:
-    """A rank's part of a tensor as text for the index: "axis 0 of 96: 0:24 48:60", in positions of the whole."""
+    """A rank's part of a tensor as text for the index: "axis 0 of 96: 0:24 48:60", in positions of the whole.
+
+    A part of both axes has its rows behind: "axis 1 of 64: 0:32, rows 0:48".
+    """
     ranges = " ".join(f"{start}:{stop}" for start, stop in cut.ranges)
-    return f"axis {cut.axis} of {cut.whole_length}: {ranges}"
+    rows = "" if cut.rows is None else f", rows {cut.rows[0]}:{cut.rows[1]}"
+    return f"axis {cut.axis} of {cut.whole_length}: {ranges}{rows}"
 
 
 def checksums_text(checksums: tuple[int, ...]) -> str:
@@ -42,13 +46,18 @@ def checksums_text(checksums: tuple[int, ...]) -> str:
 
 
 def _cut(text: Any) -> Cut:
-    head, _, ranges = str(text).partition(": ")
+    head, _, parts = str(text).partition(": ")
+    ranges, _, rows = parts.partition(", rows ")
     axis, length = (int(number) for number in head.removeprefix("axis ").split(" of "))
-    pairs = (pair.split(":") for pair in ranges.split())
-    found = Cut(axis, tuple((int(start), int(stop)) for start, stop in pairs), (length,))
-    if axis < 0 or not all(0 <= start < stop <= length for start, stop in found.ranges):
+    found = Cut(axis, _ranges(ranges), (length,), *_ranges(rows))
+    if axis < 0 or (rows and axis == 0) or not all(0 <= start < stop <= length for start, stop in found.ranges):
         raise ValueError(f"no part of {length} positions on axis {axis}: {ranges}")
     return found
+
+
+def _ranges(text: str) -> tuple[Range, ...]:
+    pairs = (pair.split(":") for pair in text.split())
+    return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
 def _checksums(text: Any) -> tuple[int, ...]:
@@ -115,27 +124,20 @@ class SavedIndex(_Record):
 
     @cached_property
     def tilings(self) -> dict[str, Tiling]:
-        """How the ranks' parts form each tensor that they split."""
-        first, *others = self.files
+        """How the ranks' parts form each tensor that they split. Some biases are on one rank of several."""
         found = {}
-        for name, cut in first.cuts.items():
-            cuts = [cut, *(file.cuts[name] for file in others if name in file.cuts)]
-            if len({(one.axis, one.whole_length) for one in cuts}) != 1 or len(cuts) != len(self.files):
-                raise ValueError(f"{name} is not cut alike on all ranks")
-            found[name] = Tiling(cut.axis, cut.whole_length, tuple(one.ranges for one in cuts))
+        for name in dict.fromkeys(name for file in self.files for name in file.cuts):
+            try:
+                found[name] = Tiling.of([file.cuts.get(name) for file in self.files])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         return found
 
     @model_validator(mode="after")
     def _files_make_up_the_tensors(self) -> SavedIndex:
         if len({file.name for file in self.files}) < len(self.files):
             raise ValueError("a file stands twice")
-        if more := {name for file in self.files for name in file.cuts} - self.tilings.keys():
-            raise ValueError(f"{min(more)} is not cut alike on all ranks")
-        for name, tiling in self.tilings.items():
-            try:
-                tiling.spans()
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        _ = self.tilings  # ValueError if they make up no tensor
         return self
 
 

@@ -149,15 +149,18 @@ def _cut_faults(step: Step, formats: Mapping[str, str], tilings: Mapping[str, Ti
     faults = []
     for fill in (fill for fill in step.fills if fill.target in formats):
         name, format = f"{step.path}.{fill.target}", quant_format(_format_of_part(fill, formats[fill.target]))
-        saved = tilings.get(name)
-        if saved is None and fill.cut is not None:
-            saved = Tiling(fill.cut.axis, fill.cut.whole_length, (((0, fill.cut.whole_length),),))
+        saved, cut = tilings.get(name), fill.cut
+        if cut is not None and (saved is None or saved.axis < cut.axis):
+            saved = Tiling(cut.axis, cut.whole_length, (((0, cut.whole_length),),))
         if saved is None or saved.axis == 0:
             continue
-        parts = taken(saved.spans(), fill.cut.ranges if fill.cut else [(0, saved.length)])
+        inputs = cut.ranges if cut is not None and cut.axis == saved.axis else [(0, saved.width)]
+        bands = range(max(len(saved.bands), 1))
+        of_bands = [taken(saved.spans(), saved.in_band(band, inputs)) for band in bands]
+        most, parts = max(map(len, of_bands)), [part for of_band in of_bands for part in of_band]
         unit = format.group_size or format.pack
-        if format.group_size is None and len(parts) > 1:
-            what = f"inputs of {len(parts)} ranks, each with a scale for its rows, would be merged"
+        if format.group_size is None and most > 1:
+            what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
             faults.append(f"{name}: {format}: {what}; formats with groups can be")
         elif cut_at := sorted({end for part in parts for end in (part.start, part.stop) if end % unit}):
             what = f"groups of {unit} inputs" if format.group_size else f"bytes of {unit} inputs"

@@ -25,7 +25,6 @@ from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import QuantizedExpertMatrix, stored_body
 from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
-from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import Cut
 from infuse.plan.plan import Plan
 from infuse.plan.step import EXPERTS, Step
@@ -124,13 +123,8 @@ def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:
     return (tensor.t() if turned else tensor,)
 
 
-def check_folder(folder: str, mesh: Mesh = ONE) -> None:
-    """Create `folder`; CheckpointError if shards cannot be written there, ConfigError if these ranks cannot save."""
-    if mesh.ep > 1 and mesh.slices > 1:
-        raise ConfigError(
-            f"save_mp_checkpoint_path: {mesh.size} ranks share experts and slice each of them, and shards cut a tensor "
-            "along one axis; possible: tp_size or ep_size alone"
-        )
+def check_folder(folder: str) -> None:
+    """Create `folder`; CheckpointError if shards cannot be written there."""
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -143,8 +137,8 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False)
     `maps`: experts are to be mapped.
     """
     own, rank = cuts(plan), plan.mesh.rank
-    alike = index.tp_size == plan.mesh.size and own.keys() == index.tilings.keys()
-    alike = alike and all(index.tilings[name].parts[rank] == cut.ranges for name, cut in own.items())
+    alike = index.tp_size == plan.mesh.size and index.files[rank].cuts.keys() == own.keys()
+    alike = alike and all(_part(index.files[rank].cuts[name]) == _part(cut) for name, cut in own.items())
     form, paths = f"the shards of {folder / SAVED}", [folder / file.name for file in index.files]
     wanted = [paths[rank]] if alike else paths
     if missing := [str(path) for path in wanted if not path.is_file()]:
@@ -158,6 +152,11 @@ def open_shards(folder: Path, index: SavedIndex, plan: Plan, maps: bool = False)
         )
     checksums = [file.checksums for file in index.files]
     return SavedShards(form, paths, index.tilings, checksums, rank if alike else None, layouts, maps)
+
+
+def _part(cut: Cut) -> Cut:
+    """The part without the sources that it is made from."""
+    return replace(cut, sizes=(cut.whole_length,))
 
 
 def _cuts_panels(path: str, own: Mapping[str, Cut], index: SavedIndex) -> bool:
