@@ -1,4 +1,4 @@
-"""Allocate tensors on 2 MiB pages.
+"""Allocate tensors on 2 MiB pages; lay out convolutions for their kernels.
 
 Every token reads all weights. With 4 KiB pages, address translation costs a virtual machine a fifth of its read
 bandwidth (27 instead of 34 GB/s). Linux provides large pages if asked before the memory is first touched.
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PAGE_BYTES = 1 << 21
 LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors stay on ordinary pages
@@ -46,6 +46,16 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 def copied(source: Tensor, dtype: torch.dtype) -> Tensor:
     """`source` in `dtype`: a contiguous copy on large pages if possible and large enough, else source.to(dtype)."""
     return empty(source.shape, dtype).copy_(source) if _pays(source, dtype) else source.to(dtype)
+
+
+def channels_last(model: nn.Module) -> None:
+    """Lay out the weights of `model`'s 2-d convolutions in place with channels innermost, as their inputs then are.
+
+    oneDNN and cuDNN multiply in this layout; others are converted in each call: a quarter of the time of SD's VAE.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
 def _pays(tensor: Tensor, dtype: torch.dtype) -> bool:

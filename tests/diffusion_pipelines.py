@@ -180,6 +180,9 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The pipeline `name` with random weights from a fixed seed, in `dtype`, without progress bars."""
     torch.manual_seed(0)
     pipe = PIPELINES[name]() if name in PIPELINES else globals()[name]()
+    for model in pipe.components.values():
+        if isinstance(model, torch.nn.Module):
+            model.eval()  # as from_pretrained does
     if dtype != torch.float32:
         pipe = pipe.to(dtype)
     pipe.set_progress_bar_config(disable=True)

@@ -277,7 +277,7 @@ def test_what_replaces_layers_validates_and_is_not_available():
     with pytest.raises(ConfigError, match="dtipe"):
         module_inject.replace_transformer_layer(None, Model(), None, {"dtipe": "fp16"}, None)
     assert module_inject.generic_injection(Model(), dtype=torch.float16) is None
-    with pytest.raises(NotAvailable, match="parts of a SimplePipeline"):
+    with pytest.raises(ConfigError, match="module: found SimplePipeline; possible: a pipeline of diffusers"):
         module_inject.generic_injection(type("SimplePipeline", (), {})(), dtype=torch.float16)
     with pytest.raises(ConfigError, match="dtype"):
         module_inject.generic_injection(Model(), dtype="fp12")

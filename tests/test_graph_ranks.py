@@ -288,7 +288,7 @@ def without_capturable_collectives(keys: dict[str, Any]) -> tuple[list[str], str
     with pytest.MonkeyPatch.context() as monkey, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         backend = FakeBackend()
-        monkey.setattr("infuse.engine.backend_for", lambda device: backend)
+        monkey.setattr("infuse.engine.model.backend_for", lambda device: backend)
         engine = engine_of("llama", **keys)
         right = torch.equal(engine.generate(**given(), max_new_tokens=NEW), exact())
         return (
@@ -316,7 +316,7 @@ def out_of_memory(on: tuple[int, ...], call: str, timeout_s: float) -> tuple[str
     """
     keys: dict[str, Any] = {"tensor_parallel": {"tp_size": dist.get_world_size(), "timeout_s": timeout_s}}
     with pytest.MonkeyPatch.context() as monkey:
-        monkey.setattr("infuse.engine.backend_for", lambda device: FakeBackend())
+        monkey.setattr("infuse.engine.model.backend_for", lambda device: FakeBackend())
         engine = engine_of("llama", dict(tie_word_embeddings=False), enable_cuda_graph=False, **keys)
     module = engine.module
     layer = module.model.layers[1] = Greedy(module.model.layers[1])

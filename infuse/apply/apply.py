@@ -6,6 +6,7 @@ Peak memory is the model plus the merged matrices of one layer. A step that fail
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,45 +20,79 @@ from infuse.dtype_cast import cast_buffers, cast_parameters
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
+from infuse.plan.step import Left, Step
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.loader import LayerSource
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 
 
-def apply(
+@dataclass(frozen=True)
+class Proven:
+    """A plan whose steps were proven; `carry_out` makes the replacements in the source's model."""
+
+    plan: Plan
+    source: LayerSource
+    builder: Builder
+    accepted: list[Step]
+    left: list[Left]
+    notes: list[str]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
+
+    @torch.no_grad()
+    def carry_out(self, progress: Progress | None = None) -> Plan:
+        """Return the plan as executed, with refused steps among `left`."""
+        model, source, dtype = self.model, self.source, self.plan.dtype
+        swaps = Swaps(self.builder, self.accepted)
+        for done, step in enumerate(self.accepted):
+            source.step()
+            swaps.swap(step)
+            if progress:
+                progress(done + 1, len(self.accepted), "replacing")
+        source.finish()
+        if quantized_by(model) is None:
+            cast_parameters(model, dtype)
+            cast_buffers(model, dtype, source.put)
+        return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
+
+
+def prove(
     plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL
-) -> Plan:
-    """Execute `plan` on a live `model` in place; return the plan as executed, with refused steps among `left`.
+) -> Proven:
+    """Prove the steps of `plan` on a live `model`, in which nothing is replaced yet.
 
     `group` holds the ranks of the plan's mesh; all of them take part, also in every proof. Raises ProofError under
-    verify="strict" if a step fails its proof; nothing has been swapped then. Raises RankError if another rank decided
-    otherwise or is gone.
+    verify="strict" if a step fails its proof. Raises RankError if another rank decided otherwise or is gone.
     """
     group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1:
         agree_on_weights(group, model, live_sums(model))
-    return carry_out(plan, LayerSource(model), config, progress, group)
+    return _proven(plan, LayerSource(model), config, progress, group)
+
+
+def apply(
+    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL
+) -> Plan:
+    """Execute `plan` on a live `model` in place, after `prove`; return the plan as executed."""
+    return prove(plan, model, config, progress, group).carry_out(progress)
 
 
 def carry_out(
     plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
 ) -> Plan:
     """Like `apply`, but with the values of `source`; the ranks have already agreed on the plan and the values."""
-    model, builder = source.model, Builder(source, plan.dtype, group)
-    with torch.no_grad():
-        source.begin(progress)
-        proofs = Proofs(plan, config, builder)
-        proofs.run(progress)
-        accepted, left = proofs.accepted()
-        swaps = Swaps(builder, accepted)
-        for done, step in enumerate(accepted):
-            source.step()
-            swaps.swap(step)
-            if progress:
-                progress(done + 1, len(accepted), "replacing")
-        source.finish()
-        if quantized_by(model) is None:
-            cast_parameters(model, plan.dtype)
-            cast_buffers(model, plan.dtype, source.put)
-    return plan.with_left(left, accepted, parameter_bytes(model), proofs.notes)
+    return _proven(plan, source, config, progress, group).carry_out(progress)
+
+
+@torch.no_grad()
+def _proven(
+    plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
+) -> Proven:
+    builder = Builder(source, plan.dtype, group)
+    source.begin(progress)
+    proofs = Proofs(plan, config, builder)
+    proofs.run(progress)
+    return Proven(plan, source, builder, *proofs.accepted(), proofs.notes)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from infuse.config.inference import InferenceConfig
+from infuse.engine import init_inference
+from infuse.engine.pipeline import is_pipeline
 from infuse.errors import ConfigError, NotAvailable
 from infuse.unknown.roles import row_names
 
@@ -162,10 +164,17 @@ def replace_transformer_layer(
 
 
 def generic_injection(module: Any, dtype: Any = None, enable_cuda_graph: bool = True) -> None:
-    """Replaces parts of a diffusers pipeline in DeepSpeed. Does nothing for an nn.Module, else raises NotAvailable."""
-    InferenceConfig.make(dtype=dtype, enable_cuda_graph=enable_cuda_graph)
-    if not isinstance(module, nn.Module):
-        raise NotAvailable(f"generic_injection: this version does not replace the parts of a {type(module).__name__}")
+    """Replace the layers of a diffusers pipeline in place. Does nothing for an nn.Module, as in DeepSpeed.
+
+    Raises ConfigError for anything else.
+    """
+    settings = InferenceConfig.make(dtype=dtype, enable_cuda_graph=enable_cuda_graph)
+    if is_pipeline(module):
+        init_inference(module, settings)
+    elif not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"module: found {type(module).__name__}; possible: a pipeline of diffusers, or an nn.Module, which stays"
+        )
 
 
 def _check_model(model: Any) -> None:

@@ -56,11 +56,14 @@ from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
 
-def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE) -> Plan:
+def make_plan(
+    model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, *, in_pipeline: bool = False
+) -> Plan:
     """Decide what replaces each module of `model`. The model is not changed.
 
     ConfigError if the device cannot compute in the dtype or map experts, or if a pattern of
-    `quant.weight.post_init_quant` matches no linear, or if `moe.moe_experts` are not the model's.
+    `quant.weight.post_init_quant` matches no linear, unless the model is `in_pipeline` beside others, or if
+    `moe.moe_experts` are not the model's.
     """
     dtype = config.resolved_dtype(device)
     if config.experts == "mmap" and device.kind != "cpu":
@@ -79,7 +82,7 @@ def make_plan(model: nn.Module, config: InferenceConfig, device: Device, mesh: M
         for name, paths in decision.torchs_own.items():
             more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
             decision.leave(paths[0], f"{name} stays PyTorch's{more}")
-        notes = decision.formats.check(model)
+        notes = decision.formats.check(model, among_others=in_pipeline)
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"

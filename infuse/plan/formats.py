@@ -78,13 +78,15 @@ class Formats:
         told = ", ".join(f"{name} in {format}" for name, format in zip(names, chosen, strict=True))
         return f"{told} cannot be one matrix"
 
-    def check(self, model: nn.Module) -> list[str]:
+    def check(self, model: nn.Module, *, among_others: bool) -> list[str]:
         """Return notes on patterns that match only tables.
 
-        ConfigError if a pattern matches nothing or gives a linear a second format.
+        ConfigError if a pattern matches nothing, unless `among_others`, or gives a linear a second format.
         """
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         unmatched = [pattern for pattern in self._by_name if not any(pattern in path for path in self._linears)]
+        if among_others:
+            unmatched = []
         missing = [pattern for pattern in unmatched if not any(pattern in name for name in tables)]
         problems = [f"{_KEY}: {pattern!r} is in no linear's path" for pattern in missing]
         if problems:

@@ -6,7 +6,7 @@ Rows that differ only in one number of their path are printed as one: `layers.{0
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -174,15 +174,23 @@ def _formats_text(step: Step) -> str:
 class Report(str):
     """Text of a report; notebooks show its plan as a table."""
 
-    _plan: Plan
-    _rest: str
+    _html: str
 
     @classmethod
     def of(cls, plan: Plan, rest: Iterable[str]) -> Report:
         lines = list(rest)
         report = cls("\n".join([str(plan), *lines]))
-        report._plan, report._rest = plan, "\n".join(lines)
+        rest = "\n".join(lines)
+        report._html = f"{plan._repr_html_()}<pre>{escape(rest)}</pre>"
+        return report
+
+    @classmethod
+    def of_several(cls, reports: Mapping[str, Report], rest: str) -> Report:
+        """The reports of several models by their names, and a last line."""
+        report = cls("\n".join([*(f"{name}: {one}" for name, one in reports.items()), rest]))
+        parts = [f"<h4>{escape(name)}</h4>{one._repr_html_()}" for name, one in reports.items()]
+        report._html = "".join([*parts, f"<pre>{escape(rest)}</pre>"])
         return report
 
     def _repr_html_(self) -> str:
-        return f"{self._plan._repr_html_()}<pre>{escape(self._rest)}</pre>"
+        return self._html

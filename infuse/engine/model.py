@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,22 +13,26 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infuse import interrupts
-from infuse.apply.apply import apply
+from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values
+from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.errors import ConfigError, InfuseError, NotAvailable
+from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import QuantizedLinear
 from infuse.logs import log, progress_bars, warn
+from infuse.memory import channels_last
+from infuse.parallel.group import Group
 from infuse.parallel.join import join
+from infuse.parallel.mesh import Mesh
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
-from infuse.plan.step import BLOCK, EXPERTS, LINEAR
+from infuse.plan.step import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.sessions import decodes
 from infuse.shards.save import check_folder, save
@@ -40,26 +44,35 @@ if TYPE_CHECKING:
 _KEPT_CACHES = 16
 
 
-def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan:
-    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table. With
-    several ranks, rank 0's plan.
-    """
-    settings = InferenceConfig.make(config, **kwargs)
-    _check_model(model)
-    with interrupts.held_back():  # layers without a spec run on meta, with hooks on them
-        return make_plan(model, settings, Device.of(settings.device or _device_of(model)), settings.ranks.mesh())
+@dataclass(frozen=True)
+class Prepared:
+    """A live model for which everything is decided and proven, and nothing is replaced yet."""
+
+    settings: InferenceConfig
+    device: Device
+    group: Group
+    decided: Plan
+    proven: Proven
 
 
-def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
+def planned(model: nn.Module, settings: InferenceConfig, in_pipeline: bool = False) -> Plan:
+    """The plan for `model`, which is not changed."""
+    device = Device.of(settings.device or _device_of(model))
+    return make_plan(model, settings, device, settings.ranks.mesh(), in_pipeline=in_pipeline)
 
-    The configuration is that of `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path,
-    keywords, or both. With `checkpoint` the values come from there, and the model may be on meta. Raises ConfigError
-    for wrong configuration, NotAvailable for features that this version lacks, CheckpointError for files that are
-    missing, broken or another model's, and ProofError under verify="strict"; the model is unharmed after any of them.
-    Gradients do not pass through replaced layers.
-    """
-    return InferenceEngine(model, config, **kwargs)
+
+def prepared(
+    model: nn.Module, settings: InferenceConfig, group: Group, mesh: Mesh, progress: Progress | None,
+    *, in_pipeline: bool = False,
+) -> Prepared:  # fmt: skip
+    """Decide and prove the replacements in a live `model`, which is moved to its device and set to evaluation."""
+    device = Device.of(settings.device or _device_of(model))
+    decided = make_plan(model, settings, device, mesh, in_pipeline=in_pipeline)
+    _move(model, device.torch_device)
+    model.eval()
+    if is_component(model):
+        channels_last(model)  # before the proofs, which then see the tensors that calls will have
+    return Prepared(settings, device, group, decided, prove(decided, model, settings, progress, group))
 
 
 class InferenceEngine(nn.Module):
@@ -74,9 +87,9 @@ class InferenceEngine(nn.Module):
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
-        _check_model(model)
+        check_model(model)
         source, _, save_path = settings.checkpoint_files
-        _check_weights(model, from_checkpoint=source is not None)
+        check_weights(model, from_checkpoint=source is not None)
         device = Device.of(settings.device or _device_of(model))
         timeout_s = settings.tensor_parallel.timeout_s
         mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
@@ -87,21 +100,36 @@ class InferenceEngine(nn.Module):
             with interrupts.held_back():  # until the model is complete
                 if source is None:
                     with self.group.on_all_or_none("init_inference"):
-                        decided = make_plan(model, settings, device, mesh)
-                        _move(model, device.torch_device)
-                        model.eval()
-                        self.plan = apply(decided, model, settings, progress, group=self.group)
+                        ready = prepared(model, settings, self.group, mesh, progress)
+                        self.plan = ready.proven.carry_out(progress)
+                    decided = ready.decided
                 else:
                     loaded = load(model, settings, device, mesh, self.group, progress)
                     decided, self.plan, settings = loaded.decided, loaded.done, loaded.config
-                self.module = model
-                self.eval()  # keeps engine.training in sync with the model
-                self._handles = self._install(settings, device)
+                self._hold(model, settings, device)
             if save_path:
                 save(model, self.plan, settings, save_path, self.group, progress)
+        tell({"": (decided, self.plan)})
+
+    @classmethod
+    def of_component(cls, ready: Prepared, progress: Progress | None) -> InferenceEngine:
+        """Carry out what was prepared for a component of a pipeline, which tells the plans of all components itself."""
+        engine = cls.__new__(cls)
+        nn.Module.__init__(engine)
+        engine.settings, engine.group = ready.settings, ready.group
+        engine.plan = ready.proven.carry_out(progress)
+        engine._hold(ready.proven.model, ready.settings, ready.device)
+        return engine
+
+    def _hold(self, model: nn.Module, settings: InferenceConfig, device: Device) -> None:
+        """Take over the complete `model`: install what belongs to an engine on it."""
+        if is_component(model):
+            channels_last(model)  # weights that were cast or built anew
+        self.module = model
+        self.eval()  # keeps engine.training in sync with the model
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
-        self._tell(decided)
+        self._handles = self._install(settings, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
@@ -153,7 +181,8 @@ class InferenceEngine(nn.Module):
     def report(self) -> Report:
         """The replaced layers, the memory before and after, and the profiles so far."""
         depths = Counter(step.depth for step in self.plan.steps)
-        done = f"{depths[BLOCK]} blocks and {depths[LINEAR]} linears replaced"
+        modules = f"{depths[MODULE]} modules, " if depths[MODULE] else ""
+        done = f"{modules}{depths[BLOCK]} blocks and {depths[LINEAR]} linears replaced"
         done += f", and the experts of {depths[EXPERTS]} layers" if depths[EXPERTS] else ""
         now = f"memory: {self.plan.before_bytes / 1e6:,.1f} MB before, {parameter_bytes(self.module) / 1e6:,.1f} MB now"
         return Report.of(self.plan, [done, now, *map(str, self._profiles)])
@@ -200,7 +229,7 @@ class InferenceEngine(nn.Module):
             replaced.warns_of_training = True
         return install(
             self.module,
-            limit_tokens=settings.max_out_tokens,
+            limit_tokens=None if is_component(self.module) else settings.max_out_tokens,
             min_new_tokens=settings.min_out_tokens,
             caches=any(decodes(step) for step in self.plan.steps),
             graphs=self._graphs(settings, device),
@@ -220,31 +249,40 @@ class InferenceEngine(nn.Module):
             steps = forward = False
         return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
 
-    def _tell(self, decided: Plan) -> None:
-        """Log the plan. Warn once each of its notes, of refused steps, and if nothing was accelerated."""
-        counts = len(self.plan.steps), len(decided.steps)
-        log.info("%s: %d of %d replacements done, memory %s", title(self.plan), *counts, memory(self.plan))
-        log.debug("%s", self.plan)
-        for note in self.plan.notes:
-            warn(f"infuse: {note}", stacklevel=4)
-        done = {(step.path, step.depth) for step in self.plan.steps}
+
+def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:
+    """Log plans, as decided and as executed, by the name of their component: "" for a model alone.
+
+    Warn once each of their notes, of refused steps, and if nothing was accelerated in any of them.
+    """
+    for note in dict.fromkeys(note for _, done in plans.values() for note in done.notes):
+        warn(f"infuse: {note}", stacklevel=4)
+    for name, (decided, done) in plans.items():
+        of = f"{name}: " if name else ""
+        counts = len(done.steps), len(decided.steps)
+        log.info("%s%s: %d of %d replacements done, memory %s", of, title(done), *counts, memory(done))
+        log.debug("%s", done)
+        made = {(step.path, step.depth) for step in done.steps}
         # Counted by depth too: linears may have replaced the parts of a refused block.
-        refused = sum((step.path, step.depth) not in done for step in decided.steps)
+        refused = sum((step.path, step.depth) not in made for step in decided.steps)
         if refused:
-            why = next(left for left in self.plan.left if left.why.startswith("refused"))
+            why = next(left for left in done.left if left.why.startswith("refused"))
             total = len(decided.steps)
-            warn(f"infuse: {refused} of {total} replacements were refused, e.g. {why.path}: {why.why}", stacklevel=4)
-        if not self.plan.steps:
-            reasons = "; ".join(dict.fromkeys(left.why for left in self.plan.left))
+            text = f"infuse: {of}{refused} of {total} replacements were refused, e.g. {why.path}: {why.why}"
+            warn(text, stacklevel=4)
+    if not any(done.steps for _, done in plans.values()):
+        for _, done in plans.values():
+            reasons = "; ".join(dict.fromkeys(left.why for left in done.left))
             reasons = reasons or "it has no layers that infuse knows"
-            warn(f"infuse: NOTHING IS ACCELERATED in {self.plan.model}: {reasons}", stacklevel=4)
+            warn(f"infuse: NOTHING IS ACCELERATED in {done.model}: {reasons}", stacklevel=4)
 
 
 def _after_destroy(*args: Any, **kwargs: Any) -> None:
     raise InfuseError("destroy() freed the weights of this engine: load the model and call init_inference again")
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """ConfigError for anything that is not a model."""
     if isinstance(model, nn.Module):
         return
     if isinstance(getattr(model, "model", None), nn.Module):
@@ -252,13 +290,13 @@ def _check_model(model: Any) -> None:
             f"a {type(model).__name__} was given; give its model: pipe.model = infuse.init_inference(pipe.model, ...)"
         )
     if isinstance(getattr(model, "components", None), dict):
-        raise NotAvailable(
-            f"a {type(model).__name__} was given: diffusion pipelines are not in this version; give one of its modules"
+        raise ConfigError(
+            f"a {type(model).__name__} was given, a pipeline that is not diffusers' own: give one of its modules"
         )
     raise ConfigError(f"a torch.nn.Module is needed, {type(model).__name__} was given")
 
 
-def _check_weights(model: nn.Module, from_checkpoint: bool) -> None:
+def check_weights(model: nn.Module, from_checkpoint: bool) -> None:
     if from_checkpoint:
         library = quantized_by(model)
         if library:

@@ -1,0 +1,51 @@
+"""What the user holds: a model's engine or a pipeline's, and the two functions that make them."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from torch import nn
+
+from infuse import interrupts
+from infuse.config.inference import InferenceConfig
+from infuse.engine.model import InferenceEngine, check_model, planned
+from infuse.engine.pipeline import PipelineEngine, PipelinePlan, is_pipeline, pipeline_plan
+from infuse.plan.plan import Plan
+
+__all__ = ["InferenceEngine", "PipelineEngine", "PipelinePlan", "init_inference", "plan"]
+
+
+@overload
+def plan(model: nn.Module, config: Any = None, **kwargs: Any) -> Plan: ...
+@overload
+def plan(model: Any, config: Any = None, **kwargs: Any) -> Any: ...
+def plan(model: Any, config: Any = None, **kwargs: Any) -> Any:
+    """What `init_inference` would do to `model` (live or on meta), without doing it; `str` of it is a table.
+
+    Of a pipeline of diffusers, a PipelinePlan. With several ranks, rank 0's plan.
+    """
+    settings = InferenceConfig.make(config, **kwargs)
+    with interrupts.held_back():  # layers without a spec run on meta, with hooks on them
+        if is_pipeline(model):
+            return pipeline_plan(model, settings)
+        check_model(model)
+        return planned(model, settings)
+
+
+@overload
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine: ...
+@overload
+def init_inference(model: Any, config: Any = None, **kwargs: Any) -> Any: ...
+def init_inference(model: Any, config: Any = None, **kwargs: Any) -> Any:
+    """Make `model` fast in place and return it as an engine with the same `forward()` and `generate()`.
+
+    A pipeline of diffusers is returned as a PipelineEngine with the same call. The configuration is that of
+    `deepspeed.init_inference` (see InferenceConfig): nothing, a dict, a JSON path, keywords, or both. With `checkpoint`
+    the values come from there, and the model may be on meta. Raises ConfigError for wrong configuration, NotAvailable
+    for features that this version lacks, CheckpointError for files that are missing, broken or another model's, and
+    ProofError under verify="strict"; the model is unharmed after any of them. Gradients do not pass through replaced
+    layers.
+    """
+    if is_pipeline(model):
+        return PipelineEngine(model, config, **kwargs)
+    return InferenceEngine(model, config, **kwargs)

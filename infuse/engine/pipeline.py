@@ -1,0 +1,178 @@
+"""PipelineEngine: a pipeline of diffusers with the layers of its models replaced, each model by a plan of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from infuse import interrupts
+from infuse.architectures.component_inputs import is_component
+from infuse.architectures.plain import linear_shape
+from infuse.config.inference import InferenceConfig
+from infuse.engine.model import InferenceEngine, check_weights, planned, prepared, tell
+from infuse.errors import ConfigError, NotAvailable
+from infuse.logs import progress_bars
+from infuse.parallel.group import LOCAL
+from infuse.parallel.mesh import ONE
+from infuse.plan.plan import Plan, Report
+
+_PER_MODEL = "these belong to single models: give them to init_inference(pipe.{name}, ...)"
+
+
+def is_pipeline(value: Any) -> bool:
+    """Whether the value is a pipeline of diffusers."""
+    return not isinstance(value, nn.Module) and is_component(value) and isinstance(_held(value), dict)
+
+
+@dataclass(frozen=True)
+class PipelinePlan(Mapping[str, Plan]):
+    """The plan of each model of a pipeline, by the name of its component."""
+
+    pipeline: str
+    plans: Mapping[str, Plan]
+
+    def __getitem__(self, name: str) -> Plan:
+        return self.plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @property
+    def before_bytes(self) -> int:
+        return sum(plan.before_bytes for plan in self.values())
+
+    @property
+    def after_bytes(self) -> int:
+        return sum(plan.after_bytes for plan in self.values())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.pipeline}.{name}: {plan}" for name, plan in self.items())
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<h4>{self.pipeline}.{name}</h4>{plan._repr_html_()}" for name, plan in self.items())
+
+
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    """The models of a pipeline by the name of their component; several ControlNets are one component, and each its own.
+
+    Components that are None, schedulers, tokenizers and the like are left out; a model in two places counts once.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, value in _held(pipe).items():
+        if not isinstance(value, nn.Module):
+            continue
+        nets = getattr(value, "nets", None)
+        several = {f"{name}.nets.{i}": net for i, net in enumerate(nets)} if isinstance(nets, nn.ModuleList) else {}
+        for path, model in (several or {name: value}).items():
+            if all(model is not other for other in found.values()):
+                found[path] = model
+    return found
+
+
+def pipeline_plan(pipe: Any, settings: InferenceConfig) -> PipelinePlan:
+    """The plan of each model of `pipe`, in which nothing is changed."""
+    models = models_of(pipe)
+    _check(pipe, models, settings)
+    return PipelinePlan(type(pipe).__name__, {name: planned(model, settings, True) for name, model in models.items()})
+
+
+class PipelineEngine:
+    """The pipeline with its models replaced. A call is the pipeline's own, and so are all other attributes.
+
+    `pipeline` is the user's, `engines` has the engine of each model, `plan` what was done to them, `settings` the
+    configuration. Attributes that are set, such as a scheduler, are set on the pipeline. If something cannot be decided
+    or proven for one model, no model is changed.
+    """
+
+    _OWN = frozenset({"pipeline", "engines", "plan", "settings"})
+
+    def __init__(self, pipe: Any, config: Any = None, **kwargs: Any):
+        settings = InferenceConfig.make(config, **kwargs)
+        models = models_of(pipe)
+        _check(pipe, models, settings)
+        for model in models.values():
+            check_weights(model, from_checkpoint=False)
+        with progress_bars(settings.progress) as progress, interrupts.held_back():
+            for model in models.values():
+                planned(model, settings, in_pipeline=True)  # a wrong key shows before any proof
+            ready = {
+                name: prepared(model, settings, LOCAL, ONE, progress, in_pipeline=True)
+                for name, model in models.items()
+            }
+            engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}
+        self.pipeline, self.settings, self.engines = pipe, settings, engines
+        self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()})
+        tell({name: (one.decided, engines[name].plan) for name, one in ready.items()})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The pipeline's own call."""
+        return self.pipeline(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "pipeline" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.pipeline, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.pipeline, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.pipeline!r})"
+
+    @property
+    def module(self) -> Any:
+        """The pipeline, under the name that an engine has for its model."""
+        return self.pipeline
+
+    def report(self) -> Report:
+        """What was replaced in each model, the memory before and after, and the profiles so far."""
+        reports = {f"{self.plan.pipeline}.{name}": engine.report() for name, engine in self.engines.items()}
+        sizes = f"{self.plan.before_bytes / 1e6:,.1f} MB before, {self.plan.after_bytes / 1e6:,.1f} MB now"
+        return Report.of_several(reports, f"memory of all models: {sizes}")
+
+    def destroy(self) -> None:
+        """Free the memory of all models; calls of the pipeline raise InfuseError."""
+        for engine in self.engines.values():
+            engine.destroy()
+
+
+def _held(pipe: Any) -> Any:
+    return getattr(pipe, "components", None)
+
+
+def _check(pipe: Any, models: Mapping[str, nn.Module], settings: InferenceConfig) -> None:
+    """ConfigError or NotAvailable for keys that a whole pipeline cannot have.
+
+    A pattern of `quant.weight.post_init_quant` has to match a linear in some of the models.
+    """
+    where = next(iter(models), "unet")
+    source, _, save = settings.checkpoint_files
+    given = {"checkpoint": source, "save_mp_checkpoint_path": save, "injection_policy": settings.injection_policy}
+    if wrong := [key for key, value in given.items() if value]:
+        raise ConfigError(f"{', '.join(wrong)}: given for a {type(pipe).__name__}; {_PER_MODEL.format(name=where)}")
+    if settings.tp_size > 1 or settings.ep_size > 1 or settings.ranks.mesh().size > 1:
+        raise NotAvailable(
+            f"several ranks for a {type(pipe).__name__}: in this version ranks share single models, "
+            f"init_inference(pipe.{where}, tensor_parallel=...)"
+        )
+    if not models:
+        raise ConfigError(f"a {type(pipe).__name__} was given that holds no model: load its components first")
+    paths = [path for model in models.values() for path, module in model.named_modules() if _has_pattern(module)]
+    if lost := [one for one in settings.module_formats if all(one not in path for path in paths)]:
+        raise ConfigError(
+            f"quant.weight.post_init_quant: {', '.join(map(repr, lost))} is in no linear's path in any model of the "
+            f"pipeline: {', '.join(models)}"
+        )
+
+
+def _has_pattern(module: nn.Module) -> bool:
+    return linear_shape(module) is not None or isinstance(module, nn.Embedding)
