@@ -92,6 +92,8 @@ class Builder:
         module.train(False)
         if not step.keeps_forward:
             adopt(module, old, step.attn)
+            if isinstance(step.shape, ModuleShape):
+                module.replaces = type(old)  # type: ignore[assignment]  # diffusers looks up blocks by their class
         if made is not None:
             made.remember(step, module, fills)
         return module

@@ -19,6 +19,7 @@ from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
+from infuse.engine.component import install_changes
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
@@ -130,6 +131,7 @@ class InferenceEngine(nn.Module):
         self._times: ForwardTimes | None = None
         self._profiles: list[Profile] = []
         self._handles = self._install(settings, device)
+        install_changes(model, self.plan)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
