@@ -55,13 +55,16 @@ class Contestant:
 
 
 def made(shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    return random_model(transformers.LlamaForCausalLM, transformers.LlamaConfig(**shape), dtype)
+
+
+def random_model(kind: type, config: Any, dtype: torch.dtype) -> Any:
     """The model with random weights in `dtype`; buffers stay float32, as from_pretrained leaves them."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**shape)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = kind(config).eval()
     finally:
         torch.set_default_dtype(before)
     model.generation_config.eos_token_id = None

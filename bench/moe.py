@@ -24,7 +24,7 @@ import infuse
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import matmul_rate
 from infuse.quant.parse import quant_format
-from models import Contestant, cache_bytes, decode_steps, prefill
+from models import Contestant, cache_bytes, decode_steps, prefill, random_model
 from report import in_turns, markdown, probed, show
 
 DTYPE = torch.bfloat16
@@ -41,17 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def made(shape: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**shape, norm_topk_prob=True, experts_implementation="grouped_mm")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
-    try:
-        model = transformers.Qwen3MoeForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return random_model(transformers.Qwen3MoeForCausalLM, config, DTYPE)
 
 
 def contestants(shape: dict[str, Any], formats: list[str]) -> list[Contestant]:

@@ -9,7 +9,7 @@ import os
 from test_cli import PROMPT, folder, run  # noqa: F401  # the fixture
 from transformers import BertConfig, BertModel
 
-import infuse.quant.integer as integer
+from infuse.weights import fill
 
 
 def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, monkeypatch):  # noqa: F811
@@ -19,7 +19,7 @@ def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, mon
     assert set(os.listdir(tmp_path / "out")) == copied | {"infuse.json", "rank-00-of-01.safetensors"}
     generate = ("--prompt", PROMPT, "--max-new-tokens", 12, "--device", "cpu")
     wanted, _ = run("generate", folder, *generate, "--dtype", "float32", "--quant", "int8:32")
-    monkeypatch.setattr(integer, "_best", None)  # nothing is quantized any more
+    monkeypatch.setattr(fill, "quantized", None)  # nothing is quantized any more
     assert run("generate", tmp_path / "out", *generate)[0] == wanted
     assert (
         "decode, tokens/s" in run("bench", tmp_path / "out", "--prompt-tokens", 4, "--new-tokens", 2, "--repeats", 1)[0]

@@ -24,7 +24,7 @@ from infuse.parallel.liveness import Heartbeat
 def device_group(monkey: pytest.MonkeyPatch, timeout_s: float = 30) -> Group:
     """A group whose floats go the way of NCCL's."""
     group = make_group(timeout_s=timeout_s, shared_memory=False)
-    monkey.setattr(Distributed, "_is_plain", lambda self, x: x.dtype == torch.float32 and x.dim() > 1)
+    monkey.setattr(Distributed, "left_to_device", lambda self, x: x.dtype == torch.float32 and x.dim() > 1)
     return group
 
 

@@ -120,14 +120,15 @@ NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -floa
 
 def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
     """Each case with `value` in the last place of one argument, for each argument that holds real numbers and is not
-    written to.
+    written to. The last of a gated activation is multiplied: its first place goes through the activation.
     """
     for case in cases(name, torch.float32):
         for i, arg in enumerate(case.args):
             if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
-                args = own(case.args, [])
-                args[i].view(-1)[-1] = value
-                yield i, replace(case, args=args)
+                for place in (0, -1) if name == "gated_activation" else (-1,):
+                    args = own(case.args, [])
+                    args[i].view(-1)[place] = value
+                    yield i, replace(case, args=args)
 
 
 def widened(args: tuple) -> tuple:

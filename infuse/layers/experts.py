@@ -51,11 +51,7 @@ class ExpertMatrix(InferenceModule):
         return held["weight"], held["bias"]
 
     def hold_stored(
-        self,
-        tensors: Mapping[str, Tensor],
-        layout: str | None,
-        device: torch.device,
-        first_use: FirstUse | None,
+        self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
         """Hold the weight as it is stored."""
         assert layout is None, layout
@@ -114,11 +110,7 @@ class QuantizedExpertMatrix(Quantized):
         return QuantizedWeight(data, scale, zero, (rows, self.in_features), self.format)
 
     def hold_stored(
-        self,
-        tensors: Mapping[str, Tensor],
-        layout: str | None,
-        device: torch.device,
-        first_use: FirstUse | None,
+        self, tensors: Mapping[str, Tensor], layout: str | None, device: torch.device, first_use: FirstUse | None
     ) -> None:
         """Hold a weight in the `layout` that it is stored in, without a copy if the kernel reads this layout."""
         sizes = self.out_features, self.in_features

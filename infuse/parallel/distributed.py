@@ -68,7 +68,7 @@ class Distributed:
 
     def all_reduce(self, x: Tensor, what: str) -> Tensor:
         """The sum over ranks, in place, the same bits on every rank. 16-bit types are added in float32."""
-        if self._is_plain(x):
+        if self.left_to_device(x):
             self._queue(lambda: dist.all_reduce(x, group=self._group), what)
             return x
         small = self._first(x.cpu(), described(what, "sum", x.dtype, x.shape), x.nbytes)
@@ -86,7 +86,7 @@ class Distributed:
         """All ranks' pieces along `axis`, of `sizes`. `failure` is told to ranks that are in another collective."""
         shapes = [[*x.shape[:axis], size, *x.shape[axis + 1 :]] for size in sizes]
         most_bytes = max(torch.Size(shape).numel() for shape in shapes) * x.element_size()
-        if self._is_plain(x):
+        if self.left_to_device(x):
             rows = self._gather_bytes(x, most_bytes, what)
         else:
             # With all sizes, so that ranks which disagree about them get an error.
@@ -102,7 +102,7 @@ class Distributed:
     def broadcast(self, x: Tensor, what: str) -> Tensor:
         """Rank 0's values, in place."""
         root = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-        if self._is_plain(x):
+        if self.left_to_device(x):
             self._queue(lambda: dist.broadcast(x, root, group=self._group), what)
             return x
         small = self._first(x.cpu(), described(what, "broadcast", x.dtype, x.shape), x.nbytes)
@@ -123,8 +123,8 @@ class Distributed:
             self._recording = False
             self._number, self.queued = before
 
-    def _is_plain(self, x: Tensor) -> bool:
-        """Whether NCCL runs the collective."""
+    def left_to_device(self, x: Tensor) -> bool:
+        """Whether NCCL runs the collective, so that the host does not wait for it."""
         return self.nccl and (x.device.type == "cuda" or not self._gloo)
 
     def _piece(self, small: Tensor, rank: int, like: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Distributed:
         mine[: x.nbytes].copy_(x.reshape(-1).view(torch.uint8))
         whole = torch.empty(self.size, most_bytes, dtype=torch.uint8, device=x.device)
         rows = list(whole.unbind())
-        if self._is_plain(x):  # the host does not wait, and must not wait inside a graph
+        if self.left_to_device(x):  # the host does not wait, and must not wait inside a graph
             self._queue(lambda: dist.all_gather(rows, mine, group=self._group), what)
         else:
             self._wait(lambda: dist.all_gather(rows, mine, group=self._group, async_op=True), what)

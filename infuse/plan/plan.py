@@ -5,7 +5,6 @@ Rows that differ only in one number of their path are printed as one: `layers.{0
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -14,6 +13,7 @@ import torch
 
 from infuse.ops.op import DEQUANTIZED
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan.digest import digest_of
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
 
@@ -61,10 +61,10 @@ class Plan:
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
         steps = [
-            (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding)
+            (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding, sorted(s.exact))
             for s in self.steps
         ]
-        return hashlib.sha256(repr((steps, self.left, str(self.dtype), self.mesh.at(0))).encode()).hexdigest()[:16]
+        return digest_of(steps, self.left, str(self.dtype), self.mesh.at(0))
 
     def with_left(
         self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()

@@ -6,11 +6,9 @@ structure was proven when the shards were saved; an index with other specs or la
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from infuse.layers.experts import QuantizedExpertMatrix, stored_body
 from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
+from infuse.plan.digest import digest_of
 from infuse.plan.plan import Plan
 from infuse.plan.step import EXPERTS, Step
 from infuse.quant.format import QuantFormat
@@ -227,19 +226,7 @@ def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str,
 def kind_of(step: Step) -> str:
     """Digest of what the stored tensors of all ranks mean together: the whole shape, and how matrices are made."""
     fills = tuple(replace(fill, cut=None, format=None) for fill, _ in step.made)
-    told = json.dumps([step.depth, _told(step.whole or step.shape), _told(fills)], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def _told(value: Any) -> Any:
-    """The value for JSON: of dataclasses, the class and the fields that are not as by default."""
-    if isinstance(value, tuple):
-        return [_told(one) for one in value]
-    if not is_dataclass(value):
-        return value
-    told = {one.name: getattr(value, one.name) for one in fields(value) if one.compare}
-    defaults = {one.name: one.default for one in fields(value)}
-    return [type(value).__name__, {name: _told(one) for name, one in told.items() if one != defaults[name]}]
+    return digest_of(step.depth, step.whole or step.shape, fills)
 
 
 def kind_of_linear(step: Step, fill: Fill) -> str:
