@@ -238,3 +238,29 @@ def test_rows_of_their_own_lengths_go_part_by_part(taken: list[bool]) -> None:
         taken.clear()
         engine(**one, position_ids=torch.tensor([[5], [9]]))
     assert taken and not any(taken)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_go_in_one_call_again_after_a_call_that_recorded(name: str, taken: list[bool]) -> None:
+    """transformers leaves its recorders on layers and attentions for good; they hear only calls that collect."""
+    family = BY_NAME[name]
+    engine = infuse.init_inference(family.make(), dtype="fp32")
+    before = decoded(engine, family)
+    assert all(taken[-9:])
+    with torch.no_grad():
+        recorded = engine(**inputs(family), output_hidden_states=True).hidden_states
+    assert len(recorded) == 4 and all(block._modules[block._attention_name]._forward_hooks for block in blocks(engine))
+    taken.clear()
+    found = decoded(engine, family)
+    assert len(taken) >= 9 and all(taken[-9:]) and all(map(torch.equal, found, before))
+    taken.clear()
+    with torch.no_grad():  # a step that records: its recorders hear each part
+        cache = KVCache()
+        engine(**inputs(family), past_key_values=cache)
+        taken.clear()
+        again = engine(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, output_hidden_states=True)
+    assert not any(taken) and len(again.hidden_states) == 4
+    with blocks(engine)[0]._modules[blocks(engine)[0]._attention_name].register_forward_hook(lambda *_: None):
+        taken.clear()
+        decoded(engine, family)
+    assert taken[-9:].count(False) == 3

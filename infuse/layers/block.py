@@ -29,6 +29,7 @@ from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
 from infuse.layers.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of, run
+from infuse.layers.recorders import is_heard
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 
@@ -187,5 +188,4 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
     """Whether a hook may read attention weights, which eager attention returns even without output_attentions."""
-    hooked = bool(attention._forward_hooks)
-    return hooked and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
+    return is_heard(attention) and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"

@@ -14,6 +14,7 @@ from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
+from infuse.layers.recorders import is_heard
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -27,8 +28,8 @@ def direct(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether the module has no hooks and no patched forward, so that its work can be done without calling it."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether no hook hears the module and its forward is not patched, so that its work needs no call of it."""
+    return not (module._forward_pre_hooks or "forward" in vars(module) or is_heard(module))
 
 
 def product(
