@@ -52,8 +52,8 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
             run: Any = _in_parts if _multiplies(child) else _by_expert
             child.forward = partial(run, child, dtype)
         else:
-            # A module without a forward only holds what its parent computes with.
-            runs = parents.get(child, child) if rounds or type(child).forward is nn.Module.forward else child
+            parent = parents.get(child, child)
+            runs = parent if rounds or _only_holds(child, parent) else child
             handles.append(runs.register_forward_pre_hook(partial(_of, cast, child)))
             handles.append(runs.register_forward_hook(partial(_of, restore, child)))
     try:
@@ -74,8 +74,23 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
 
 def _reads_dtype(module: nn.Module) -> bool:
     """Whether forward may cast to the dtype of a weight, as T5 does before `wo`: to that in which it is stored."""
+    return {"weight", "dtype"} <= _read_names(module)
+
+
+def _only_holds(module: nn.Module, parent: nn.Module) -> bool:
+    """Whether the parent computes with the module's parameters: the module has no forward, or gets them as arguments
+    (DBRX).
+    """
+    if type(module).forward is nn.Module.forward:
+        return True
+    own = module._parameters.keys()
+    return own <= _read_names(parent) and own.isdisjoint(_read_names(module))
+
+
+def _read_names(module: nn.Module) -> set[str]:
+    """Names of the attributes and functions that the module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and {"weight", "dtype"} <= set(code.co_names)
+    return set() if code is None else set(code.co_names)
 
 
 def _are_experts(module: nn.Module, dtype: torch.dtype) -> bool:

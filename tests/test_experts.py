@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import pickle
+import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 import infuse
 from infuse import ops
+from infuse.architectures import mixtures
 from infuse.architectures.experts import bind_experts, experts_in, is_experts
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError, SpecMismatch, UnsupportedCall
@@ -91,6 +93,22 @@ def test_every_class_of_experts(name: str) -> None:
 
 def test_all_classes_are_seen() -> None:
     assert len(classes()) >= 66 and LEFT.keys() <= classes().keys()
+
+
+def test_the_documentation_tells_the_depth_of_each_mixture() -> None:
+    """docs/experts.md: folders of transformers as blocks, as experts alone, or left, as specs and classes have it."""
+    page = (Path(__file__).parent.parent / "docs" / "experts.md").read_text(encoding="utf-8")
+    told: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        depth, _, names = line.removeprefix("| ").partition(" | ")
+        if line.startswith("| ") and depth in ("block", "experts", "left"):
+            told.setdefault(depth, []).extend(re.findall(r"`(\w+)`", names))
+    folder = {name: module.split(".")[2] for name, module in classes().items()}
+    others = {"dbrx", "llama4", "switch_transformers", "jetmoe", "longcat_flash", "nllb_moe"}
+    blocks = {spec.layer.split(".")[2] for spec in mixtures.SPECS}
+    left = {folder[name] for name in LEFT} | {"jetmoe", "longcat_flash", "nllb_moe"}
+    assert sorted(told["block"]) == sorted(blocks) and sorted(told["left"]) == sorted(left)
+    assert sorted(told["experts"]) == sorted({*folder.values(), *others} - blocks - left)
 
 
 # ---- whole models ----

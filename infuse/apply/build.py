@@ -20,8 +20,8 @@ from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
+from infuse.layers.called_experts import CALLED
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
-from infuse.layers.experts import Experts
 from infuse.layers.linear import Quantized, make_linear
 from infuse.layers.parts import make_part
 from infuse.layers.routed import Routed
@@ -160,7 +160,7 @@ def _linear(step: Step, shape: LinearShape, dtype: torch.dtype, group: Group) ->
 
 
 def _experts(step: Step, shape: ExpertsShape, dtype: torch.dtype, group: Group) -> nn.Module:
-    cls: Any = Routed if isinstance(shape, RoutedShape) else Experts
+    cls: Any = Routed if isinstance(shape, RoutedShape) else CALLED[shape.call]
     made = cls(shape, step.formats, dict(step.bodies), group.adds(step.path) if step.whole else None)
     if isinstance(step.whole, ExpertsShape):
         made.num_experts = step.whole.count  # those that the caller routes to

@@ -1,15 +1,16 @@
 """The experts of a mixture as one part: all experts of a layer, which a router outside of it chooses among.
 
-Recognized are the classes that transformers marks by `@use_experts_implementation`, and others of the same signature:
-`forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`. The instance tells how its weights are laid
-out. Its gate is recognized by the values that it returns, because classes override it.
+Recognized are the classes that transformers marks by `@use_experts_implementation`, others of the same signature,
+`forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`, and a few that are called in other ways. The
+instance tells how its weights are laid out. Its gate is recognized by the values that it returns, because classes
+override it.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from infuse.activations import ACTIVATIONS, ExpertGate
 from infuse.architectures.adapters import is_adapter
-from infuse.architectures.packing import Fill, Tall
+from infuse.architectures.expert_roles import roles_of
+from infuse.architectures.packing import BY_EXPERT, Fill, Heads, Tall
 from infuse.architectures.part import COLUMN, EXPERT, INNER, ROW, Extent, Matrix, PartShape, Share
 from infuse.architectures.plain import linears, patched
 from infuse.errors import SpecMismatch
@@ -28,6 +30,20 @@ _MARKS = "transformers.integrations.moe"  # the module of the forward that the d
 _PROBES = 24  # values of gate and of up on which a gate is compared with ours
 _PROBE_TOLERANCE = 1e-5  # some gates round to float32; the two forms of gelu differ by up to 5e-4
 _SIGNATURE = ("hidden_states", "top_k_index", "top_k_weights")
+# How a module of experts is called and what it returns; layers/called_experts.py has the calls.
+ROUTES = "by routes"  # _SIGNATURE
+BATCHES = "by routes, in batches"  # _SIGNATURE, but hidden states and result are [B, T, H]: DBRX
+ONE_HOT = "by one-hot routes"  # (hidden_states [T, H], selected_experts [T, 1, E], routing_weights [T, 1]): Switch
+EVERY = "with every expert's tokens"  # (hidden_states [E * T, H], zeros where an expert is not chosen): Llama 4
+_ONE_HOT_SIGNATURE = ("hidden_states", "selected_experts", "routing_weights")
+# Classes of transformers that our experts do not compute, and why.
+_STAY: Mapping[str, str] = MappingProxyType(
+    {
+        "LongcatFlashExperts": "its last experts return their input and have first matrices without second ones",
+        "NllbMoeExperts": "its router passes a mask in place of the numbers of experts",
+        "JetMoeParallelExperts": "it holds one of its experts' two products; what is between them is outside of it",
+    }
+)
 # What the decorator writes to each instance, and what holds for a class without it.
 _LAYOUT: Mapping[str, bool] = MappingProxyType(
     {
@@ -58,6 +74,7 @@ class ExpertsShape(PartShape):
     gate: ExpertGate
     up_bias: bool = False
     down_bias: bool = False
+    call: str = ROUTES
 
     @property
     def rows(self) -> int:
@@ -95,12 +112,31 @@ class BoundExperts:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module computes experts that its caller chooses, with one parameter for all of them."""
+    """Whether the module computes experts that its caller chooses."""
+    return _call(module) is not None or _stays(module) is not None
+
+
+def _stays(module: nn.Module) -> str | None:
+    """Why experts of this class of transformers stay; None for other classes."""
+    cls = type(module)
+    return _STAY.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
+
+
+def _call(module: nn.Module) -> str | None:
+    """How the module of experts is called; None if it is not one that ours can replace."""
     forward: Any = type(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") == _MARKS:
-        return True
-    arguments = tuple(inspect.signature(forward).parameters)[1:]
-    return arguments == _SIGNATURE and hasattr(module, "num_experts") and "gate_up_proj" in module._parameters
+        return ROUTES
+    arguments, held = tuple(inspect.signature(forward).parameters)[1:], module._parameters
+    if isinstance(module, nn.ModuleDict):
+        return ONE_HOT if arguments == _ONE_HOT_SIGNATURE else None
+    if not hasattr(module, "num_experts") or _stays(module):
+        return None
+    if "gate_up_proj" in held:
+        return {_SIGNATURE: ROUTES, _SIGNATURE[:1]: EVERY}.get(arguments)
+    flat = getattr(module, "mlp", None)
+    is_flat = isinstance(flat, nn.Module) and tuple(flat._parameters) == ("w1", "v1", "w2")
+    return BATCHES if is_flat and arguments == _SIGNATURE else None
 
 
 def experts_in(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -143,9 +179,16 @@ def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
     """
     experts: Any = module
     told = {name: bool(getattr(experts, name, default)) for name, default in _LAYOUT.items()}
-    name = type(module).__name__
+    name, call = type(module).__name__, _call(module)
     if differences := list(_differences(module, caller, told)):
         raise SpecMismatch(name, differences)
+    if call == ONE_HOT:
+        bound = bind_listed(dict(module.named_children()), hidden=None)
+        return replace(bound, shape=replace(bound.shape, call=call))
+    if call == BATCHES:
+        return _bind_flat(experts)
+    if call == EVERY:
+        told["is_transposed"] = True
     first = "gate_up_proj" if told["has_gate"] else "up_proj"
     leaves = (first, "down_proj") + ((f"{first}_bias", "down_proj_bias") if told["has_bias"] else ())
     tensors = dict(experts.named_parameters())
@@ -158,7 +201,7 @@ def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
     gate = _gate(experts, told)
     if isinstance(gate, str):
         raise SpecMismatch(name, [gate])
-    shape = ExpertsShape(experts.num_experts, *sizes, gate, told["has_bias"], told["has_bias"])
+    shape = ExpertsShape(experts.num_experts, *sizes, gate, told["has_bias"], told["has_bias"], call or ROUTES)
     turned, interleaved = told["is_transposed"], told["has_gate"] and not told["is_concatenated"]
     layouts = (Tall(turned, interleaved), Tall(turned), Tall(interleaved=interleaved), Tall())
     targets = ("up.weight", "down.weight", "up.bias", "down.bias")
@@ -166,7 +209,63 @@ def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
     return BoundExperts(shape, tuple(Fill(target, (leaf,), tall=tall) for target, leaf, tall in found))
 
 
+def bind_listed(experts: Mapping[str, nn.Module], hidden: int | None) -> BoundExperts:
+    """Read experts that are modules of their own, by their paths; `hidden` None: the inputs of their first linear.
+
+    SpecMismatch lists what our experts do not compute.
+    """
+    paths, members = tuple(experts), list(experts.values())
+    if not members:
+        raise SpecMismatch("experts", ["it has no experts"])
+    shapes = dict(linears(members[0]))
+    width = next((shape.inputs for shape in shapes.values()), 0) if hidden is None else hidden
+    roles = roles_of(members[0], width)
+    if isinstance(roles, str):
+        raise SpecMismatch("experts", [roles])
+    if any(_held(expert) != _held(members[0]) for expert in members):
+        raise SpecMismatch("experts", ["its experts have different parameters"])
+    gate, (*ups, down) = roles
+    up_bias, down_bias = shapes[ups[0]].bias, shapes[down].bias
+    shape = ExpertsShape(len(members), width, shapes[down].inputs, gate, up_bias, down_bias)
+    fills = []
+    for target, of, biased in (("up", ups, up_bias), ("down", [down], down_bias)):
+        for leaf in ("weight", "bias") if biased else ("weight",):
+            sources = (f"{path}.{name}.{leaf}" for path in paths for name in of)
+            fills.append(Fill(f"{target}.{leaf}", tuple(sources)))
+    return BoundExperts(shape, tuple(fills))
+
+
+def _held(expert: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in expert.named_parameters()}
+
+
+def _bind_flat(experts: Any) -> BoundExperts:
+    """Read DBRX's experts: gate w1, up v1 and down w2, all [E * I, H], and down is transposed."""
+    held, count = dict(experts.mlp.named_parameters()), experts.num_experts
+    rows, hidden = held["w1"].shape
+    if {tuple(tensor.shape) for tensor in held.values()} != {(rows, hidden)} or rows % count:
+        shapes = ", ".join(f"{leaf} {list(tensor.shape)}" for leaf, tensor in held.items())
+        raise SpecMismatch(type(experts).__name__, [f"{shapes} are not the matrices of {count} experts"])
+    probe = _probe(())
+    tried = [ExpertGate(name) for name in dict.fromkeys(ACTIVATIONS.values())]
+    gate = _alike(lambda h: experts.mlp.activation_fn(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], probe, probe, tried)
+    if isinstance(gate, str):
+        raise SpecMismatch(type(experts).__name__, [gate])
+    shape = ExpertsShape(count, hidden, rows // count, gate, call=BATCHES)
+    up = Fill("up.weight", ("mlp.w1", "mlp.v1"), packing=BY_EXPERT, heads=Heads(count, 0, rows // count))
+    return BoundExperts(shape, (up, Fill("down.weight", ("mlp.w2",), tall=Tall(transposed=True, flat=count))))
+
+
+def _probe(limits: Sequence[float]) -> Tensor:
+    """Random values of gate and of up, beyond all limits."""
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(_PROBES, 2 * _PROBES, generator=generator, dtype=torch.float64, device="cpu")
+    return probe * (2 * max([*limits, 2.0]))
+
+
 def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool]) -> Iterator[str]:
+    if why := _stays(experts):
+        yield why
     if patched(experts):
         yield "it has a forward set on the instance"
     if is_adapter(caller):
@@ -192,9 +291,7 @@ def _gate(experts: Any, told: Mapping[str, bool]) -> ExpertGate | str:
     """Our gate that returns what the module's own does for random numbers beyond all its limits; a reason if none."""
     attributes = {name: value for name, value in vars(experts).items() if "limit" in name}
     limits = sorted({float(value) for value in attributes.values() if isinstance(value, (int, float))} - {math.inf})
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(_PROBES, 2 * _PROBES, generator=generator, dtype=torch.float64, device="cpu")
-    probe *= 2 * max([*limits, 2.0])
+    probe = _probe(limits)
     names = tuple(dict.fromkeys(ACTIVATIONS.values()))
     if not told["has_gate"]:
         return _alike(experts.act_fn, probe, probe, [ExpertGate(name, gated=False) for name in names])

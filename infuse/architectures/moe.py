@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.experts import ExpertsShape, bind_experts
+from infuse.architectures.experts import ROUTES, ExpertsShape, bind_experts
 from infuse.architectures.mlp import MLP, GatedMLP, MLPShape, PackedGatedMLP
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import INNER, Extent, Matrix, Parameter, PartShape, Share, named
@@ -68,6 +68,9 @@ class MoE:
             bound = bind_experts(module, around)
         except SpecMismatch as mismatch:
             binder.differences += [f"{self.experts}: {text}" for text in mismatch.differences]
+            return None
+        if bound.shape.call != ROUTES:
+            binder.differ(f"{self.experts} is called {bound.shape.call}")
             return None
         for fill in bound.fills:
             sources = tuple(named(self.experts, source) for source in fill.sources)

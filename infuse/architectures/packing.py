@@ -15,6 +15,7 @@ PER_HEAD = "per head"  # [head: (q D | k D | v D)] x H: BLOOM, GPT-NeoX
 PER_GROUP = "per group"  # [group: (q D x H/K | k D | v D)] x K: Falcon 40B, InternLM2
 FOUR_PARTS = "four parts"  # [part: (q | v | k)] x 4: CodeGen, sharded this way for training on TPUs
 SWAPPED = "swapped"  # [second half | first half] of "heads" without keys: diffusers' GEGLU has [up | gate]
+BY_EXPERT = "by expert"  # two sources [expert: D] x E become [expert: (gate D | up D)] x E: DBRX
 PACKINGS = (BLOCKS, PER_HEAD, PER_GROUP, FOUR_PARTS, SWAPPED)
 
 CAT, STACK = "cat", "stack"
@@ -38,11 +39,12 @@ class Tall:
     """The layout of a source [experts, rows, columns], all slices of which make one tall matrix, one below the other.
 
     Biases have no columns. `transposed` slices are stored [columns, rows]. `interleaved` rows alternate between gate
-    and up; those of the target are [gate | up].
+    and up; those of the target are [gate | up]. `flat`: the number of experts of a source [experts * rows, columns].
     """
 
     transposed: bool = False
     interleaved: bool = False
+    flat: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ def spans(fill: Fill) -> list[Span] | None:
     if fill.packing is not None:
         assert fill.heads is not None, fill
         width = fill.heads.width
+        if fill.packing == BY_EXPERT:
+            starts = range(0, fill.heads.query * width, width)
+            both = [Span(source, start, start + width) for start in starts for source in range(len(fill.sources))]
+            return taken(both, cut.ranges if cut else [(0, 2 * fill.heads.query * width)])
         whole = [Span(0, start, start + width) for start in block_starts(fill.packing, fill.heads)]
     elif cut is None:
         return None

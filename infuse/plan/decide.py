@@ -17,7 +17,7 @@ from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
 from infuse.architectures.component_inputs import is_component
-from infuse.architectures.deepspeed import RoutedShape, bind_routed, is_routed, routed_in
+from infuse.architectures.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.experts import (
     BoundExperts,
@@ -139,7 +139,7 @@ class _Decision:
         if isinstance(module, (Block, Experts)):
             self.leave(path, "already replaced")
         elif is_experts(module) or is_routed(module):
-            self.experts(path)
+            self.linears(module, path)
         elif specs and (adapters := adapted(module)):
             self.leave(path, f"not as a whole block: has adapters (peft) at {', '.join(adapters)}")
             self.linears(module, path)
@@ -292,7 +292,7 @@ class _Decision:
         """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
         for name in (*experts_in(module, path), *routed_in(module, path)):
             self.experts(name)
-        replaced = tuple(f"{step.path}." for step in self.steps if isinstance(step.shape, RoutedShape))
+        replaced = tuple(f"{step.path}." for step in self.steps if isinstance(step.shape, ExpertsShape))
         for name, shape in linears(module, path):
             if name.startswith(replaced):
                 continue

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from transformers.cache_utils import Cache
 
 from infuse import interrupts
-from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.experts import BATCHES, EVERY, ONE_HOT, ExpertsShape
 from infuse.architectures.model_inputs import SEED, StopModel, watched
 from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
@@ -136,9 +137,23 @@ def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:
         elif tokens > 7:
             index = (torch.arange(tokens * routes) % shape.count).view(tokens, routes)
         weights = torch.randn(index.shape, generator=generator).softmax(dim=1)
-        call = Call(x.to(device), ((index + shape.gate.first).to(device), weights.to(device)), {}, None)
+        call = _as_called(shape, x.to(device), (index + shape.gate.first).to(device), weights.to(device))
         cases.append(Case(f"{tokens} tokens", (call,), (None,)))
     return cases
+
+
+def _as_called(shape: ExpertsShape, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Call:
+    """The call of such experts with these routes; of those that take one expert a token, with the first ones."""
+    if shape.call == BATCHES:
+        return Call(x_TH[None], (index_TK, weights_TK), {}, None)
+    if shape.call == ONE_HOT:
+        selected_T1E = one_hot(index_TK[:, :1], shape.count)
+        selected_T1E[-1] = 0  # beyond the expert's capacity
+        return Call(x_TH, (selected_T1E, weights_TK[:, :1]), {}, None)
+    if shape.call == EVERY:
+        scores_TE = x_TH.new_zeros(len(x_TH), shape.count).scatter(1, index_TK, weights_TK)
+        return Call((x_TH * scores_TE.t().unsqueeze(-1)).flatten(0, 1), (), {}, None)
+    return Call(x_TH, (index_TK, weights_TK), {}, None)
 
 
 def routed_cases(hidden: int, device: torch.device) -> list[Case]:

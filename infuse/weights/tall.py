@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -41,12 +43,18 @@ class _TallReader:
 
     def _sizes(self, name: str) -> tuple[int, ...]:
         shape = self._reader.shape(name)
+        if self._tall.flat:
+            shape = (self._tall.flat, shape[0] // self._tall.flat, *shape[1:])
         return (shape[0], shape[2], shape[1]) if self._tall.transposed else shape
 
     def _slice(self, name: str, expert: int) -> Tensor:
         """One expert's rows in the target's order. The last one is kept: parts of it are asked for in a row."""
         if self._kept[:2] != (name, expert) or self._kept[2] is None:
-            found = self._reader.read(name, (slice(expert, expert + 1),))[0]
+            if self._tall.flat:
+                rows = self._reader.shape(name)[0] // self._tall.flat
+                found = self._reader.read(name, (slice(expert * rows, (expert + 1) * rows),))
+            else:
+                found = self._reader.read(name, (slice(expert, expert + 1),))[0]
             found = found.t() if self._tall.transposed else found
             if self._tall.interleaved:
                 found = torch.cat([found[0::2], found[1::2]])
@@ -57,6 +65,9 @@ class _TallReader:
 
 def sliced(tall: Tall, target: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The source of `shape` that makes the tall matrix `target`: a view of it if only the shapes differ."""
+    if tall.flat:
+        each = (tall.flat, shape[0] // tall.flat, *shape[1:])
+        return sliced(replace(tall, flat=0), target, each).flatten(0, 1)
     rows = shape[2] if tall.transposed else shape[1]
     found = target.view(shape[0], rows, *target.shape[1:])
     if tall.interleaved:
