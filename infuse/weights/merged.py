@@ -71,7 +71,7 @@ def merged(
     made: dict[str, Merged] = {}
     for target, by_place in grouped.items():
         count, rows, *columns = wanted[target]
-        columns_of = [sorted(members, key=_numbers) for _, members in sorted(by_place.items())]
+        columns_of = [sorted(members, key=numbers_in) for _, members in sorted(by_place.items())]
         shape = (rows // len(columns_of), *columns)
         parts = [[checkpoint.joined(name, shape, None) for name in members] for members in columns_of]
         if {len(members) for members in parts} == {count} and all(one is not None for own in parts for one in own):
@@ -87,5 +87,6 @@ def _shapes(checkpoint: Checkpoint | SavedShards, name: str) -> tuple[Shape, ...
     return checkpoint.pieces[name].shapes
 
 
-def _numbers(name: str) -> list[int]:
+def numbers_in(name: str) -> list[int]:
+    """The numbers between dots in a name: those of its layer and its expert."""
     return [int(number) for number in re.findall(r"(?<=\.)\d+(?=\.|$)", name)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from infuse.architectures import bind_any, specs_for
 from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Checkpoint, Joined, in_words, same_values
+from infuse.weights.converted import Converted, converted
 from infuse.weights.merged import Merged, merged
 from infuse.weights.pieces import Packed, packed_qkv
 from infuse.weights.reader import Slices
@@ -45,7 +46,7 @@ class ModelReader:
     """Read a checkpoint by the model's names. `notes` reports tensors unknown to the model and copies that differ."""
 
     checkpoint: TensorSource
-    tensors: dict[str, Joined | Merged] = field(default_factory=dict)
+    tensors: dict[str, Joined | Merged | Converted] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def read(self, name: str, part: Slices = ()) -> Tensor:
@@ -66,7 +67,9 @@ def model_reader(
     of_experts, left, misshaped = (
         merged(checkpoint, left, _merging(model, shapes), shapes) if shapes else ({}, left, [])
     )
-    known = {*of_experts, *(line.partition(":")[0] for line in misshaped)}
+    conversions, left, more = _converted(model, checkpoint, names, left, expected)
+    misshaped += more
+    known = {*of_experts, *conversions, *(line.partition(":")[0] for line in misshaped)}
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         if name not in known:
@@ -74,7 +77,7 @@ def model_reader(
     missing: list[str] = []
     optional = _patterns(model, "_keys_to_ignore_on_load_missing")
     packed = packings(model) if checkpoint.in_pieces else {}
-    reader = ModelReader(checkpoint, dict(of_experts))
+    reader = ModelReader(checkpoint, {**of_experts, **conversions})
     drifted: list[str] = []
     for tied in by_tensor.values():
         found = [name for name in tied if name in names]
@@ -213,6 +216,42 @@ def _merging(model: nn.Module, expected: Mapping[str, Any]) -> Callable[[str], t
         return (variants[0], places[pattern]) if variants else None
 
     return place
+
+
+def _converted(
+    model: nn.Module, checkpoint: TensorSource, names: dict[str, str], left: list[str], expected: Mapping[str, Tensor]
+) -> tuple[dict[str, Converted], list[str], list[str]]:
+    """Tensors that transformers' other converters make, the names that are left, and what does not fit.
+
+    The converters take names that are left, and those in `names` whose tensor has another shape than the model's: these
+    are removed from `names`.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    unlike = {name for name, stored in names.items() if shapes[name] not in checkpoint.pieces[stored].shapes}
+    if not hasattr(model, "base_model_prefix") or checkpoint.in_pieces or not (left or unlike):
+        return {}, left, []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    known: Any = model
+    mapping = get_model_conversion_mapping(known)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+
+    def place(name: str) -> tuple[Any, str, str] | None:
+        target, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            return None
+        variants = [one for one in _variants(target, known.base_model_prefix) if one in expected]
+        return (by_pattern[pattern], pattern, variants[0]) if variants else None
+
+    given = [*left, *(names[name] for name in unlike)]
+    made, used, misshaped = converted(model, checkpoint, given, place, shapes)
+    for name in unlike:
+        if names[name] in used:
+            del names[name]
+    return made, [name for name in left if name not in used], misshaped
 
 
 def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
