@@ -19,7 +19,7 @@ from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.engine.component import install_changes
+from infuse.engine.component import captured_inside, install_changes
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
@@ -249,7 +249,8 @@ class InferenceEngine(nn.Module):
         if (steps or forward) and (why := self.group.why_not_captured(device.torch_device)):
             self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
-        return GraphUse(backend, steps, forward, keep_bytes=device.memory_bytes // _KEPT_CACHES)
+        keep_bytes = device.memory_bytes // _KEPT_CACHES
+        return GraphUse(backend, steps, forward, keep_bytes, inside=captured_inside(self.module))
 
 
 def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:

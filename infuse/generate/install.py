@@ -62,12 +62,16 @@ class Installed:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What `backend` captures: decode steps of `generate`, with caches kept up to `keep_bytes`, and the forward."""
+    """What `backend` captures: decode steps of `generate`, with caches kept up to `keep_bytes`, and the forward.
+
+    `inside`: paths of modules whose forward is captured instead of the model's, such as a VAE's encoder and decoder.
+    """
 
     backend: Backend
     steps: bool
     forward: bool
     keep_bytes: int = 1 << 30
+    inside: tuple[str, ...] = ()
 
 
 def install(
@@ -89,8 +93,10 @@ def install(
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
             buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
-        own: Any = vars(module).get("forward")
-        module.forward = Forward(module, own, backend if graphs.forward else None)  # type: ignore[assignment]
+        for part in map(module.get_submodule, graphs.inside or ("",)):
+            own: Any = vars(part).get("forward")
+            part.forward = Forward(part, own, backend if graphs.forward else None)  # type: ignore[assignment]
+            part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
     module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
@@ -115,11 +121,13 @@ def uninstall(module: nn.Module, handles: list[RemovableHandle]) -> None:
         handle.remove()
     for name in ("_infuse", "generate", *NAMES):
         vars(module).pop(name, None)
-    forward = vars(module).get("forward")
-    if isinstance(forward, Forward):
-        del module.forward
-        if forward.own is not None:
-            module.forward = forward.own  # type: ignore[method-assign]
+    for part in module.modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, Forward):
+            del part.forward
+            vars(part).pop("_infuse", None)
+            if forward.own is not None:
+                part.forward = forward.own  # type: ignore[method-assign]
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
