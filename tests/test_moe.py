@@ -19,11 +19,11 @@ from infuse import architectures
 from infuse.architectures import mixtures
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.moe import MoE, MoEShape
-from infuse.architectures.router import SIGMOID
 from infuse.config.values import parse_dtype
 from infuse.layers.block import Block
 from infuse.layers.moe import MoE as MoELayer
 from infuse.proof.routes import Route, routes_mismatch
+from infuse.routing import SIGMOID
 
 
 def recorded(model: Any, name: str) -> tuple[Tensor, ...]:

@@ -23,7 +23,9 @@ from infuse.architectures.mixtures import (
     PHI_ROUTER,
     QWEN_ROUTER,
 )
-from infuse.architectures.router import (
+from infuse.architectures.router import Groups, Router
+from infuse.layers.router import Router as RouterLayer
+from infuse.routing import (
     ACTIVATIONS,
     FLOAT32,
     MAX,
@@ -33,10 +35,7 @@ from infuse.architectures.router import (
     SOFTMAX_OF_SCORES,
     SQRT_SOFTPLUS,
     WIDENED,
-    Groups,
-    Router,
 )
-from infuse.layers.router import Router as RouterLayer
 from infuse.weights.fill import fill_module
 from infuse.weights.reader import LiveReader
 

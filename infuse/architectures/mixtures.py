@@ -8,7 +8,8 @@ from infuse.architectures.llama import LLAMA, MISTRAL, QWEN3
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
-from infuse.architectures.router import (
+from infuse.architectures.router import Groups, Router
+from infuse.routing import (
     ACTIVATIONS,
     FLOAT32,
     LOGITS,
@@ -19,8 +20,6 @@ from infuse.architectures.router import (
     SOFTMAX_OF_SCORES,
     SPARSE_MIXER,
     WIDENED,
-    Groups,
-    Router,
 )
 
 _M = "transformers.models."

@@ -119,7 +119,7 @@ class MoEShape(PartShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return (*self.experts.ops, *(() if self.shared is None else self.shared.ops))
+        return (*self.router.ops, *self.experts.ops, *(() if self.shared is None else self.shared.ops))
 
     @property
     def recorded(self) -> Mapping[str, str]:

@@ -1,7 +1,4 @@
-"""Routers of mixtures: how a token's experts are chosen and weighed. Data only; layers/router.py computes it.
-
-Rounding order and the ties of `torch.topk` decide which experts run, so a router is described to the last cast.
-"""
+"""Routers of mixtures: how a token's experts are chosen and weighed. Data only; ops/router.py computes it."""
 
 from __future__ import annotations
 
@@ -11,17 +8,7 @@ from typing import Any
 from infuse.architectures.bind import Binder
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Parameter, PartShape, named
-
-# Logits: computed and rounded in the weight's dtype; rounded and then cast to float32; or computed in float32.
-ROUNDED, WIDENED, FLOAT32 = "rounded", "widened", "float32"
-# Scores of all experts. SPARSE_MIXER chooses and weighs two experts itself (Phi-3.5-MoE).
-SOFTMAX, SIGMOID, SQRT_SOFTPLUS, SPARSE_MIXER = "softmax", "sigmoid", "sqrt_softplus", "sparse_mixer"
-# Weights of the chosen experts: their scores without the correction, a function of those, or the values that they were
-# chosen by.
-SCORE, PICKED = "score", "picked"
-SOFTMAX_OF_SCORES, SIGMOID_OF_SCORES = "softmax of scores", "sigmoid of scores"
-TOP2_SUM, MAX = "sum of the two best", "best"
-ACTIVATIONS, LOGITS = "activations", "logits"  # the dtype that weights are cast to at the end
+from infuse.routing import ROUNDED, SCORE, SOFTMAX, TOP2_SUM, Routing
 
 
 @dataclass(frozen=True)
@@ -41,11 +28,8 @@ class Groups:
 class Router:
     """The router at `module`, whose parameter `weight` [E, H] gives the logits. transformers records them by its class.
 
-    Other words: `correction`: path of a bias [E] that is added to the scores before experts are chosen.
-    `score` None leaves the logits as they are. `rounded_score`: scores have the dtype of the logits, not float32.
-    `normalise`: divide the weights by their sum + `eps`, which is at least `least`. `cast` None leaves float32.
-    `in_order`: as `sorted` of torch.topk; it decides the order in which weights are added up. `top_k`, `normalise`,
-    `least`, `scale`, `cap` (of the logits, by tanh) and `jitter` name attributes of the module.
+    `correction`: path of a bias [E] that is added to the scores before experts are chosen. `top_k`, `normalise`,
+    `least`, `scale`, `cap` and `jitter` name attributes of the module. All other words are those of Routing.
     """
 
     module: str
@@ -160,6 +144,20 @@ class RouterShape(PartShape):
     scale: float
     cap: float
     jitter: float
+
+    @property
+    def routing(self) -> Routing:
+        """The arguments of the op."""
+        rule = self.rule
+        groups = rule.groups or Groups()
+        return Routing(
+            self.top_k, rule.logits, rule.score, rule.rounded_score, rule.weights, self.normalise, rule.eps, self.least,
+            self.scale, rule.cast, rule.in_order, *self.groups, groups.by, groups.fill, self.cap, self.jitter,
+        )  # fmt: skip
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return ("router",)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -42,6 +42,7 @@ class ExpertMatrix(InferenceModule):
     def __init__(self, matrix: Matrix, experts: int):
         super().__init__()
         self.experts = experts
+        self.out_features, self.in_features = matrix.shape
         self.weight = nn.Parameter(torch.empty(matrix.shape, device="meta"), requires_grad=False)
         self.register_parameter("bias", _bias(matrix))
 

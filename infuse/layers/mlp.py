@@ -20,7 +20,7 @@ class MLP(nn.Module):
         bodies, (up, down) = surroundings.bodies, shape.matrices
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
-        self._activation, self._gated = shape.activation, shape.gated
+        self.activation, self.gated = shape.activation, shape.gated
         self.up, self.down = surroundings.linear(up), surroundings.linear(down)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         held: dict[str, Any] = self._modules
         up = held["up"]
         if takes_around(up):
-            inner = product(up, x, norm, None, self._activation, self._gated)
+            inner = product(up, x, norm, None, self.activation, self.gated)
         else:
-            inner = self._act(product(up, x, norm), self._activation)
+            inner = self._act(product(up, x, norm), self.activation)
         return product(held["down"], inner, None, residual)

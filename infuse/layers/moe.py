@@ -23,7 +23,7 @@ class MoE(nn.Module):
         name, self._combine = surroundings.name, surroundings.combine
         self._scale, self._averages = shape.scale, shape.combine == AVERAGE
         partial = replace(surroundings, combine=None)
-        self.router = Router(shape.router)
+        self.router = Router(shape.router, surroundings.bodies)
         inside = f"{name}.experts."
         held = {
             target.removeprefix(inside): format for target, format in surroundings.formats.items() if inside in target
@@ -33,6 +33,11 @@ class MoE(nn.Module):
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
         self.add_module("shared_gate", None if gate is None else gate.requires_grad_(False))
+
+    @property
+    def combines(self) -> bool:
+        """Whether the sum is one over ranks."""
+        return self._combine is not None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from infuse.architectures.attention import NoPosition
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import RMS
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
+from infuse.layers.experts import Experts
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Linear, QuantizedLinear, all_are_heard, untouched
+from infuse.layers.linear import Quantized, all_are_heard
 from infuse.layers.mlp import MLP
+from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.program import ATTENTION, Program
 from infuse.native import limits
@@ -29,33 +30,48 @@ from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.layer import STEPS, encoder_layer, layer_step
 from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.quantized_linear import code_of
+from infuse.ops.cpu.router import numbers
+
+
+class Node(NamedTuple):
+    """A module of the block: its place in the module that owns it, and what it must still be when the call is made.
+
+    `wanted` is its class; for modules that may be of a class mixed from ours and the original's, and whose kernels run
+    in place of their forward, it is None, and `forward` is their class's.
+    """
+
+    owner: int  # index of the owner among the nodes; the block itself is the first
+    name: str
+    wanted: type | None
+    forward: Any = None
 
 
 class OneCall:
     """The program encoded for C++, and where to find the tensors of a call.
 
     Integers and reals are in the order in which `program_of` (ops/cpu/src/binding_layer.h) reads them: each step,
-    followed by the numbers of its part. Weights are indices into the call's tensors (-1: none). A part is identified by
-    its owner (0: the block; 1, 2: its attention and MLP in the order of the program) and its name there.
+    followed by the numbers of its part. Weights are indices into the call's tensors (-1: none).
     """
 
     def __init__(self, block: Any, program: Program):
         self._shape: LayerShape = block.shape
-        self._branches: list[tuple[str, Any]] = []  # (name, its class's forward)
-        self._parts: list[tuple[int, str, Any]] = []
-        self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its part, dict that holds it, name
-        self._absent: list[tuple[int, str]] = []  # (index of the part, name) of parameters that are None
+        self._nodes: list[Node] = []
+        self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its node, dict that holds it, name
+        self._absent: list[tuple[int, str, str]] = []  # the same of tensors that are None
         integers: list[int] = []
         reals: list[float] = []
         for step in program:
-            integers.append(STEPS.index(step.does))
             name = self._shape.attn.name if step.does == ATTENTION else step.part
             part = getattr(block, name) if name else None
+            integers.append(STEPS.index("moe" if isinstance(part, MoE) else step.does))
             if isinstance(part, Norm):
                 integers += self._norm(0, name, part, reals)
-            elif part is not None:
-                self._branches.append((name, type(part).forward))
-                integers += self._attention(part, reals) if isinstance(part, Attention) else self._mlp(part)
+            elif isinstance(part, Attention):
+                integers += self._attention(part, self._branch(0, name, part), reals)
+            elif isinstance(part, MLP):
+                integers += self._mlp(part, self._branch(0, name, part))
+            elif isinstance(part, MoE):
+                integers += self._moe(part, self._branch(0, name, part), reals)
         # Tensors, because passing these lists would take 5 us in each call.
         self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
 
@@ -63,80 +79,119 @@ class OneCall:
         """Return the block's result; None if it has to run part by part."""
         raise NotImplementedError
 
-    def _attention(self, part: Attention, reals: list[float]) -> list[int]:
-        shape, owner = part.shape, len(self._branches)
+    def _attention(self, part: Attention, owner: int, reals: list[float]) -> list[int]:
+        shape = part.shape
         reals += [shape.scale, shape.softcap]
         integers = [shape.heads, shape.kv_heads, shape.head_width, int(part.positions.interleaved)]
         integers += [*self._linear(owner, "qkv", part.qkv), *self._linear(owner, "out", part.out)]
         for name in ("q_norm", "k_norm"):
             norm: Any = getattr(part, name)
             if norm is None:
-                self._parts.append((owner, name, NoneType))
+                self._node(owner, name, NoneType)
                 integers.append(0)
             else:
                 integers += [1, *self._norm(owner, name, norm, reals)]
         return integers
 
-    def _mlp(self, part: Any) -> list[int]:
-        shape, owner = self._shape.mlp, len(self._branches)
-        assert isinstance(shape, MLPShape)
-        integers = [ACTIVATION_NUMBERS[shape.activation], int(shape.gated)]
+    def _mlp(self, part: MLP, owner: int) -> list[int]:
+        integers = [ACTIVATION_NUMBERS[part.activation], int(part.gated)]
         return [*integers, *self._linear(owner, "up", part.up), *self._linear(owner, "down", part.down)]
 
-    def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
-        self._parts.append((owner, name, Norm))
-        reals += [norm.shape.eps, norm.shape.offset]
-        return [int(norm.shape.kind != RMS), self._parameter(norm, "weight"), self._parameter(norm, "bias")]
-
-    def _linear(self, owner: int, name: str, linear: Linear | QuantizedLinear) -> list[int]:
-        self._parts.append((owner, name, type(linear)))
-        if isinstance(linear, QuantizedLinear):
-            code, held = code_of(str(linear.format)), ("data", "scale", "zero")[: 2 if linear.format.symmetric else 3]
-            places = [*(self._place("_buffers", name) for name in held), -1][:3]
+    def _moe(self, part: MoE, owner: int, reals: list[float]) -> list[int]:
+        router: Any = part.router
+        rule = numbers(router.shape.routing, router.shape.experts)
+        assert rule is not None
+        reals += rule[1]
+        integers, node = list(rule[0]), self._branch(owner, "router", router)
+        held = "_parameters" if "correction" in router._parameters else "_buffers"
+        integers += [self._place(node, "_parameters", "weight"), self._parameter(node, router, "bias")]
+        integers.append(self._tensor(node, held, "correction", router.correction))
+        integers += self._experts(part.experts, self._branch(owner, "experts", part.experts), reals)
+        shared: Any = part.shared
+        if shared is None:
+            self._node(owner, "shared", NoneType)
+            integers.append(0)
         else:
-            code, places = -1, [self._place("_parameters", "weight"), -1, -1]
-        return [code, linear.out_features, *places, self._parameter(linear, "bias")]
+            integers += [1, *self._mlp(shared, self._branch(owner, "shared", shared))]
+        if part.shared_gate is None:
+            self._node(owner, "shared_gate", NoneType)
+            return [*integers, -1]
+        gate = self._node(owner, "shared_gate", nn.Linear)
+        self._absent.append((gate, "_parameters", "bias"))
+        return [*integers, self._place(gate, "_parameters", "weight")]
 
-    def _parameter(self, part: nn.Module, name: str) -> int:
-        """Return the index of a parameter of the last part; -1 if it is None."""
-        if part._parameters[name] is not None:
-            return self._place("_parameters", name)
-        self._absent.append((len(self._parts) - 1, name))
+    def _experts(self, part: Experts, owner: int, reals: list[float]) -> list[int]:
+        gate = part.shape.gate
+        reals += [gate.limit, gate.up_offset]
+        integers = [part.shape.inner, ACTIVATION_NUMBERS[gate.activation], int(gate.gated), int(gate.limit_after)]
+        integers += [gate.first, *self._linear(owner, "up", part.up)]
+        return [*integers, *self._linear(owner, "down", part.down)]
+
+    def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
+        node = self._node(owner, name, Norm)
+        reals += [norm.shape.eps, norm.shape.offset]
+        kind = int(norm.shape.kind != RMS)
+        return [kind, self._parameter(node, norm, "weight"), self._parameter(node, norm, "bias")]
+
+    def _linear(self, owner: int, name: str, linear: Any) -> list[int]:
+        """Encode a linear, or one matrix of all experts."""
+        node = self._node(owner, name, type(linear))
+        if isinstance(linear, Quantized):
+            code, held = code_of(str(linear.format)), ("data", "scale", "zero")[: 2 if linear.format.symmetric else 3]
+            places = [*(self._place(node, "_buffers", name) for name in held), -1][:3]
+        else:
+            code, places = -1, [self._place(node, "_parameters", "weight"), -1, -1]
+        return [code, linear.out_features, *places, self._parameter(node, linear, "bias")]
+
+    def _branch(self, owner: int, name: str, part: nn.Module) -> int:
+        self._nodes.append(Node(owner, name, None, type(part).forward))
+        return len(self._nodes)
+
+    def _node(self, owner: int, name: str, wanted: type) -> int:
+        self._nodes.append(Node(owner, name, wanted))
+        return len(self._nodes)
+
+    def _parameter(self, node: int, part: nn.Module, name: str) -> int:
+        return self._tensor(node, "_parameters", name, part._parameters[name])
+
+    def _tensor(self, node: int, held: str, name: str, tensor: Tensor | None) -> int:
+        """Return the index of a tensor; -1 if it is None."""
+        if tensor is not None:
+            return self._place(node, held, name)
+        self._absent.append((node, held, name))
         return -1
 
-    def _place(self, held: str, name: str) -> int:
-        self._places.append((len(self._parts) - 1, held, name))
+    def _place(self, node: int, held: str, name: str) -> int:
+        self._places.append((node, held, name))
         return len(self._places) - 1
 
     def _tensors(self, block: nn.Module) -> list[Tensor] | None:
-        """Collect the tensors of the call; None if a part has been exchanged or has hooks."""
-        owners: list[dict[str, Any]] = [block._modules]
-        for name, forward in self._branches:
-            branch = owners[0][name]
-            if type(branch).forward is not forward or not untouched(branch):
-                return None
-            owners.append(branch._modules)
+        """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
         if all_are_heard():
             return None
-        parts: list[Any] = []
-        for owner, name, wanted in self._parts:
-            part = owners[owner][name]
-            if type(part) is not wanted:
+        dicts: list[dict[str, Any]] = [block.__dict__]  # of the block and all nodes
+        for owner, name, wanted, forward in self._nodes:
+            part = dicts[owner]["_modules"][name]
+            if wanted is None:
+                if getattr(type(part), "forward", None) is not forward:
+                    return None
+            elif type(part) is not wanted:
                 return None
-            parts.append(part)
             if part is None:
+                dicts.append({})
                 continue
-            own = part.__dict__  # `untouched` inlined: the call would cost more, eight times in each layer's step
+            own = part.__dict__  # `untouched` inlined: the call would cost more, ten times in each layer's step
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return None
-            if wanted is QuantizedLinear and not part.prepared:
+            if not own.get("prepared", True) or own.get("first_use") is not None:  # mapped experts are read by Python
                 return None
-        for i, name in self._absent:
-            if parts[i]._parameters[name] is not None:
+            dicts.append(own)
+        for node, held, name in self._absent:
+            if dicts[node][held][name] is not None:
                 return None
         tensors = []
-        for i, held, name in self._places:
-            tensor = parts[i].__dict__[held][name]
+        for node, held, name in self._places:
+            tensor = dicts[node][held][name]
             if tensor is None:
                 return None
             tensors.append(tensor)
@@ -209,7 +264,11 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
         or set(bodies.values()) != {"cpu"}
     ):
         return None
-    if type(block.mlp) is not MLP:
+    if type(block.mlp) is MoE:
+        router = block.mlp.router.shape
+        if block.mlp.combines or not attn.causal or numbers(router.routing, router.experts) is None:
+            return None
+    elif type(block.mlp) is not MLP:
         return None
     if attn.causal:
         return None if index is None else StepCall(block, program, index)

@@ -8,6 +8,7 @@ import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.rotary  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.router  # noqa: F401  (declares bodies)
 import infuse.ops.dequantized  # noqa: F401  (declares bodies)
 import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
 import infuse.ops.triton.attention  # noqa: F401  (declares bodies)
@@ -27,10 +28,11 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
 from infuse.ops.rotary import rotary, rotary_append
+from infuse.ops.router import router
 
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate",
     "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks",
     "experts", "gated_activation", "layer_norm", "linear", "quantize", "quantized_embedding", "quantized_experts",
-    "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append",
+    "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
 ]  # fmt: skip

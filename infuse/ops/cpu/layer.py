@@ -10,7 +10,7 @@ from torch import Tensor
 from infuse.native import kernels
 
 # The steps of layers/program.py that C++ can run, in the order of `enum class Does` in src/binding_layer.h.
-STEPS = ("norm", "norm_branch", "attention", "mlp", "add", "add_norm", "add_norm_stream")
+STEPS = ("norm", "norm_branch", "attention", "mlp", "moe", "add", "add_norm", "add_norm_stream")
 
 
 def layer_step(

@@ -48,17 +48,21 @@ struct Operator {
 
 constexpr int64_t kMostAxes = 8;
 
-// An uninitialised tensor of the type of `like`. Bypasses the dispatcher, which takes longer than the smaller kernels.
-inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
+// An uninitialised tensor. Bypasses the dispatcher, which takes longer than the smaller kernels.
+inline Tensor empty(const int64_t* sizes, int64_t axes, int32_t dtype) {
   int64_t strides[kMostAxes], stride = 1;
   STD_TORCH_CHECK(axes <= kMostAxes, "more than ", kMostAxes, " axes: ", axes);
   for (int64_t i = axes; i-- > 0;) strides[i] = stride, stride *= std::max<int64_t>(sizes[i], 1);
-  int32_t dtype;
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
+}
+// The same, of the type of `like`.
+inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return empty(sizes, axes, dtype);
 }
 inline Tensor empty(std::initializer_list<int64_t> sizes, const Tensor& like) {
   return empty(sizes.begin(), int64_t(sizes.size()), like);

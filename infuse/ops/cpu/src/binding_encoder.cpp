@@ -98,6 +98,8 @@ struct EncoderMachine {
     return made;
   }
 
+  uint16_t* moe(const MoePart&) const { return nullptr; }  // mixtures run part by part
+
   // A buffer that holds no value.
   uint16_t* fresh() const {
     if (last) return result;

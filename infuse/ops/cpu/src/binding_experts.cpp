@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "binding_layer.h"
 #include "binding_linear.h"
 #include "binding_ops.h"
 #include "limits.h"
@@ -391,20 +392,19 @@ class Run {
   std::vector<Piece> ups_, downs_;
 };
 
-Tall tall(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& zero,
-          const std::optional<Tensor>& bias, int64_t code, int64_t rows, Type type) {
+Tall tall(const LinearPart& part, int64_t rows, Type type) {
   Tall made;
-  made.code = code, made.rows = rows;
+  made.code = part.code, made.rows = rows;
   LinearArgs& a = made.all;
-  if (code < 0) {
-    a.weight = weight.const_data_ptr();
-    a.inputs = weight.size(1);
-    a.row_bytes = a.inputs * int64_t(weight.element_size());
+  if (part.code < 0) {
+    a.weight = part.weight->const_data_ptr();
+    a.inputs = part.weight->size(1);
+    a.row_bytes = a.inputs * int64_t(part.weight->element_size());
   } else {
-    take_panels(a, weight, *scale, zero, code, 0);
+    take_panels(a, *part.weight, *part.scale, part.zero, part.code, 0);
     a.row_bytes = a.inputs * bits_of(a.code) / 8;
   }
-  a.bias = bias ? bias->const_data_ptr() : nullptr;
+  a.bias = part.bias ? part.bias->const_data_ptr() : nullptr;
   a.type = type;
   return made;
 }
@@ -432,6 +432,35 @@ bool streams_many(const Experts& e) {
   return e.up.code < 0 && Product(e.up, 0, kMany, false).way == Way::stream;
 }
 
+}  // namespace
+
+bool sum_experts(const ExpertsPart& part, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
+                 const float* weights, Tensor& y) {
+  const int64_t width = x.size(x.dim() - 1), rows = part.up_rows(), inner = part.inner;
+  Experts e;
+  e.type = type_of(x), e.routes = routes, e.first = part.first;
+  e.up = tall(part.up, rows, e.type);
+  e.down = tall(part.down, width, e.type);
+  e.count = std::min(rows ? part.up.outputs / rows : 0, width ? part.down.outputs / width : 0);
+  set_gate(e.gate, part.gated ? part.limit : 0, part.limit_after);
+  e.gate.columns = inner, e.gate.act = Act(part.act), e.gate.gated = part.gated, e.gate.type = e.type;
+  e.gate.up_offset = float(part.up_offset);
+  e.may_round = part.up.code >= 0 && ((part.up.code | part.down.code) & kShortX) && all_finite(x);
+  if (e.count && tokens * routes > kFewExpertRows * e.count && streams_many(e)) return false;
+  const int64_t bytes = element_bytes(e.type);
+  const int64_t of_token = (3 * width + rows + 3 * inner) * bytes * routes;
+  const int64_t chunk = std::max<int64_t>(1, kRoomBytes / std::max<int64_t>(1, of_token));
+  for (int64_t t = 0; t < tokens; t += chunk) {
+    Run run(e, static_cast<const char*>(x.const_data_ptr()) + t * width * bytes,
+            static_cast<char*>(y.mutable_data_ptr()) + t * width * bytes, index + t * routes, weights + t * routes,
+            std::min(chunk, tokens - t));
+    run.run();
+  }
+  return true;
+}
+
+namespace {
+
 // x [T, H], index [T, k] int64, weights [T, k] float32; matrices and biases as in ops/experts.py, quantized ones in
 // panels, with codes as in quantized_linear, -1 for plain ones. A limit of 0 is none. None if PyTorch multiplies so
 // many tokens faster.
@@ -441,32 +470,15 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
                               std::optional<Tensor> down_bias, int64_t inner, int64_t up_code, int64_t down_code,
                               int64_t act, bool gated, double limit, bool limit_after, double up_offset,
                               int64_t first) {
-  const int64_t tokens = x.size(0), width = x.size(1), routes = index.size(1), rows = gated ? 2 * inner : inner;
-  Experts e;
-  e.type = type_of(x), e.routes = routes, e.first = first;
-  e.up = tall(up, up_scale, up_zero, up_bias, up_code, rows, e.type);
-  e.down = tall(down, down_scale, down_zero, down_bias, down_code, width, e.type);
-  const int64_t ups = up.size(0) * (up_code < 0 ? 1 : kPanelRows);
-  const int64_t downs = down.size(0) * (down_code < 0 ? 1 : kPanelRows);
   // Panels may have missing rows; those of a missing expert, of fewer than 16 rows, are zero.
-  e.count = std::min(rows ? ups / rows : 0, width ? downs / width : 0);
-  set_gate(e.gate, gated ? limit : 0, limit_after);
-  e.gate.columns = inner, e.gate.act = Act(act), e.gate.gated = gated, e.gate.type = e.type;
-  e.gate.up_offset = float(up_offset);
-  e.may_round = up_code >= 0 && ((up_code | down_code) & kShortX) && all_finite(x);
-  if (e.count && tokens * routes > kFewExpertRows * e.count && streams_many(e)) return std::nullopt;
+  const auto rows = [](const Tensor& matrix, int64_t code) { return matrix.size(0) * (code < 0 ? 1 : kPanelRows); };
+  const ExpertsPart part{inner, act, gated, limit_after, first, limit, up_offset,
+                         {up_code, rows(up, up_code), up, up_scale, up_zero, up_bias},
+                         {down_code, rows(down, down_code), down, down_scale, down_zero, down_bias}};
   Tensor y = empty_as(x);
-  const int64_t bytes = element_bytes(e.type);
-  const int64_t of_token = (3 * width + rows + 3 * inner) * bytes * routes;
-  const int64_t chunk = std::max<int64_t>(1, kRoomBytes / std::max<int64_t>(1, of_token));
-  for (int64_t t = 0; t < tokens; t += chunk) {
-    Run run(e, static_cast<const char*>(x.const_data_ptr()) + t * width * bytes,
-            static_cast<char*>(y.mutable_data_ptr()) + t * width * bytes,
-            static_cast<const int64_t*>(index.const_data_ptr()) + t * routes,
-            static_cast<const float*>(weights.const_data_ptr()) + t * routes, std::min(chunk, tokens - t));
-    run.run();
-  }
-  return y;
+  const bool done = sum_experts(part, x, x.size(0), index.size(1), static_cast<const int64_t*>(index.const_data_ptr()),
+                                static_cast<const float*>(weights.const_data_ptr()), y);
+  return done ? std::optional(y) : std::nullopt;
 }
 
 }  // namespace

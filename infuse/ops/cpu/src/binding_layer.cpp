@@ -3,6 +3,8 @@
 // calling a part from Python costs 15 to 30 us, of which 3 are computation.
 #include "binding_layer.h"
 
+#include <cmath>
+
 #include "binding_linear.h"
 #include "binding_ops.h"
 
@@ -81,6 +83,43 @@ struct StepMachine {
     multiply(a.up, *y, inner);
     const Maybe active = a.gated ? gated_activation(inner, a.act) : activation(inner, a.act);
     return active ? times(a.down, *active) : std::nullopt;
+  }
+  Maybe moe(const MoePart& a) const {
+    const int64_t columns = x->size(2), tokens = x->numel() / columns;
+    const Routes routes = route(a.router, *y, tokens);
+    std::vector<float> weights(size_t(routes.weights.numel()));
+    widen(routes.weights, weights.data());
+    Tensor made = empty_as(*x);
+    if (!sum_experts(a.experts, *y, tokens, a.router.top_k, static_cast<const int64_t*>(routes.index.const_data_ptr()),
+                     weights.data(), made)) {
+      return std::nullopt;
+    }
+    if (!a.shared) return made;
+    const Maybe shared = mlp(*a.shared);
+    if (!shared || !a.shared_gate) return shared ? sum(made, shared) : std::nullopt;
+    const std::vector<float> gates = sigmoids(*a.shared_gate, tokens);
+    const int64_t row_bytes = columns * int64_t(made.element_size());
+    for (int64_t t = 0; t < tokens; ++t) {
+      char* to = static_cast<char*>(made.mutable_data_ptr()) + t * row_bytes;
+      const void* from[] = {to, static_cast<const char*>(shared->const_data_ptr()) + t * row_bytes};
+      const float factors[] = {1, gates[size_t(t)]};
+      kernels().experts.weigh({from, factors, 2, to, type_of(made)}, 0, columns);
+    }
+    return made;
+  }
+  // sigmoid(y . gate) of each token, not rounded.
+  std::vector<float> sigmoids(const Tensor& gate, int64_t tokens) const {
+    const int64_t columns = gate.size(1);
+    const Type type = type_of(gate);
+    std::vector<float> wide(size_t(tokens * columns)), gates(static_cast<size_t>(tokens));
+    widen(*y, wide.data());
+    kernels().router.logits({wide.data(), gate.const_data_ptr(), nullptr, gates.data(), tokens, columns, 1, type, type,
+                             Type::f32}, 0, 1);
+    for (float& g : gates) g = 1 / (1 + std::exp(-g));
+    return gates;
+  }
+  static void widen(const Tensor& from, float* to) {
+    kernels().router.convert(from.const_data_ptr(), type_of(from), to, Type::f32, from.numel());
   }
   Maybe times(const LinearPart& part, const Tensor& by) const {
     Tensor made = empty_as(*x);

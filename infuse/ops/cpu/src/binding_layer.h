@@ -40,11 +40,58 @@ struct MlpPart {
   int64_t inner() const { return up.outputs / (gated ? 2 : 1); }
 };
 
+// The words of infuse/routing.py in the order of ops/cpu/router.py.
+enum class LogitsIn : int64_t { rounded, widened, float32 };
+enum class Score : int64_t { none, softmax, sigmoid };
+enum class RouteWeight : int64_t { score, picked, softmax, sigmoid };
+enum class CastTo : int64_t { none, activations, logits };
+struct RouterPart {
+  int64_t top_k;
+  LogitsIn logits;
+  Score score;
+  bool rounded_score;
+  RouteWeight weights;
+  bool normalise;
+  CastTo cast;
+  bool in_order;
+  int64_t groups, kept;
+  bool by_best;
+  double eps, least, scale, fill;
+  Maybe weight, bias, correction;
+};
+// Both matrices hold all experts, one after another.
+struct ExpertsPart {
+  int64_t inner, act;
+  bool gated, limit_after;
+  int64_t first;
+  double limit, up_offset;
+  LinearPart up, down;
+
+  int64_t up_rows() const { return gated ? 2 * inner : inner; }
+};
+struct MoePart {
+  RouterPart router;
+  ExpertsPart experts;
+  std::optional<MlpPart> shared;
+  Maybe shared_gate;
+};
+
+// What a router gives, as in ops/router.py.
+struct Routes {
+  Tensor logits, weights, index;
+};
+// binding_router.cpp: of the `tokens` rows of x.
+Routes route(const RouterPart& router, const Tensor& x, int64_t tokens);
+// binding_experts.cpp: y = the weighed sum of each token's experts; index and weights [tokens, routes]. Returns false
+// if PyTorch multiplies so many tokens faster.
+bool sum_experts(const ExpertsPart& experts, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
+                 const float* weights, Tensor& y);
+
 // The steps of layers/program.py in the order of ops/cpu/layer.py.
-enum class Does : int64_t { norm, norm_branch, attention, mlp, add, add_norm, add_norm_stream };
+enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream };
 struct Step {
   Does does;
-  std::variant<std::monostate, NormPart, AttentionPart, MlpPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart> part;
 };
 using Program = std::vector<Step>;
 
@@ -69,6 +116,18 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
   const auto norm = [&] { return NormPart{integer() != 0, tensor(), tensor(), real(), real()}; };
   const auto norm_if_there = [&] { return integer() ? std::optional(norm()) : std::nullopt; };
   const auto linear = [&] { return LinearPart{integer(), integer(), tensor(), tensor(), tensor(), tensor()}; };
+  const auto mlp = [&] { return MlpPart{integer(), integer() != 0, linear(), linear()}; };
+  const auto router = [&] {
+    return RouterPart{integer(),      LogitsIn(integer()), Score(integer()), integer() != 0, RouteWeight(integer()),
+                      integer() != 0, CastTo(integer()),   integer() != 0,   integer(),      integer(),
+                      integer() != 0, real(),              real(),           real(),         real(),
+                      tensor(),       tensor(),            tensor()};
+  };
+  const auto experts = [&] {
+    return ExpertsPart{integer(), integer(), integer() != 0, integer() != 0, integer(), real(), real(), linear(),
+                       linear()};
+  };
+  const auto mlp_if_there = [&] { return integer() ? std::optional(mlp()) : std::nullopt; };
   Program steps;
   steps.reserve(8);
   while (next_integer != end) {
@@ -77,7 +136,9 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
       step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
                                 real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
     } else if (step.does == Does::mlp) {
-      step.part = MlpPart{integer(), integer() != 0, linear(), linear()};
+      step.part = mlp();
+    } else if (step.does == Does::moe) {
+      step.part = MoePart{router(), experts(), mlp_if_there(), tensor()};
     } else if (step.does != Does::add) {
       step.part = norm();
     }
@@ -126,12 +187,38 @@ inline bool takes(const MlpPart& mlp, const Tensor& x, int64_t columns) {
   return takes(mlp.up, x, columns, mlp.up.outputs) && takes(mlp.down, x, mlp.inner(), columns);
 }
 
+inline bool is_float(const Tensor& t) {
+  const ScalarType type = t.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+
+inline bool takes(const RouterPart& router, const Tensor& x, int64_t columns) {
+  const Tensor& weight = *router.weight;
+  const bool exact = weight.scalar_type() == x.scalar_type() || weight.scalar_type() == ScalarType::Float;
+  if (!is_float(weight) || !(exact || router.logits == LogitsIn::float32)) return false;
+  if (weight.dim() != 2 || weight.size(1) != columns || !weight.is_contiguous()) return false;
+  const int64_t experts = weight.size(0);
+  const Maybe& correction = router.correction;
+  return alike(router.bias, weight, experts) && router.top_k >= 1 && router.top_k <= experts &&
+         (!correction || (is_float(*correction) && correction->numel() == experts && correction->is_contiguous()));
+}
+
+inline bool takes(const ExpertsPart& experts, const Tensor& x, int64_t columns) {
+  return takes(experts.up, x, columns, experts.up.outputs) && takes(experts.down, x, experts.inner, experts.down.outputs);
+}
+
+inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
+  if (moe.shared && !takes(*moe.shared, x, columns)) return false;
+  const Maybe& gate = moe.shared_gate;
+  const bool gated = !gate || (gate->scalar_type() == x.scalar_type() && gate->dim() == 2 && gate->size(0) == 1 &&
+                               gate->size(1) == columns && gate->is_contiguous());
+  return gated && takes(moe.router, x, columns) && takes(moe.experts, x, columns);
+}
+
 inline bool takes(const std::monostate&, const Tensor&, int64_t) { return true; }
 
 inline bool takes(const Program& program, const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Half) return false;
-  if (x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
+  if (!is_float(x) || x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
   const int64_t columns = x.size(2);
   return std::all_of(program.begin(), program.end(), [&](const Step& step) {
     return std::visit([&](const auto& part) { return takes(part, x, columns); }, step.part);
@@ -149,9 +236,10 @@ bool run(const Program& program, Machine& m) {
   for (const Step& step : program) {
     m.last = &step == &program.back();
     const auto* norm = std::get_if<NormPart>(&step.part);
-    if (step.does == Does::attention || step.does == Does::mlp) {
-      const auto* attention = std::get_if<AttentionPart>(&step.part);
-      Value made = attention ? m.attention(*attention) : m.mlp(std::get<MlpPart>(step.part));
+    if (step.does == Does::attention || step.does == Does::mlp || step.does == Does::moe) {
+      Value made = step.does == Does::attention ? m.attention(std::get<AttentionPart>(step.part))
+          : step.does == Does::mlp              ? m.mlp(std::get<MlpPart>(step.part))
+                                                : m.moe(std::get<MoePart>(step.part));
       if (!made) return false;
       const Value before = std::exchange(m.branch, Value());
       m.branch = before ? m.sum(before, made) : std::move(made);

@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "quantize.h"
 #include "probe.h"
+#include "router.h"
 #include "shared.h"
 
 #define INFUSE_JOIN(a, b) a##b
@@ -25,6 +26,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),
       INFUSE_ISA::expert_kernels(),
+      INFUSE_ISA::router_kernels(),
       INFUSE_ISA::quantize,
       INFUSE_ISA::read_bytes,
       INFUSE_ISA::sum_arrays,

@@ -7,6 +7,7 @@
 #include "expert_kernels.h"
 #include "linear_kernels.h"
 #include "quantize_kernels.h"
+#include "router_kernels.h"
 #include "types.h"
 
 namespace infuse {
@@ -40,6 +41,7 @@ struct Kernels {
   PanelKernels panels;
   AttentionKernels attention;
   ExpertKernels experts;
+  RouterKernels router;
   QuantizeKernel quantize;
   uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
   void (*sum_arrays)(const SumArgs&, int64_t begin, int64_t end);  // shared.h; elements [begin, end)
