@@ -52,7 +52,7 @@ sanitize: $(VENV)/.dev
 	test -f build/sanitize/infuse/native/_kernels.so
 	cd build/sanitize && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=. \
-	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_one_call.py tests/test_encoder_call.py tests/test_cpu_*.py
+	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_one_call.py tests/test_moe_one_call.py tests/test_encoder_call.py tests/test_cpu_*.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -187,7 +187,7 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
         "residual", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias",
         "in_bias", "bias", "weight",
     }  # fmt: skip
-    refused = {"clip", "whole", "head_counts", "residual_scale", "causal", "norm_after"}  # by make_one_call
+    refused = {"clip", "whole", "head_counts", "residual_scale", "causal", "norm_after", "gate"}  # by make_one_call
     sizes_and_names = {
         "name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask",
     }  # fmt: skip

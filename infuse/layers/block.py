@@ -114,7 +114,7 @@ class Block(InferenceModule):
         if mask is not None and more is None:
             check_mask(mask, self._layer)
         bias = given(self._bias_argument) if self._bias_argument else None
-        positions = attention._modules["positions"]
+        positions = attention._modules.get("positions")  # a user's own attention has none
         if bias is None and isinstance(positions, LearnedBias):
             bias = positions(hidden_states)
             more = None if more is None else {**more, "position_bias": bias}

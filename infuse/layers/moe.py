@@ -21,7 +21,7 @@ class MoE(nn.Module):
     def __init__(self, shape: MoEShape, surroundings: Surroundings):
         super().__init__()
         name, self._combine = surroundings.name, surroundings.combine
-        self._scale, self._averages = shape.scale, shape.combine == AVERAGE
+        self.shape = shape
         partial = replace(surroundings, combine=None)
         self.router = Router(shape.router, surroundings.bodies)
         inside = f"{name}.experts."
@@ -49,14 +49,14 @@ class MoE(nn.Module):
         x_TH = x.reshape(-1, x.shape[-1])
         _, weights, index = direct(held["router"], x_TH)
         out = held["experts"](x_TH, index, weights)
-        if self._scale != 1.0:
-            out = out * self._scale
+        if self.shape.scale != 1.0:
+            out = out * self.shape.scale
         shared, gate = held["shared"], held["shared_gate"]
         if gate is not None:
             out = out + direct(gate, x_TH).sigmoid() * direct(shared, x_TH)
         elif shared is not None:
             out = shared.fused(x_TH, None, out) if untouched(shared) else out + direct(shared, x_TH)
-        if self._averages:
+        if self.shape.combine == AVERAGE:
             out = out / 2
         out = (out if self._combine is None else self._combine(out)).view(x.shape)
         return out if residual is None else residual + out

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from infuse.architectures.attention import NoPosition
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.moe import SUM, MoEShape
 from infuse.architectures.norm import RMS
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
@@ -34,10 +35,8 @@ from infuse.ops.cpu.router import numbers
 
 
 class Node(NamedTuple):
-    """A module of the block: its place in the module that owns it, and what it must still be when the call is made.
-
-    `wanted` is its class; for modules that may be of a class mixed from ours and the original's, and whose kernels run
-    in place of their forward, it is None, and `forward` is their class's.
+    """A module of the block, and what it must still be in a call: of the class `wanted`, or, if that is None, of one
+    with this `forward`, since attention and routers are of classes mixed from ours and the original's.
     """
 
     owner: int  # index of the owner among the nodes; the block itself is the first
@@ -58,6 +57,9 @@ class OneCall:
         self._nodes: list[Node] = []
         self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its node, dict that holds it, name
         self._absent: list[tuple[int, str, str]] = []  # the same of tensors that are None
+        self._quantized: list[int] = []  # nodes that may hold a weight in another layout than the kernels'
+        self._experts_of: list[tuple[int, int, int]] = []  # nodes: experts, their matrices
+        self._found: Found | None = None
         integers: list[int] = []
         reals: list[float] = []
         for step in program:
@@ -124,8 +126,9 @@ class OneCall:
         gate = part.shape.gate
         reals += [gate.limit, gate.up_offset]
         integers = [part.shape.inner, ACTIVATION_NUMBERS[gate.activation], int(gate.gated), int(gate.limit_after)]
-        integers += [gate.first, *self._linear(owner, "up", part.up)]
-        return [*integers, *self._linear(owner, "down", part.down)]
+        integers += [gate.first, *self._linear(owner, "up", part.up), *self._linear(owner, "down", part.down)]
+        self._experts_of.append((owner, len(self._nodes) - 1, len(self._nodes)))
+        return integers
 
     def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
         node = self._node(owner, name, Norm)
@@ -137,6 +140,7 @@ class OneCall:
         """Encode a linear, or one matrix of all experts."""
         node = self._node(owner, name, type(linear))
         if isinstance(linear, Quantized):
+            self._quantized.append(node)
             code, held = code_of(str(linear.format)), ("data", "scale", "zero")[: 2 if linear.format.symmetric else 3]
             places = [*(self._place(node, "_buffers", name) for name in held), -1][:3]
         else:
@@ -167,35 +171,75 @@ class OneCall:
 
     def _tensors(self, block: nn.Module) -> list[Tensor] | None:
         """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
-        if all_are_heard():
+        found = self._found
+        if found is None or not found.are_in_place():
+            self._found = found = self._find(block)
+        if found is None or not found.run_as_written() or all_are_heard():
             return None
+        tensors = [held[name] for held, name in found.tensors]
+        return None if [1 for tensor in tensors if tensor is None] else tensors
+
+    def _find(self, block: nn.Module) -> Found | None:
+        """Find the modules of the call; None if one has been exchanged for another kind."""
         dicts: list[dict[str, Any]] = [block.__dict__]  # of the block and all nodes
         for owner, name, wanted, forward in self._nodes:
-            part = dicts[owner]["_modules"][name]
-            if wanted is None:
-                if getattr(type(part), "forward", None) is not forward:
-                    return None
-            elif type(part) is not wanted:
+            part = dicts[owner]["_modules"].get(name)
+            kind: Any = type(part)
+            if kind is not wanted and (wanted is not None or getattr(kind, "forward", None) is not forward):
                 return None
-            if part is None:
-                dicts.append({})
-                continue
-            own = part.__dict__  # `untouched` inlined: the call would cost more, ten times in each layer's step
+            dicts.append({} if part is None else part.__dict__)
+        places = [(dicts[owner]["_modules"], name) for owner, name, _, _ in self._nodes]
+        modules = [owner[name] for owner, name in places]
+        return Found(
+            places=places,
+            modules=modules,
+            kinds=list(map(type, modules)),
+            parts=[part for part in dicts[1:] if part],
+            tensors=[(dicts[node][held], name) for node, held, name in self._places],
+            absent=[(dicts[node][held], name) for node, held, name in self._absent],
+            quantized=[dicts[node] for node in self._quantized],
+            experts=[tuple(dicts[node] for node in nodes) for nodes in self._experts_of],
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": None}  # a copy of the block has its own modules
+
+
+class Found(NamedTuple):
+    """The modules of a call as dicts, so that a step can check within 5 us that they are still the same."""
+
+    places: list[tuple[dict[str, Any], str]]  # of each module: its owner's modules, its name there
+    modules: list[nn.Module]
+    kinds: list[type]
+    parts: list[dict[str, Any]]  # attributes of the modules
+    tensors: list[tuple[dict[str, Any], str]]  # of each tensor: dict that holds it, name
+    absent: list[tuple[dict[str, Any], str]]  # the same of tensors that are None
+    quantized: list[dict[str, Any]]
+    experts: list[tuple[dict[str, Any], ...]]  # attributes of experts, then of their matrices
+
+    def are_in_place(self) -> bool:
+        """Whether no module has been exchanged and none has become of another class."""
+        # Lists are compared by identity first.
+        return [owner.get(name) for owner, name in self.places] == self.modules and [
+            *map(type, self.modules)
+        ] == self.kinds
+
+    def run_as_written(self) -> bool:
+        """Whether the kernels compute what the modules would: no hooks, and weights in the kernels' layouts."""
+        for own in self.parts:  # `untouched` inlined: the call would cost more, ten times in each layer's step
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-                return None
-            if not own.get("prepared", True) or own.get("first_use") is not None:  # mapped experts are read by Python
-                return None
-            dicts.append(own)
-        for node, held, name in self._absent:
-            if dicts[node][held][name] is not None:
-                return None
-        tensors = []
-        for node, held, name in self._places:
-            tensor = dicts[node][held][name]
-            if tensor is None:
-                return None
-            tensors.append(tensor)
-        return tensors
+                return False
+        if [1 for held, name in self.absent if held[name] is not None]:
+            return False
+        if [1 for own in self.quantized if not own["prepared"]]:
+            return False
+        for experts, *matrices in self.experts:
+            named = experts.get("named")
+            if named is not None and not named.is_ours:
+                return False
+            if [1 for own in matrices if own.get("first_use") is not None]:  # Python checks the pages of mapped experts
+                return False
+        return True
 
 
 class StepCall(OneCall):
@@ -265,8 +309,10 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     ):
         return None
     if type(block.mlp) is MoE:
+        assert isinstance(shape.mlp, MoEShape)
         router = block.mlp.router.shape
-        if block.mlp.combines or not attn.causal or numbers(router.routing, router.experts) is None:
+        summed = shape.mlp.scale == 1.0 and shape.mlp.combine == SUM
+        if not summed or block.mlp.combines or not attn.causal or numbers(router.routing, router.experts) is None:
             return None
     elif type(block.mlp) is not MLP:
         return None
