@@ -120,6 +120,18 @@ def test_router_logits_are_recorded_in_steps_too() -> None:
         assert_close(found, wanted)
 
 
+def test_a_recorder_that_records_nothing_costs_nothing(taken: list[bool]) -> None:
+    """transformers' hooks stay on routers after the first call that asks for their logits."""
+    family = BY_NAME["mixtral"]
+    engine = infuse.init_inference(family.make(), dtype="fp32")
+    with torch.no_grad():
+        engine(**inputs(family), output_router_logits=True)
+    assert all(block.mlp.router._forward_hooks for block in mixtures(engine))  # type: ignore[union-attr]
+    taken.clear()
+    compare(engine, family, torch.float32)
+    assert taken.count(True) == 9
+
+
 def doubled(path: str) -> Callable[[MoE], None]:
     """Double what a user finds at this path."""
 
@@ -214,7 +226,7 @@ def test_what_shapes_and_rules_can_say_is_known_to_the_call() -> None:
     told = {
         "router", "experts", "shared", "gated", "hidden", "count", "inner", "gate", "bias", "correction", "rule",
         "correction_is_parameter", "groups", "top_k", "normalise", "least", "scale", "has_bias", "width",
-        "jitter", "cap", "up_bias", "down_bias", "combine",
+        "jitter", "cap", "up_bias", "down_bias", "combine", "call",
     }  # fmt: skip
     for shape in (MoEShape, RouterShape, ExpertsShape):
         assert not {field.name for field in fields(shape)} - told, shape

@@ -26,6 +26,7 @@ from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.program import ATTENTION, Program
+from infuse.layers.recorders import is_heard
 from infuse.native import limits
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.layer import STEPS, encoder_layer, layer_step
@@ -194,7 +195,7 @@ class OneCall:
             places=places,
             modules=modules,
             kinds=list(map(type, modules)),
-            parts=[part for part in dicts[1:] if part],
+            parts=[(part, vars(part)) for part in modules if part is not None],
             tensors=[(dicts[node][held], name) for node, held, name in self._places],
             absent=[(dicts[node][held], name) for node, held, name in self._absent],
             quantized=[dicts[node] for node in self._quantized],
@@ -211,7 +212,7 @@ class Found(NamedTuple):
     places: list[tuple[dict[str, Any], str]]  # of each module: its owner's modules, its name there
     modules: list[nn.Module]
     kinds: list[type]
-    parts: list[dict[str, Any]]  # attributes of the modules
+    parts: list[tuple[nn.Module, dict[str, Any]]]  # each module that is there, and its attributes
     tensors: list[tuple[dict[str, Any], str]]  # of each tensor: dict that holds it, name
     absent: list[tuple[dict[str, Any], str]]  # the same of tensors that are None
     quantized: list[dict[str, Any]]
@@ -226,8 +227,8 @@ class Found(NamedTuple):
 
     def run_as_written(self) -> bool:
         """Whether the kernels compute what the modules would: no hooks, and weights in the kernels' layouts."""
-        for own in self.parts:  # `untouched` inlined: the call would cost more, ten times in each layer's step
-            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        for part, own in self.parts:  # `untouched` inlined: the call would cost more, ten times in each layer's step
+            if own["_forward_pre_hooks"] or "forward" in own or (own["_forward_hooks"] and is_heard(part)):
                 return False
         if [1 for held, name in self.absent if held[name] is not None]:
             return False
