@@ -204,7 +204,8 @@ inline bool takes(const RouterPart& router, const Tensor& x, int64_t columns) {
 }
 
 inline bool takes(const ExpertsPart& experts, const Tensor& x, int64_t columns) {
-  return takes(experts.up, x, columns, experts.up.outputs) && takes(experts.down, x, experts.inner, experts.down.outputs);
+  const LinearPart &up = experts.up, &down = experts.down;
+  return takes(up, x, columns, up.outputs) && takes(down, x, experts.inner, down.outputs);
 }
 
 inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
