@@ -114,7 +114,7 @@ def test_body_is_the_reference(name: str, body: str, dtype: torch.dtype) -> None
 
 
 # Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head.
-NOT_STRICT = {("attention", "torch")}
+NOT_STRICT = {("attention", "torch"), ("group_norm", "torch")}
 NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 
 
@@ -127,7 +127,7 @@ def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
             if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
                 for place in (0, -1) if name == "gated_activation" else (-1,):
                     args = own(case.args, [])
-                    args[i].view(-1)[place] = value
+                    args[i][(place,) * arg.dim()] = value
                     yield i, replace(case, args=args)
 
 

@@ -49,6 +49,10 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     yield "gated_activation", (x, "silu"), {}
     for name in ("gelu", "gelu_tanh"):
         yield "activation", (x, name), {}
+    image, channels = empty(2, 320, 64, 64, dtype=dtype), empty(320, dtype=dtype)
+    last = image.contiguous(memory_format=torch.channels_last)
+    yield "group_norm", (last, channels, channels, empty(2, 320, dtype=dtype), 32, 1e-5, True), {}
+    yield "group_norm", (image, channels, channels, None, 32, 1e-6, False), {}
     turns, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
     yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), turns, turns, True), {}
     yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, 5, 32, False), {}

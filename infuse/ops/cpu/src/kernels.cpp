@@ -4,6 +4,7 @@
 
 #include "attention_tiles.h"
 #include "experts.h"
+#include "group_norm.h"
 #include "linear.h"
 #include "norm.h"
 #include "quantize.h"
@@ -22,6 +23,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
   static const Kernels table = {
       INFUSE_NAME(INFUSE_ISA),
       INFUSE_ISA::norm,
+      {INFUSE_ISA::measure_groups, INFUSE_ISA::solve_groups, INFUSE_ISA::apply_groups},
       INFUSE_ISA::linear_kernels(),
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),

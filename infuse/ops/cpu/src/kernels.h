@@ -26,6 +26,31 @@ struct NormArgs {
   Type type;
 };
 
+constexpr int kCoefficients = 3;
+
+// y = act(group_norm(x + added)) over [batch, channels, positions], in three steps: sums for each channel, coefficients
+// for each channel, y. `chunks` parts of the positions are summed one by one (contiguous: 1).
+struct GroupNormArgs {
+  const void* x;
+  void* y;             // may be x
+  const void* weight;  // or null
+  const void* bias;    // or null
+  const void* added;   // [batch, channels] with rows `added_step` apart, or null
+  int64_t added_step;
+  int64_t batch, channels, positions, groups, chunks;
+  double eps;
+  bool channels_last, silu;
+  Type type;
+  float* sums;          // [batch, chunks, 2, channels]
+  float* coefficients;  // [batch, kCoefficients, channels]: mean less added, scale, bias
+};
+
+struct GroupNormKernels {
+  void (*measure)(const GroupNormArgs&, int64_t begin, int64_t end);  // batch * (channels last: chunks, else channels)
+  void (*solve)(const GroupNormArgs&, int64_t begin, int64_t end);    // samples
+  void (*apply)(const GroupNormArgs&, int64_t begin, int64_t end);    // batch * (channels last: positions, else channels)
+};
+
 // to[i] = from[0][i] + from[1][i] + ...
 struct SumArgs {
   const void* const* from;
@@ -37,6 +62,7 @@ struct SumArgs {
 struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
+  GroupNormKernels group_norm;
   LinearKernels linear;
   PanelKernels panels;
   AttentionKernels attention;
