@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention import FeedForward
-from diffusion_pipelines import flux, made, pixart, unet
+from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusion_pipelines import flux, made, unet
 from torch import nn
 
 import infuse
@@ -21,6 +22,17 @@ from infuse.plan.step import MODULE
 ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
 
 
+class Own(AttnProcessor2_0):
+    """A user's processor: blocks with it stay, and only their feed-forward modules are replaced."""
+
+
+def feed_forwards() -> Any:
+    """A UNet in which nothing around the feed-forward modules is replaced as a whole."""
+    model = unet()
+    model.set_attn_processor(Own())
+    return model
+
+
 def run(model: nn.Module, size: Any = GUIDED) -> torch.Tensor:
     with torch.no_grad():
         return model(**component_inputs(model, RandomTensors(model), size)).sample.float()
@@ -29,7 +41,7 @@ def run(model: nn.Module, size: Any = GUIDED) -> torch.Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_feed_forward_with_each_activation(activation: str) -> None:
     torch.manual_seed(0)
-    model = unet()
+    model = feed_forwards()
     blocks = [module for module in model.modules() if type(module) is FeedForward]
     for block in blocks:
         width = block.net[2].out_features
@@ -62,8 +74,9 @@ def test_formats_of_modules(format: str) -> None:
     model = unet(block_out_channels=(64, 64), cross_attention_dim=64)
     wanted = run(model)
     engine = infuse.init_inference(model, dtype=torch.float32, quant=format)
-    inside = [step for step in engine.plan.steps if step.layer == "FeedForward"]
-    assert inside and all(len(step.formats) == 2 for step in inside)
+    matrices = {"Transformer2DModel": 7, "ResnetBlock2D": 1}
+    inside = [step for step in engine.plan.steps if step.layer in matrices]
+    assert inside and all(len(step.formats) == matrices[step.layer] for step in inside)
     error = (run(model) - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert 0 < error < (0.2 if format == "int4" else 0.05)
     with pytest.raises(UnsupportedCall, match="quantized"):
@@ -91,7 +104,7 @@ class Doubled(FeedForward):
 
 
 def test_a_users_subclass_with_its_own_forward_stays() -> None:
-    model = unet()
+    model = feed_forwards()
     block = next(module for module in model.modules() if type(module) is FeedForward)
     block.__class__ = Doubled
     wanted = run(model)
@@ -101,12 +114,12 @@ def test_a_users_subclass_with_its_own_forward_stays() -> None:
 
 
 def test_what_is_not_known_stays_with_the_reason() -> None:
-    model = unet()
+    model = feed_forwards()
     first, second, *_ = (module for module in model.modules() if type(module) is FeedForward)
     first.net[0].gelu = torch.nn.functional.silu  # the proof sees what no attribute tells
     second.net.append(nn.Identity())
     plan = infuse.plan(model, dtype=torch.float32)
-    reasons = [left.why for left in plan.left if "not as a whole module" in left.why]
+    reasons = [left.why for left in plan.left if "Own" not in left.why and "not as a whole module" in left.why]
     assert len(reasons) == 1 and "Identity" in reasons[0]
     wanted = run(model)
     engine = infuse.init_inference(model, dtype=torch.float32, verify="all")
@@ -124,10 +137,10 @@ def test_kernel_injection_off_leaves_modules() -> None:
 
 
 def test_unknown_arguments_are_refused_by_name() -> None:
-    model = pixart().transformer
+    model = feed_forwards()
     infuse.init_inference(model, dtype=torch.float32)
-    block = model.transformer_blocks[0].ff
-    x = torch.randn(1, 3, 32)
+    block: Any = next(module for name, module in model.named_modules() if name.endswith(".ff"))
+    x = torch.randn(1, 3, block.up.in_features)
     with pytest.raises(UnsupportedCall, match="temperature"):
         block(x, temperature=2)
     with pytest.raises(UnsupportedCall, match="positional"):

@@ -144,7 +144,8 @@ def test_formats_by_name_go_to_the_models_that_have_them() -> None:
     engine = injected(made("sd15"), quant={"weight": {"post_init_quant": {"mlp.fc1": "int8:32", "ff.net": "int8:32"}}})
     found = {name: [step for step in plan.steps if step.formats] for name, plan in engine.plan.items()}
     assert [step.depth for step in found["text_encoder"]] == ["block"] * 2
-    assert [step.layer for step in found["unet"]] == ["FeedForward"] * 4
+    assert [step.layer for step in found["unet"]] == ["Transformer2DModel"] * 4
+    assert all({name.split(".")[2] for name in step.formats} == {"ff"} for step in found["unet"])
     assert not found["vae"]
 
 

@@ -10,17 +10,31 @@ from torch import nn
 
 from infuse.architectures.attention import AttentionShape
 from infuse.architectures.feed_forward import FeedForwardShape
+from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageTransformerShape, TransformerBlockShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.part import PartShape
+from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
+from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
+from infuse.layers.diffusion.image_attention import ImageAttentionModule, ImageTransformer, TransformerBlock
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.surroundings import Surroundings
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
-    {AttentionShape: Attention, MLPShape: MLP, MoEShape: MoE, FeedForwardShape: FeedForward}
+    {
+        AttentionShape: Attention,
+        MLPShape: MLP,
+        MoEShape: MoE,
+        FeedForwardShape: FeedForward,
+        ImageAttentionModuleShape: ImageAttentionModule,
+        TransformerBlockShape: TransformerBlock,
+        ImageTransformerShape: ImageTransformer,
+        ResnetShape: Resnet,
+        UpsampleShape: Upsample,
+    }
 )
 
 

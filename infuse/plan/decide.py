@@ -189,11 +189,13 @@ class _Decision:
             why = "replace_with_kernel_inject is False"
         else:
             try:
-                step = self.module(module, path, spec.bind(module))
+                bound = spec.bind(module)
+                step = self.module(module, path, bound)
             except SpecMismatch as mismatch:
                 why = str(mismatch)
             else:
-                if any(body != ops.REFERENCE for _, body in step.bodies) or step.formats or step.whole is not None:
+                ours = any(body != ops.REFERENCE for _, body in step.bodies)
+                if ours or bound.shape.needs_no_kernels or step.formats or step.whole is not None:
                     self.steps.append(step)
                     return
                 why = "nothing to gain: no kernels run here"

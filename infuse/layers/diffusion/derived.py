@@ -1,0 +1,49 @@
+"""A value computed from tensors and kept as long as these stay the same: keys of a prompt, weights of an upsampling."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+
+class Derived:
+    """Holds the last value. Tensors are compared by identity and version, never by address; none is kept alive.
+
+    The value is freed with the first of its tensors. Nothing is kept for tensors made in inference mode, which count no
+    versions, while a graph is traced, or while a CUDA graph is captured, which would replay the value of its first run.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held: tuple[Any, tuple[weakref.ref, ...], tuple[int, ...]] | None = None
+
+    def of(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+        """make(), or its last result if that was made from the same unchanged tensors."""
+        if is_compiling() or any(t.is_inference() for t in tensors):
+            return make()
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()
+        versions, held = tuple(t._version for t in tensors), self._held
+        if held is not None and held[2] == versions and all(map(_refers, held[1], tensors)):
+            return held[0]
+        made = make()
+        self._held = (made, tuple(weakref.ref(t, self._drop) for t in tensors), versions)
+        return made
+
+    def _drop(self, dead: weakref.ref) -> None:
+        held = self._held
+        if held is not None and any(ref is dead for ref in held[1]):
+            self._held = None
+
+    def __reduce__(self) -> tuple:  # copies and pickles of a module start empty
+        return Derived, ()
+
+
+def _refers(ref: weakref.ref, to: Tensor) -> bool:
+    return ref() is to
