@@ -22,7 +22,9 @@ import diffusers
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import infuse
@@ -127,9 +129,12 @@ def values(*shape: int) -> Tensor:
 
 def empty(kind: Any, **settings: Any) -> nn.Module:
     """A model with random weights, made without the time that its own initialisation takes."""
+    wanted = torch.get_default_device()
     with torch.device("meta"):
-        model = kind(**settings)
-    model = model.to(DTYPE).to_empty(device="cpu")
+        model = kind(**settings).to(DTYPE)
+    if wanted.type == "meta":
+        return model
+    model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.uniform_(-0.03, 0.03)
         if parameter.dim() == 1:
@@ -144,10 +149,10 @@ def step(model: Any, given: dict[str, Any], decodes: bool) -> Tensor:
 
 def operations(case: Case, rows: int) -> int:
     """Floating-point operations of the products, convolutions and attention of one step."""
-    counter = FlopCounterMode(display=False)
-    model = case.make().to(DTYPE).to("meta").eval()
-    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), case.inputs(rows))
-    with counter:
+    with torch.device("meta"):
+        model = case.make().to("meta").to(DTYPE).eval()
+    given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), case.inputs(rows))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
         step(model, given, case.decodes)
     return counter.get_total_flops()
 
