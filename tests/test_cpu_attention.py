@@ -64,15 +64,21 @@ def test_attention_of_awkward_shapes(width: int, dtype: torch.dtype, threads: in
             k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
             if length >= tokens:
                 check(dtype, q, k, v, None, None, width**-0.5, True, 0, 0.0)
+                sinks = torch.linspace(-1, 4, heads).to(dtype)
+                found, seen = attended(q, k, v, None, None, width**-0.5, True, 0, 0.0, sinks), length - tokens
+                mask = torch.ones(tokens, length, dtype=torch.bool).tril(seen)
+                assert_near(found, exact(q, k, v, mask, width**-0.5, sinks), dtype, f"sinks, {tuple(q.shape)}")
             check(dtype, q, k, v, None, None, width**-0.5, False, 5, 2.0)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """In float64: over thousands of keys the reference's float32 is less exact than the kernel."""
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (k, v))
     scores = (q.double() @ keys.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ values).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ values).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,6 +95,11 @@ def test_attention_split_over_the_cache(dtype: torch.dtype) -> None:
             assert_near(found, exact(q, k, v, mask, 0.125), dtype, f"{threads=} {batch}x{kv_heads} masked")
             found = attended(q, k, v, None, None, 0.25, True, 3000, 0.0)
             in_window = torch.arange(6000) >= 3000
+            sinks = 9 + torch.linspace(0, 1, 4 * kv_heads)  # as large as all other weights together
+            few = attended(q, k, v, mask, None, 0.125, True, 0, 0.0, sinks)
+            wanted = exact(q, k, v, mask, 0.125, sinks)
+            assert_near(few, wanted, dtype, f"{threads=} {batch}x{kv_heads} sinks")
+            assert float((wanted / exact(q, k, v, mask, 0.125)).min()) < 0.8
             assert_near(found, exact(q, k, v, in_window, 0.25), dtype, f"{threads=} {batch}x{kv_heads} window")
 
 
@@ -140,7 +151,8 @@ def test_many_queries_go_by_tiles(width: int, threads: int) -> None:
         k, v = (cached(batch, kv_heads, length, width, torch.bfloat16) for _ in range(2))
         for causal in (False, True):
             for window in (0, 7, 100):
-                check(torch.bfloat16, q, k, v, None, None, width**-0.5, causal, window, 0.0)
+                sinks = torch.linspace(-1, 3, heads) if window == 7 else None
+                check(torch.bfloat16, q, k, v, None, None, width**-0.5, causal, window, 0.0, sinks)
 
 
 @BY_TILES
@@ -169,6 +181,24 @@ def test_what_is_not_finite_passes_through_tiles(value: float) -> None:
             args = [torch.randn(2, heads, tokens, 32).bfloat16() for heads, tokens in ((4, 20), (2, 200), (2, 200))]
             args[which][1, 1, min(place, args[which].shape[2] - 1), 3] = value
             check(torch.bfloat16, *args, None, None, 0.2, False, 0, 0.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_sinks_of_all_sizes(tokens: int) -> None:
+    """Also beside scores of -infinity only, or none: a sink that is not -infinity itself takes the weight."""
+    heads, length = 5, 70
+    q, k, v = torch.randn(2, heads, tokens, 16), torch.randn(2, 1, length, 16), torch.randn(2, 1, length, 16)
+    sinks = torch.tensor([0.0, 300.0, -300.0, -float("inf"), 2.5])
+    nothing = torch.zeros(2, 1, tokens, length)
+    nothing[1] = -float("inf")
+    for dtype in DTYPES:
+        if tokens > 8 and (dtype != torch.bfloat16 or isa() not in TILED):
+            continue
+        given = [tensor.to(dtype) for tensor in (q, k, v)]
+        for mask in (None, nothing, nothing == 0):
+            finite = sinks.clamp(min=-300) if mask is nothing else sinks  # scores of -infinity alone are NaN in softmax
+            check(dtype, *given, mask, None, 0.25, False, 0, 0.0, finite.to(dtype))
+            check(dtype, *given, mask, None, 0.25, False, 0, 0.0, finite.repeat_interleave(2)[::2])
 
 
 def test_a_row_without_an_allowed_key_is_zeros() -> None:
@@ -205,6 +235,8 @@ def test_attention_declines_what_it_does_not_take() -> None:
     assert attend(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, *rest) is None
     assert attend(q, k, k, torch.ones(1, 1, 1, 8, dtype=torch.bool), *rest[1:]) is None
     assert attend(q, k[:, :, :0], k[:, :, :0], *rest) is None
+    assert attend(q, k, k, *rest, torch.randn(3)) is None
+    assert attend(q, k, k, *rest, torch.randn(2).double()) is None
     long = torch.randn(1, 2, 9, 16)
     assert_near(ops.attention.body("cpu")(long, k, k, *rest), ops.attention.reference(long, k, k, *rest), torch.float32)
 

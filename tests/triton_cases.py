@@ -177,6 +177,7 @@ def test_attention_split_over_the_cache(dtype: torch.dtype, monkeypatch: pytest.
         (mask, None, 0.2, False, 0, 0.0), (nothing, None, 0.2, False, 0, 0.0), (None, bias, 0.2, True, 0, 0.0),
         (None, None, 0.2, True, 80, 0.0), (mask, bias, 0.2, True, 0, 3.0),
         (torch.randn(2, 1, 1, 1, device=DEVICE), None, 0.2, True, 0, 0.0),
+        (nothing, bias, 0.2, False, 0, 0.0, 4 * torch.randn(6, dtype=dtype, device=DEVICE)),
     ):  # fmt: skip
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
@@ -188,7 +189,11 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
     q = torch.randn(1, 3, 50, 16, dtype=dtype, device=DEVICE)
     k, v = (torch.randn(1, 1, 61, 16, dtype=dtype, device=DEVICE) for _ in range(2))
     bias = torch.randn(1, 3, 1, 61, dtype=dtype, device=DEVICE)
-    for args in ((None, None, 0.25, True, 0, 5.0), (None, bias, 0.25, True, 0, 0.0), (None, None, 0.25, True, 9, 0.0)):
+    sinks = torch.tensor([1.0, 200.0, -float("inf")], device=DEVICE)
+    for args in (
+        (None, None, 0.25, True, 0, 5.0), (None, bias, 0.25, True, 0, 0.0), (None, None, 0.25, True, 9, 0.0),
+        (None, None, 0.25, True, 0, 0.0, sinks),
+    ):  # fmt: skip
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
 
@@ -197,7 +202,7 @@ def test_attention_of_many_queries(dtype: torch.dtype) -> None:
 
 FORMATS = (
     "int8", "int8:row", "int8:groups=3", "int8:32:asymmetric", "int4", "int4:8", "int4:32:asymmetric", "int4:row",
-    "fp8", "fp8:32", "fp6", "fp6:16", "fp6:row",
+    "fp8", "fp8:32", "fp6", "fp6:16", "fp6:row", "mxfp4",
 )  # fmt: skip
 
 
@@ -322,7 +327,7 @@ def test_strides_of_plain_products(dtype: torch.dtype) -> None:
         compare("linear", (x, torch.randn(64, 40, device=DEVICE).to(dtype).t(), bias), dtype, "a transposed weight")
 
 
-@pytest.mark.parametrize("text", ["int8", "int4", "fp8", "fp6", "int4:32:asymmetric"])
+@pytest.mark.parametrize("text", ["int8", "int4", "fp8", "fp6", "int4:32:asymmetric", "mxfp4"])
 @pytest.mark.parametrize("size", [2.0**-20, 2.0**40])
 def test_large_and_small_values_of_one_row(text: str, size: float) -> None:
     """The fast decoding of 16-bit rows multiplies tiny numbers by x: neither end may be lost."""

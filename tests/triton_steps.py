@@ -21,7 +21,7 @@ def taking_tensors(module: Attention) -> None:
     attend, append = module._attend, module._append
     module._counts_keys = module._appends_at_place = True
     counted, placed = ops.attention.body("triton"), ops.rotary_append.body("triton")
-    module._attend = lambda *args: (counted if len(args) > 9 else attend)(*args)
+    module._attend = lambda *args: (counted if len(args) > 10 else attend)(*args)
     module._append = lambda *args: (append if isinstance(args[5], int) else placed)(*args)
 
 

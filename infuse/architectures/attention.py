@@ -44,13 +44,14 @@ class Rotary:
 
     `switch`: config key of a list that says for each layer whether it rotates. `where`: attributes of the attention
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
-    although the pairs are interleaved.
+    although the pairs are interleaved. `once`: they have one column for each pair.
     """
 
     interleaved: bool = False
     switch: str | None = None
     in_halves: bool = False
     where: tuple[str, ...] = ()
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,17 @@ class GateShape:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """The parameter at `path`: a logit per head that joins the softmax and attends to nothing. Layers may lack it.
+
+    `in_weights`: the attention weights that the original returns are smaller by it.
+    """
+
+    path: str
+    in_weights: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """Self-attention. `module` is the attention module's path; transformers records attentions by its class.
     `inner`: the module inside it that has its settings, if it has none itself.
@@ -156,6 +168,7 @@ class Attention:
     norm_after: bool = False
     gate: OutputGate | None = None
     inner: str = ""
+    sinks: Sinks | None = None
 
     def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
@@ -189,6 +202,8 @@ class Attention:
             norm_after=self.norm_after,
             gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
             inner=self.inner,
+            sinks=self._sinks(binder, name, heads),
+            sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
         )
 
     def _passed(self, binder: Binder) -> tuple[tuple[str, str], ...]:
@@ -200,6 +215,15 @@ class Attention:
     def _is_set(self, binder: Binder, names: Sequence[str]) -> bool:
         """Whether one of these attributes of the module is set; True if there are none."""
         return not names or any(tuple(binder.attribute(self.module, name) for name in names))
+
+    def _sinks(self, binder: Binder, name: str, heads: int) -> bool:
+        if self.sinks is None or self.sinks.path not in binder.parameters:
+            return False
+        found = binder.claim(self.sinks.path)
+        if tuple(found.shape) != (heads,):
+            binder.differ(f"{self.sinks.path} has shape {tuple(found.shape)}; there are {heads} heads")
+        binder.fills.append(Fill(f"{name}.sinks", (self.sinks.path,)))
+        return True
 
     def _bind_qkv(self, binder: Binder, target: str, heads: int, kv_heads: int) -> tuple[int, int, bool]:
         """Bind the projections; return hidden width, head width, and whether they have a bias."""
@@ -303,6 +327,8 @@ class AttentionShape(PartShape):
     norm_after: bool = False
     gate: GateShape | None = None
     inner: str = field(default="", repr=False)
+    sinks: bool = False
+    sinks_in_weights: bool = field(default=False, repr=False)  # moves no weight either
 
     @property
     def all_heads(self) -> int:
@@ -329,6 +355,8 @@ class AttentionShape(PartShape):
         for name, norm, unit, count in self._norms():
             extents = self._extents(norm, unit, count)
             found += [Parameter(named(name, one.target), extents) for one in norm.parameters]
+        if self.sinks:
+            found.append(Parameter("sinks", (Extent(HEADS, self.heads),)))
         return tuple(found)
 
     @property

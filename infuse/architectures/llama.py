@@ -1,6 +1,6 @@
 """Llama family: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
 
-from infuse.architectures.attention import Attention, Packed, Rotary, Separate
+from infuse.architectures.attention import Attention, Packed, Rotary, Separate, Sinks
 from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
@@ -28,6 +28,11 @@ MISTRAL = LLAMA.but(layer=_M + "mistral.modeling_mistral.MistralDecoderLayer", a
 QWEN2 = LLAMA.but(layer=_M + "qwen2.modeling_qwen2.Qwen2DecoderLayer", attn=dict(passes=_WINDOW))
 QWEN3 = QWEN2.but(layer=_M + "qwen3.modeling_qwen3.Qwen3DecoderLayer", attn=_QK_NORM)
 GRANITE = LLAMA.but(layer=_M + "granite.modeling_granite.GraniteDecoderLayer", residual_scale="residual_multiplier")
+SINKS = dict(sinks=Sinks("self_attn.sinks"), passes=(*_WINDOW, ("s_aux", "sinks")))
+GRANITE_SINKS = dict(
+    SINKS, sinks=Sinks("self_attn.sinks", in_weights=False), position=Rotary(switch="layer_rope_theta")
+)
+GRANITE_SWA = GRANITE.but(layer=_M + "granite_swa.modeling_granite_swa.GraniteSWADecoderLayer", attn=GRANITE_SINKS)
 SMOLLM3 = LLAMA.but(
     layer=_M + "smollm3.modeling_smollm3.SmolLM3DecoderLayer",
     attn=dict(position=Rotary(switch="no_rope_layers"), passes=_WINDOW),
@@ -120,6 +125,6 @@ PHI = LLAMA.but(
 )
 
 SPECS = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, SMOLLM3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE_SWA, SMOLLM3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2,
     STABLELM, STABLELM_PARALLEL, STARCODER2, NEMOTRON, COHERE, PHI,
 )  # fmt: skip

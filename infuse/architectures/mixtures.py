@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from infuse.architectures.attention import GATE_SOFTPLUS, OutputGate, Rotary
 from infuse.architectures.layer import PARALLEL, SANDWICH
-from infuse.architectures.llama import LLAMA, MISTRAL, QWEN3
+from infuse.architectures.llama import GRANITE_SINKS, LLAMA, MISTRAL, QWEN3, SINKS
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
@@ -45,6 +45,8 @@ ERNIE_ROUTER = Router(
     cast=ACTIVATIONS,
 )  # fmt: skip
 MINIMAX_ROUTER = Router("mlp.gate", score=SIGMOID, correction=f"mlp.{_BIAS}", normalise=True, in_order=False)
+OSS_ROUTER = Router("mlp.router", score=None, rounded_score=True, weights=SOFTMAX_OF_SCORES)
+FLINT_ROUTER = Router("mlp.gate", logits=FLOAT32, score=SIGMOID, normalise="norm_topk_prob")
 HUNYUAN_ROUTER = Router("mlp.gate", weight="wg.weight", bias="wg.bias", normalise=True, cast=LOGITS)
 HY_ROUTER = Router(
     "mlp.gate", logits=FLOAT32, score=SIGMOID, correction=f"mlp.{_BIAS}", normalise=True, eps=1e-20,
@@ -125,6 +127,19 @@ GRANITE_MOE_SHARED = GRANITE_MOE.but(
     layer=_M + "granitemoeshared.modeling_granitemoeshared.GraniteMoeSharedDecoderLayer",
     mlp=dict(shared=PackedGatedMLP(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")),
 )
+GRANITE_MOE_SWA = GRANITE_MOE_SHARED.but(
+    layer=_M + "granitemoe_swa.modeling_granitemoe_swa.GraniteMoeSWADecoderLayer", attn=GRANITE_SINKS
+)
+GPT_OSS = LLAMA.but(
+    layer=_M + "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer",
+    attn=dict(SINKS, position=Rotary(once=True)),
+    mlp=MoE(OSS_ROUTER),
+)
+FLINT = LLAMA.but(
+    layer=_M + "flint.modeling_flint.FlintDecoderLayer",
+    attn=dict(SINKS, position=Rotary(where=("sliding_window",)), **_QK_NORM),
+    mlp=MoE(FLINT_ROUTER, shared=_gated("mlp.shared_expert"), dense=_gated("mlp")),
+)
 HUNYUAN_MOE = LLAMA.but(
     layer=_M + "hunyuan_v1_moe.modeling_hunyuan_v1_moe.HunYuanMoEV1DecoderLayer",
     attn=dict(
@@ -203,7 +218,7 @@ DEEPSEEK_OCR2_GROUPS = _DEEPSEEK_OCR2.but(when=_IN_GROUPS, mlp=_GROUPED)
 
 SPECS = (
     MIXTRAL, QWEN3_MOE, QWEN2_MOE, MELLUM, OLMOE, FLEX_OLMO, GLM4_MOE, DOTS1, SOLAR_OPEN, HY_V3, MINIMAX_M2,
-    ERNIE4_5_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, HUNYUAN_MOE, PHIMOE, EXAONE_MOE,
+    ERNIE4_5_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, GPT_OSS, FLINT, HUNYUAN_MOE, PHIMOE, EXAONE_MOE,
     KOLIBRI1, AFMOE, LAGUNA, COHERE2_MOE_SOFTMAX, COHERE2_MOE_RMS_SOFTMAX, COHERE2_MOE_SIGMOID, COHERE2_MOE_RMS_SIGMOID,
     ARIA_TEXT, QWEN3_VL_MOE, QWEN3_OMNI_THINKER, GLM4V_MOE, DEEPSEEK_OCR2, DEEPSEEK_OCR2_GROUPS,
 )  # fmt: skip

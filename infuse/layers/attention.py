@@ -38,6 +38,8 @@ class Attention(nn.Module):
         self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
+        sinks = nn.Parameter(torch.empty(shape.heads, device="meta"), requires_grad=False) if shape.sinks else None
+        self.register_parameter("sinks", sinks)
         self.positions = make_positions(shape.position, shape.all_heads)
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
@@ -91,10 +93,12 @@ class Attention(nn.Module):
                 mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
-        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, *count)
+        sinks = self._parameters["sinks"]
+        out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:
-            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, window, shape.softcap)
+            counted = sinks if shape.sinks_in_weights else None
+            scored = ops.attention_weights(q, k, mask, bias, shape.scale, causal, window, shape.softcap, counted)
             weights = scored.to(x_BTC.dtype)
             if shape.head_counts:
                 weights = self._group.all_gather(weights, shape.head_counts, 1, f"weights of {shape.name}")

@@ -74,10 +74,10 @@ def calls_by_name(attention: nn.Module) -> bool:
 
 
 def attribute(attention: nn.Module, name: str) -> Any:
-    """Look up `name` in the attention module, then in its config. None for NO_ATTRIBUTE."""
+    """Look up `name` in the attention module, its parameters too, then in its config. None for NO_ATTRIBUTE."""
     if name == NO_ATTRIBUTE:
         return None
-    found = attention.__dict__.get(name, _MISSING)
+    found = attention.__dict__.get(name, attention._parameters.get(name, _MISSING))
     return getattr(attention.__dict__.get("config"), name, None) if found is _MISSING else found
 
 

@@ -86,6 +86,7 @@ class OneCall:
         shape = part.shape
         reals += [shape.scale, shape.softcap]
         integers = [shape.heads, shape.kv_heads, shape.head_width, int(part.positions.interleaved)]
+        integers.append(self._parameter(owner, part, "sinks"))
         integers += [*self._linear(owner, "qkv", part.qkv), *self._linear(owner, "out", part.out)]
         for name in ("q_norm", "k_norm"):
             norm: Any = getattr(part, name)

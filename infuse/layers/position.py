@@ -35,19 +35,23 @@ class Positions(nn.Module):
 
 
 class PassedTurns(Positions):
-    """The model passes (cos, sin), [B or 1, T, E] each; `in_halves` as in architectures.attention.Rotary."""
+    """The model passes (cos, sin), [B or 1, T, E or E/2] each, as architectures.attention.Rotary says."""
 
-    def __init__(self, interleaved: bool, in_halves: bool):
+    def __init__(self, position: Rotary):
         super().__init__()
-        self.interleaved, self._in_halves = interleaved, in_halves
+        self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
 
     def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
-        if not self._in_halves:
-            return inputs.position_embeddings
-        cos, sin = (one.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for one in inputs.position_embeddings)
-        return cos, sin
+        cos, sin = inputs.position_embeddings
+        if self._in_halves:
+            cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+        elif not self._once:
+            return cos, sin
+        if self.interleaved:
+            return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 class TableTurns(Positions):
@@ -134,7 +138,7 @@ def make_positions(position: Position, heads: int) -> Positions:
     if isinstance(position, RelativeBias):
         return LearnedBias(position, heads)
     if isinstance(position, Rotary):
-        return PassedTurns(position.interleaved, position.in_halves)
+        return PassedTurns(position)
     if isinstance(position, RotaryTable):
         return TableTurns()
     return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()

@@ -16,10 +16,12 @@ from infuse.ops.op import Case, op
 
 def attention_weights(
     q_BHTD: Tensor, k_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
-    softcap: float,
+    softcap: float, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax of scale * q k^T, then soft-capped, biased and masked: [B, H, T, L] in float32.
 
+    `sinks`: one more logit for each head, of any floating dtype, that joins the softmax and attends to nothing, so that
+    the weights of a row add up to less than 1.
     A row whose keys are all masked is all zeros. `mask` is bool (True: attend) or additive, broadcastable to
     [B, H, T, L]; `bias` is additive (ALiBi). `causal` aligns the last query with the last key. `window` > 0 hides keys
     that are `window` or more positions before the query. `softcap` > 0 squashes scores to (-softcap, softcap) by tanh.
@@ -36,10 +38,15 @@ def attention_weights(
         allowed = mask if allowed is None else allowed & mask
     elif mask is not None:
         scores = scores + mask.float()
-    if allowed is None:
-        return torch.softmax(scores, dim=-1)
-    weights = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
-    return weights.masked_fill(~allowed, 0.0)  # softmax turns a row of -inf only into NaN
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks_H is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    # softmax turns a row of -inf only into NaN
+    return weights if allowed is None else weights.masked_fill(~allowed, 0.0)
 
 
 def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
@@ -54,11 +61,11 @@ def _allowed(tokens: int, length: int, causal: bool, window: int, device: torch.
 
 @op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias,"
-    " float scale, bool causal, int window, float softcap) -> Tensor"
+    " float scale, bool causal, int window, float softcap, Tensor? sinks=None) -> Tensor"
 )
 def attention(
     q_BHTD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float,
-    causal: bool, window: int, softcap: float, length: Tensor | None = None,
+    causal: bool, window: int, softcap: float, sinks_H: Tensor | None = None, length: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; computed in float32.
 
@@ -68,7 +75,7 @@ def attention(
     """
     if length is not None:
         k_BKLD, v_BKLD, mask, bias = cut(k_BKLD, v_BKLD, mask, bias, int(length))
-    weights = attention_weights(q_BHTD, k_BKLD, mask, bias, scale, causal, window, softcap)
+    weights = attention_weights(q_BHTD, k_BKLD, mask, bias, scale, causal, window, softcap, sinks_H)
     groups = q_BHTD.shape[1] // v_BKLD.shape[1]
     values = v_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else v_BKLD
     return (weights @ values.float()).transpose(1, 2).to(q_BHTD.dtype).contiguous()
@@ -86,13 +93,15 @@ def cut(
 @attention.implement("torch")
 def _attention_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
-    softcap: float, length: Tensor | None = None,
+    softcap: float, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """PyTorch's scaled_dot_product_attention; the reference for soft caps, which it does not support."""
     if length is not None:
         k, v, mask, bias = cut(k, v, mask, bias, int(length))
     if softcap > 0:
-        return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap)
+        return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap, sinks)
+    if sinks is not None:
+        return _with_sink_key(q, k, v, mask, bias, scale, causal, window, sinks)
     batch, heads, tokens, width = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # SDPA's is_causal aligns the first query with the first key, and cannot be combined with a mask.
@@ -111,6 +120,34 @@ def _attention_torch(
         q, k, v, mask, is_causal=causal and tokens > 1, scale=scale, enable_gqa=heads != kv_heads
     )
     return out.transpose(1, 2)
+
+
+def _with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
+    sinks: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention with sinks by PyTorch's function, which has none: their scores are those of a first key of value zero.
+
+    Two more columns give that score, as a sum that is exact in 16 bits too; they are zero in all other keys.
+    """
+    tokens, width = q.shape[2:]
+    if window or mask is not None or bias is not None or (causal and 1 < tokens < k.shape[2]):
+        mask = both_masks(mask, _allowed(tokens, k.shape[2], causal, window, q.device), q.dtype)
+        mask = mask if bias is None else both_masks(bias.to(q.dtype), mask, q.dtype)
+        assert mask is not None
+        mask = F.pad(mask.expand(*mask.shape[:-1], k.shape[2]), (1, 0), value=mask.dtype == torch.bool)
+        causal = False
+    more = (-width - 2) % 8 + 2  # SDPA's fast kernels want multiples of 8 columns
+    first = int(causal and tokens > 1)
+    q, k, v = F.pad(q, (0, more, first, 0)), F.pad(k, (0, more, 1, 0)), F.pad(v, (0, more, 1, 0))
+    limits = torch.finfo(q.dtype)
+    scores = (sinks.float() / scale).clamp(limits.min / 4, limits.max / 4)  # -infinity times zero is NaN
+    scores = scores.masked_fill(sinks == float("inf"), float("nan"))  # as softmax gives
+    q[..., -1] = scores.to(q.dtype).view(1, -1, 1)
+    q[..., -2] = (scores - scores.to(q.dtype).float()).to(q.dtype).view(1, -1, 1)
+    k[:, :, 0, -2:] = 1.0
+    # A first query, which is dropped, keeps query and key of a token at the same place: SDPA's causal order needs it.
+    return _attention_torch(q, k, v, mask, None, scale, causal, 0, 0.0)[:, first:, :, :width]
 
 
 def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -147,11 +184,15 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         additive = torch.zeros(padded.shape, dtype=dtype, device=device).masked_fill(~padded, torch.finfo(dtype).min)
         bias = torch.randn(batch, heads, 1, length, dtype=dtype, device=device)
         label, scale = f"{batch}x{heads}/{kv_heads}x{tokens}/{length}x{width}", width**-0.5
-        yield Case(f"{label} causal", (q, k, v, None, None, scale, True, 0, 0.0))
-        yield Case(f"{label} bidirectional", (q, k, v, None, None, scale, False, 0, 0.0))
-        yield Case(f"{label} padded", (q, k, v, padded, None, scale, False, 0, 0.0))
-        yield Case(f"{label} additive", (q, k, v, additive[:, :, :, :], None, scale, False, 0, 0.0))
-        yield Case(f"{label} bias", (q, k, v, padded, bias, scale, False, 0, 0.0))
-        yield Case(f"{label} causal bias", (q, k, v, None, bias, 1.0, True, 0, 0.0))
-        yield Case(f"{label} window", (q, k, v, None, None, scale, True, 3, 0.0))
-        yield Case(f"{label} capped", (q, k, v, padded, None, scale, False, 0, 5.0))
+        yield Case(f"{label} causal", (q, k, v, None, None, scale, True, 0, 0.0, None))
+        yield Case(f"{label} bidirectional", (q, k, v, None, None, scale, False, 0, 0.0, None))
+        yield Case(f"{label} padded", (q, k, v, padded, None, scale, False, 0, 0.0, None))
+        yield Case(f"{label} additive", (q, k, v, additive[:, :, :, :], None, scale, False, 0, 0.0, None))
+        yield Case(f"{label} bias", (q, k, v, padded, bias, scale, False, 0, 0.0, None))
+        yield Case(f"{label} causal bias", (q, k, v, None, bias, 1.0, True, 0, 0.0, None))
+        yield Case(f"{label} window", (q, k, v, None, None, scale, True, 3, 0.0, None))
+        yield Case(f"{label} capped", (q, k, v, padded, None, scale, False, 0, 5.0, None))
+        sinks = 2 * torch.randn(heads, dtype=dtype, device=device)
+        yield Case(f"{label} sinks causal", (q, k, v, None, None, scale, True, 0, 0.0, sinks))
+        yield Case(f"{label} sinks padded", (q, k, v, padded, None, scale, False, 0, 0.0, sinks.float()))
+        yield Case(f"{label} sinks window bias", (q, k, v, additive, bias, scale, True, 3, 0.0, sinks))

@@ -17,9 +17,11 @@ from infuse.ops.attention import attention, cut
 @attention.implement("cpu", needs)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
-    softcap: float, length: Tensor | None = None,
+    softcap: float, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Any:  # fmt: skip
     if length is not None:
         k, v, mask, bias = cut(k, v, mask, bias, int(length))
-    out = kernels().attention.default(q, k, v, mask, bias, scale, causal, window, softcap)
-    return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap) if out is None else out
+    out = kernels().attention.default(q, k, v, mask, bias, scale, causal, window, softcap, sinks)
+    if out is None:
+        return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap, sinks)
+    return out

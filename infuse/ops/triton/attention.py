@@ -1,7 +1,7 @@
 """The attention of ops/attention.py in Triton (kernels/attention.py).
 
-It runs few queries over a cache. It runs many queries only with a soft cap, which PyTorch's fused attention lacks, or
-with a bias or window, which PyTorch would need as a mask for each query and key.
+It runs few queries over a cache. It runs many queries only with a soft cap or sinks, which PyTorch's fused attention
+lacks, or with a bias or window, which PyTorch would need as a mask for each query and key.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ NO_STRIDES = (0, 0, 0, 0)
 @attention.implement("triton", needs)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
-    softcap: float, length: Tensor | None = None,
+    softcap: float, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Reads `length` on the device. A fully masked row is zeros, also with an additive mask of -inf."""
     batch, heads, tokens, width = q.shape
     kv_heads, keys, value_width = k.shape[1], k.shape[2], v.shape[3]
-    ours = length is not None or tokens <= MOST_FEW or softcap > 0 or bias is not None or (window > 0 and mask is None)
+    ours = length is not None or tokens <= MOST_FEW or softcap > 0 or bias is not None or sinks is not None
+    ours = ours or (window > 0 and mask is None)
     alike = q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and batch * kv_heads <= 65535
     if not ours or not alike or max(width, value_width) > 256 or min(batch, tokens, keys, value_width) == 0:
-        return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap, length)
+        return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap, sinks, length)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     bias, mask = (None if t is None else t.expand(batch, heads, tokens, keys) for t in (bias, mask))
     is_bool = mask is not None and mask.dtype == torch.bool
@@ -46,7 +47,7 @@ def _attention(
         sums = q.new_empty(chosen.splits, rows, 2, dtype=torch.float32)
     padded = max(power_above(value_width), 16)
     kernels("attention").attend[(-(-tokens * group // chosen.rows), batch * kv_heads, chosen.splits)](
-        q, k, v, mask, bias, parts, sums, keys if length is None else length,
+        q, k, v, mask, bias, sinks, parts, sums, keys if length is None else length,
         tokens, kv_heads, width, value_width, scale, window, softcap,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *(NO_STRIDES if mask is None else mask.stride()),
         *(NO_STRIDES if bias is None else bias.stride()),
@@ -57,7 +58,7 @@ def _attention(
     )  # fmt: skip
     if chosen.splits > 1:
         kernels("attention").combine_splits[(rows,)](
-            parts, sums, out, rows, value_width, VALUE_WIDTH=padded, SPLITS=chosen.splits,
+            parts, sums, sinks, out, rows, heads, value_width, VALUE_WIDTH=padded, SPLITS=chosen.splits,
             num_warps=1 if padded <= 64 else 2,
         )  # fmt: skip
     return out

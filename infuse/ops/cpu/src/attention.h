@@ -161,6 +161,22 @@ void weigh_row(const Partial& state, int64_t r, float block_largest, int count, 
   state.largest[r] = now;
 }
 
+// The factor of a row's sums: one over the sum of its weights, with that of the sink of head n, if any. A fully masked
+// row has sums of zero; a row whose allowed scores are all -infinity is NaN, as in softmax, unless a sink has the weight.
+inline float row_scale(const AttentionArgs& a, int64_t n, float total, float largest, bool allowed) {
+  if (!allowed) return 1.0f;
+  float sink = -kInfinity;
+  if (a.sinks.data) {
+    sink = 0;
+    add_scored(a.sinks, n * a.sinks.n, 1, &sink);
+  }
+  if (sink != -kInfinity) {
+    const float base = sink > largest ? sink : largest, keep = exp_of(largest - base);
+    return keep / (total * keep + exp_of(sink - base));
+  }
+  return total != 0 ? 1.0f / total : __builtin_nanf("");
+}
+
 // ---- blocks, heads, parts ----
 
 // One key head of one batch row, from its index over (batch, key head).
@@ -230,13 +246,12 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
                     : add_rows<T, kRows>(a, scratch, state, v, count);
 }
 
-// Divides and rounds. A fully masked row is zeros; a row whose allowed scores are all -infinity is NaN, as in softmax.
+// Divides and rounds.
 template <class T>
 void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state) {
   const int64_t group = group_of(a), rows = rows_of(a);
   for (int64_t r = 0; r < rows; ++r) {
-    const float total = state.total[r];
-    const Vec scale(total != 0 ? 1.0f / total : state.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
+    const Vec scale(row_scale(a, head.n * group + r % group, state.total[r], state.largest[r], state.allowed[r] > 0));
     const float* sums = Finished<T>::row(state.sums + r * scratch.width, a.width, scratch.room());
     T* out = static_cast<T*>(a.out) +
              ((head.b * a.tokens + r / group) * a.heads + head.n * group + r % group) * a.width;

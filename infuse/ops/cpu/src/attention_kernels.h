@@ -51,7 +51,7 @@ struct AttentionArgs {
   const void* k;
   const void* v;
   void* out;  // [B, T, H, D] contiguous
-  Scored mask, bias;
+  Scored mask, bias, sinks;  // sinks: one logit for each head, strided by n, that joins the softmax
   int64_t q_b, q_n, q_t, k_b, k_n, k_t, v_b, v_n, v_t;
   int64_t batch, heads, kv_heads, tokens, length, width;
   int64_t first_key;  // keys before it are hidden from every query

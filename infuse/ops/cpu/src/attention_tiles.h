@@ -258,8 +258,7 @@ inline void attend_rows(const AttentionArgs& a, const Rows& of, const Tile& tile
 inline void write_tile(const AttentionArgs& a, const Rows& of, const Tile& tile) {
   const int64_t group = group_of(a);
   for (int64_t r = 0; r < of.rows; ++r) {
-    const float total = tile.total[r];
-    const Vec scale(total != 0 ? 1.0f / total : tile.allowed[r] > 0 ? __builtin_nanf("") : 1.0f);
+    const Vec scale(row_scale(a, of.head.n * group + r % group, tile.total[r], tile.largest[r], tile.allowed[r] > 0));
     bf16* out = static_cast<bf16*>(a.out) +
         ((of.head.b * a.tokens + of.t + r / group) * a.heads + of.head.n * group + r % group) * a.width;
     for (int64_t c = 0; c < a.width; c += Vec::width) {

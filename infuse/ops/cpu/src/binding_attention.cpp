@@ -166,6 +166,14 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
   return true;
 }
 
+bool set_sinks(Scored& s, const std::optional<Tensor>& t, int64_t heads) {
+  if (!t) return true;
+  const std::optional<Type> type = known_type(*t);
+  if (!type || t->dim() != 1 || t->size(0) != heads) return false;
+  s.n = t->stride(0), s.type = *type, s.data = t->const_data_ptr();
+  return true;
+}
+
 Scored from_row(Scored s, int64_t b) {
   const int64_t element_bytes = s.is_bool ? 1 : s.type == Type::f32 ? 4 : 2;
   if (s.data) s.data = static_cast<const char*>(s.data) + b * s.b * element_bytes;
@@ -232,19 +240,21 @@ void run_attention(AttentionArgs& a) {
 }
 
 std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                                double scale, bool causal, int64_t window, double softcap) {
-  return attend(q, k, v, k.dim() == 4 ? k.size(2) : 0, mask, bias, scale, causal, window, softcap);
+                                double scale, bool causal, int64_t window, double softcap,
+                                std::optional<Tensor> sinks) {
+  return attend(q, k, v, k.dim() == 4 ? k.size(2) : 0, mask, bias, scale, causal, window, softcap, sinks);
 }
 
 }  // namespace
 
 std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length,
                              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
-                             bool causal, int64_t window, double softcap) {
+                             bool causal, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   AttentionArgs a{};
   if (!set_attended(a, q, k, v)) return std::nullopt;
   a.length = length;
   if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return std::nullopt;
+  if (!set_sinks(a.sinks, sinks, a.heads)) return std::nullopt;
   a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
   a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) : 0;
   Tensor out = empty({a.batch, a.tokens, a.heads, a.width}, q);
@@ -258,7 +268,7 @@ INFUSE_OPERATORS(CPU,
     {"rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int "
      "heads, bool interleaved) -> Tensor?", TORCH_BOX(&rotary_append)},
     {"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, "
-     "float softcap) -> Tensor?", TORCH_BOX(&attention)},
+     "float softcap, Tensor? sinks=None) -> Tensor?", TORCH_BOX(&attention)},
     {"activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&activation)},
     {"gated_activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&gated_activation)})
 

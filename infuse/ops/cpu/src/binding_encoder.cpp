@@ -33,7 +33,7 @@ struct Demand {
         heads = a->heads;
         read = std::max(read, heads * a->width), inner = std::max(inner, (a->all_heads() + heads) * a->width);
         codes |= a->qkv.code >= 0 || a->out.code >= 0;
-        taken &= !a->q_norm && !a->k_norm && heads * a->width % 2 == 0 && tiles_take(a->width, heads, a->kv_heads);
+        taken &= !a->q_norm && !a->k_norm && !a->sinks && heads * a->width % 2 == 0 && tiles_take(a->width, heads, a->kv_heads);
       } else if (const auto* mlp = std::get_if<MlpPart>(&step.part)) {
         read = std::max(read, mlp->inner()), inner = std::max(inner, mlp->inner());
         codes |= mlp->up.code >= 0 || mlp->down.code >= 0;

@@ -75,7 +75,8 @@ struct StepMachine {
     const auto& [cos, sin, mask, bias, keys, values, start, causal, window] = given;
     const Maybe q = rotary_append(qkv, cos, sin, keys, values, start, a.heads, a.interleaved);
     if (!q) return std::nullopt;
-    const Maybe attended = attend(*q, keys, values, start + tokens, mask, bias, a.scale, causal, window, a.softcap);
+    const Maybe attended =
+        attend(*q, keys, values, start + tokens, mask, bias, a.scale, causal, window, a.softcap, a.sinks);
     return attended ? times(a.out, *attended) : std::nullopt;
   }
   Maybe mlp(const MlpPart& a) const {

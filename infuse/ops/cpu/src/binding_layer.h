@@ -27,6 +27,7 @@ struct AttentionPart {
   int64_t heads, kv_heads, width;
   bool interleaved;
   double scale, softcap;
+  Maybe sinks;
   LinearPart qkv, out;
   std::optional<NormPart> q_norm, k_norm;
 
@@ -134,7 +135,7 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
     Step& step = steps.emplace_back(Step{Does(integer()), {}});
     if (step.does == Does::attention) {
       step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
-                                real(),    linear(),  linear(),  norm_if_there(), norm_if_there()};
+                                real(),    tensor(),  linear(),  linear(),        norm_if_there(), norm_if_there()};
     } else if (step.does == Does::mlp) {
       step.part = mlp();
     } else if (step.does == Does::moe) {

@@ -38,9 +38,11 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act);
 // Attention over the first `length` keys and values.
 std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length,
                              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
-                             bool causal, int64_t window, double softcap);
+                             bool causal, int64_t window, double softcap, const std::optional<Tensor>& sinks);
 // Sets `s` from `t` if it can be broadcast to [B, H, T, L], with up to four axes; and the same `s` from batch row b on.
 bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& a, bool may_be_bool);
+// Sets `s` from sinks [H] of any floating type.
+bool set_sinks(Scored& s, const std::optional<Tensor>& t, int64_t heads);
 Scored from_row(Scored s, int64_t b);
 // Many queries in bf16 on `threads` threads; and whether the kernels support heads of these sizes.
 void attend_tiles(AttentionArgs& a, int64_t threads);

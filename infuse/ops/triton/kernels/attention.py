@@ -61,20 +61,36 @@ def added(scores, v_tile, highest, total, part):
 
 
 @triton.jit
-def write_rows(highest, total, part, at, real, of_value, value_width, out, sums, SPLITS: tl.constexpr):
+def with_sink(total, highest, sinks, head):
+    """The sum plus the weight of the head's sink, if any; infinite if the sink is far above all scores."""
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        base = tl.maximum(sink, highest)
+        keep = tl.exp(highest - base)
+        sum_of_scores = tl.where(highest == float("-inf"), 0.0, total * keep)
+        unchanged = (sink == float("-inf")) | ((highest == float("-inf")) & (total == 0.0))  # or fully masked
+        total = tl.where(unchanged, total, (sum_of_scores + tl.exp(sink - base)) / keep)
+    return total
+
+
+@triton.jit
+def write_rows(
+    highest, total, part, at, real, of_value, value_width, sinks, head, out, sums, SPLITS: tl.constexpr
+):  # fmt: skip
     """Write rows `at` of the result, or of a partial result with its maximum and sum."""
     inside = real[:, None] & (of_value < value_width)[None, :]
     if SPLITS > 1:
         tl.store(sums + at * 2, highest, mask=real)
         tl.store(sums + at * 2 + 1, total, mask=real)
     else:
+        total = with_sink(total, highest, sinks, head)
         part = part / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + at[:, None] * value_width + of_value[None, :], part.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def attend(
-    q, k, v, mask, bias, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
+    q, k, v, mask, bias, sinks, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
     q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride,
     v_batch_stride, v_head_stride, v_token_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
     mask_key_stride, bias_batch_stride, bias_head_stride, bias_token_stride, bias_key_stride,
@@ -132,12 +148,14 @@ def attend(
     at = (batch * tokens + token) * kv_heads * GROUP + head
     if SPLITS > 1:
         at += tl.program_id(2).to(tl.int64) * (tl.num_programs(1) // kv_heads) * tokens * kv_heads * GROUP
-    write_rows(highest, total, part, at, real, of_value, value_width, out, sums, SPLITS)
+    write_rows(highest, total, part, at, real, of_value, value_width, sinks, head, out, sums, SPLITS)
 
 
 @triton.jit
-def combine_splits(parts, sums, out, rows, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """Combine the parts of one row of the result, always in the same order."""
+def combine_splits(
+    parts, sums, sinks, out, rows, heads, value_width, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Combine the parts of one row of the result, always in the same order; its head is row % heads."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS).to(tl.int64) * rows + row
     d = tl.arange(0, VALUE_WIDTH)
@@ -148,6 +166,7 @@ def combine_splits(parts, sums, out, rows, value_width, VALUE_WIDTH: tl.constexp
     # A part whose scores are all -inf has the sum NaN. It counts only if all parts are like it.
     weighed = share * sum_of_part
     total = tl.sum(tl.where(highest == float("-inf"), tl.where(most == float("-inf"), weighed, 0.0), weighed), 0)
+    total = with_sink(total, most, sinks, row % heads)
     part = tl.load(parts + split[:, None] * value_width + d[None, :], mask=(d < value_width)[None, :], other=0.0)
     y = tl.sum(share[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * value_width + d, y.to(out.dtype.element_ty), mask=d < value_width)
