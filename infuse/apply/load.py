@@ -28,6 +28,8 @@ from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
 from infuse.weights.loader import CheckpointLoader
+from infuse.weights.microscaled import FORMAT as MXFP4
+from infuse.weights.microscaled import Microscaled
 from infuse.weights.names import held, model_reader
 from infuse.weights.reader import tensor_at
 from infuse.weights.saved_shards import SavedShards
@@ -69,6 +71,7 @@ def load(
             _tie(model)
             plan = make_plan(model, config, device, mesh)
             reader = model_reader(model, Checkpoint(files))
+            reader.notes += tuple(_coded_notes(reader, plan))
             sums = partial(sampled_sums, reader)
         else:
             config = saved_config(config, index)
@@ -89,6 +92,18 @@ def load(
             group.barrier("the end of loading")  # if a rank fails here, all restore their models
         mapped, notes = mapped_bytes(model), (*done.notes, *reader.notes, *_mapping_notes(shards, model))
         return Loaded(plan, replace(done, notes=notes, mapped_bytes=mapped), config)
+
+
+def _coded_notes(reader: ModelReader, plan: Plan) -> Iterator[str]:
+    """Notes on experts that the checkpoint stores in mxfp4, unless they keep their codes."""
+    stored = {name for name, one in reader.tensors.items() if isinstance(one, Microscaled)}
+    formats = {f"{step.path}.{fill.sources[0]}": fill.format for step in plan.steps for fill in step.fills}
+    if others := sorted(name for name in stored if formats.get(name) != MXFP4):
+        now = ", ".join(sorted({formats.get(name) or str(plan.dtype).removeprefix("torch.") for name in others}))
+        yield (
+            f"{len(others)} matrices of experts are stored in {MXFP4} and become {now}, e.g. {others[0]}; "
+            'quant={"weight": {"post_init_quant": {"experts": "mxfp4"}}} keeps their codes'
+        )
 
 
 def _mapping_notes(shards: SavedShards | None, model: nn.Module) -> Iterator[str]:

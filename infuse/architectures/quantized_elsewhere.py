@@ -13,6 +13,7 @@ _LIBRARIES = {
     "hqq": "HQQ", "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM",
     "eetq": "EETQ", "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
 }  # fmt: skip
+_MXFP4 = "Mxfp4GptOssExperts"  # transformers' own, which its kernels read in a layout of theirs
 _BITS = {"Linear8bitLt": ", 8 bits", "Linear4bit": ", 4 bits"}
 
 
@@ -32,6 +33,8 @@ def _evidence(model: nn.Module) -> Iterator[str]:
         cls = type(module)
         if cls.__module__.startswith("torch.ao.nn."):
             yield "torch.ao"
+        if cls.__name__ == _MXFP4:
+            yield 'transformers in mxfp4 (infuse keeps these codes if the model is on meta and checkpoint= is its folder)'
         if isinstance(module, nn.Module) and (library := _LIBRARIES.get(cls.__module__.partition(".")[0])):
             yield f"{library}{_BITS.get(cls.__name__, '')}"
         for parameter in module._parameters.values():

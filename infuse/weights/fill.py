@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +18,10 @@ from infuse.architectures.packing import STACK, Fill, Tall, spans
 from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
-from infuse.quant.format import BUFFERS, QuantizedWeight
+from infuse.quant.format import BUFFERS, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.mapped import StoredMatrix
-from infuse.weights.reader import Reader, place_of, tensor_at
+from infuse.weights.reader import Coded, Reader, place_of, tensor_at
 from infuse.weights.tall import sliced, tall_reader
 
 # Source values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
@@ -70,6 +70,10 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
     """Quantize the target with a body of ops.quantize, in parts of a multiple of `rows` rows (None: in one part)."""
     assert fill.format is not None, fill
     format = quant_format(fill.format)
+    coded = reader.coded(fill.sources[0]) if len(fill.sources) == 1 else None
+    if coded is not None and coded.format == fill.format:
+        yield from _as_stored(fill, coded, format, rows)
+        return
     for limits, pieces in _parts(fill, tall_reader(fill, reader), rows):
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=_axis(fill))
         try:
@@ -79,8 +83,34 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
         yield QuantizedWeight(data, scale, zero, (len(part), part.shape[1]), format)
 
 
-def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield the target's rows in order with their source pieces, in multiples of `rows` (None: all at once).
+def _as_stored(fill: Fill, coded: Coded, format: QuantFormat, rows: int | None) -> Iterator[QuantizedWeight]:
+    """The target's codes and scales as its source has them, in parts as those of `quantized`."""
+    group = format.group_size
+    assert group is not None and fill.packing is None and fill.tall is not None, fill
+    parts = [
+        _parts(_narrowed(fill, per), tall_reader(fill, reader), rows, PART_VALUES // per)
+        for reader, per in ((coded.data, 8 // format.bits), (coded.scale, group))
+    ]
+    for both in zip(*parts, strict=True):
+        data, scale = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, _axis(fill)) for _, pieces in both)
+        yield QuantizedWeight(data.contiguous(), scale.contiguous(), None, (len(data), scale.shape[1] * group), format)
+
+
+def _narrowed(fill: Fill, per: int) -> Fill:
+    """The fill of a matrix that has one input for `per` inputs of the target."""
+    cut = fill.cut
+    if cut is None or cut.axis == 0:
+        return fill
+    assert all(number % per == 0 for numbers in (*cut.ranges, cut.sizes) for number in numbers), (fill, per)
+    ranges = tuple((start // per, stop // per) for start, stop in cut.ranges)
+    return replace(fill, cut=replace(cut, ranges=ranges, sizes=tuple(size // per for size in cut.sizes)))
+
+
+def _parts(
+    fill: Fill, reader: Reader, rows: int | None = 1, values: int = PART_VALUES
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield the target's rows in order with their source pieces, in multiples of `rows` (None: all at once), of about
+    `values` values each.
 
     Reads no more of a file than needed. Transposed sources are also read all at once, because reading their columns
     would read single values.
@@ -88,7 +118,7 @@ def _parts(fill: Fill, reader: Reader, rows: int | None = 1) -> Iterator[tuple[s
     whole, shape, axis = _spans(fill, reader), _shape(fill, reader), _axis(fill)
     step = max(shape[0], 1)
     if rows is not None and not fill.transposed:
-        step = max(PART_VALUES // max(math.prod(shape[1:]), 1) // rows, 1) * rows
+        step = max(values // max(math.prod(shape[1:]), 1) // rows, 1) * rows
     for first in range(0, shape[0], step):
         limits = slice(first, min(first + step, shape[0]))
         pieces = []

@@ -22,8 +22,9 @@ from infuse.parallel.slices import Cut
 from infuse.weights.computed import computed_tensors
 from infuse.weights.fill import Wanted
 from infuse.weights.mapped import StoredMatrix
+from infuse.weights.microscaled import Microscaled
 from infuse.weights.names import ModelReader
-from infuse.weights.reader import LiveReader, Reader, Slices, tensor_at
+from infuse.weights.reader import Coded, LiveReader, Reader, Slices, tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import put
 
@@ -221,6 +222,11 @@ class CheckpointLoader(LayerSource):
     def value(self, name: str, part: Slices = ()) -> Tensor:
         return self._reader.read(name, part).to(self._device)
 
+    def coded(self, name: str) -> Coded | None:
+        """See Reader.coded."""
+        found = self._reader.tensors.get(name)
+        return found.coded(self._device) if isinstance(found, Microscaled) else None
+
     def _place(self, keys: list[int], progress: Callable[[int, int, str], None] | None) -> None:
         waiting = [key for key in keys if self._placeholder(key).is_meta]
         for done, key in enumerate(waiting):
@@ -277,3 +283,6 @@ class LayerReader(LiveReader):
         if tensor_at(self._module, name).is_meta:
             return self._loader.value(f"{self._path}.{name}", part)
         return super().read(name, part)
+
+    def coded(self, name: str) -> Coded | None:
+        return self._loader.coded(f"{self._path}.{name}") if tensor_at(self._module, name).is_meta else None

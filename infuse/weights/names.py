@@ -18,7 +18,8 @@ from infuse.errors import CheckpointError, SpecMismatch
 from infuse.weights.checkpoint import Checkpoint, Joined, in_words, same_values
 from infuse.weights.converted import Converted, converted
 from infuse.weights.merged import Merged, merged
-from infuse.weights.pieces import Packed, packed_qkv
+from infuse.weights.microscaled import Microscaled, microscaled
+from infuse.weights.pieces import Packed, Shape, packed_qkv
 from infuse.weights.reader import Slices
 from infuse.weights.saved_shards import SavedShards
 
@@ -46,7 +47,7 @@ class ModelReader:
     """Read a checkpoint by the model's names. `notes` reports tensors unknown to the model and copies that differ."""
 
     checkpoint: TensorSource
-    tensors: dict[str, Joined | Merged | Converted] = field(default_factory=dict)
+    tensors: dict[str, Joined | Merged | Converted | Microscaled] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def read(self, name: str, part: Slices = ()) -> Tensor:
@@ -64,9 +65,7 @@ def model_reader(
     expected = {name: tensor for name, tensor in held(model).items() if not without(name)}
     names, left = _matched(model, [name for name in checkpoint.pieces if not without(name)], expected)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items() if name not in names and tensor.dim() == 3}
-    of_experts, left, misshaped = (
-        merged(checkpoint, left, _merging(model, shapes), shapes) if shapes else ({}, left, [])
-    )
+    of_experts, left, misshaped = _of_experts(model, checkpoint, left, shapes) if shapes else ({}, left, [])
     conversions, left, more = _converted(model, checkpoint, names, left, expected)
     misshaped += more
     known = {*of_experts, *conversions, *(line.partition(":")[0] for line in misshaped)}
@@ -114,6 +113,16 @@ def model_reader(
         what = f"{len(drifted)} tensors that ranks saved whole differ between them"
         reader.notes += (f"{what}; the first rank's are taken: {', '.join(drifted)}",)
     return reader
+
+
+def _of_experts(
+    model: nn.Module, checkpoint: TensorSource, names: list[str], wanted: Mapping[str, Shape]
+) -> tuple[dict[str, Merged | Microscaled], list[str], list[str]]:
+    """Tensors of all experts that the checkpoint has in other forms, the names that are left, and what does not fit."""
+    renamed, prefix = _renaming(model), getattr(model, "base_model_prefix", "")
+    in_blocks, left, unfit = microscaled(checkpoint, names, lambda name: _variants(renamed(name), prefix), wanted)
+    in_many, left, misshaped = merged(checkpoint, left, _merging(model, wanted), wanted)
+    return {**in_blocks, **in_many}, left, [*unfit, *misshaped]
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -24,6 +24,17 @@ class Reader(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
     def read(self, name: str, part: Slices = ()) -> Tensor: ...
+    def coded(self, name: str) -> Coded | None:
+        """How a tensor is stored if its source has it in a format of ours; `read` gives its values nevertheless."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A tensor stored in `format`: readers of its codes and scales, with its axes; inputs are fewer by a factor."""
+
+    format: str
+    data: Reader
+    scale: Reader
 
 
 class LiveReader:
@@ -38,6 +49,9 @@ class LiveReader:
     def read(self, name: str, part: Slices = ()) -> Tensor:
         found = tensor_at(self._module, name)
         return found[part] if part else found
+
+    def coded(self, name: str) -> Coded | None:
+        return None
 
 
 def place_of(module: nn.Module, name: str) -> tuple[Any, str]:

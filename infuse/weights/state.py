@@ -22,7 +22,7 @@ from infuse.errors import UnsupportedCall
 from infuse.quant.format import BUFFERS
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
-from infuse.weights.reader import Slices, place_of
+from infuse.weights.reader import Coded, Slices, place_of
 
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 _KEY = "infuse"  # our key among a module's hooks; torch's own keys are integers
@@ -161,6 +161,9 @@ class _Given:
         found = self._tensors[name].detach()
         found = found[part] if part else found
         return found if self._device is None else found.to(self._device)
+
+    def coded(self, name: str) -> Coded | None:
+        return None
 
 
 def keep_names(

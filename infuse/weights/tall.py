@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from infuse.architectures.packing import Fill, Tall
-from infuse.weights.reader import Reader, Slices
+from infuse.weights.reader import Coded, Reader, Slices
 
 
 def tall_reader(fill: Fill, reader: Reader) -> Reader:
@@ -40,6 +40,9 @@ class _TallReader:
         return _joined(
             [self._reader.read(name, (slice(expert, expert + 1), own, *part[1:]))[0] for expert, own in runs]
         )
+
+    def coded(self, name: str) -> Coded | None:
+        return None
 
     def _sizes(self, name: str) -> tuple[int, ...]:
         shape = self._reader.shape(name)
