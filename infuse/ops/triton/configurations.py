@@ -92,7 +92,7 @@ def quantized_row(outputs: int, inputs: int, format: str, words: int) -> Tiles:
 def quantized_tiles(rows: int, outputs: int, inputs: int, format: str, words: int) -> Tiles:
     """Two or more rows: the depth of one tensor-core product is at least 16 words."""
     tile = min(max(power_above(rows), 16), LARGEST_TILE)
-    wide, packed = 64, format in ("int4", "fp6")
+    wide, packed = 64, format in ("int4", "mxfp4", "fp6")
     depth = max((32 if packed else 64) // words, 1)
     segments = inputs // (words * (8 if packed else 4))
     programs = -(-rows // tile) * -(-outputs // wide)

@@ -18,8 +18,10 @@ from infuse.quant.format import QuantFormat, QuantizedWeight
 
 LARGEST_SEGMENT = 64
 # Codes in a word; for fp6, their low parts.
-CODES: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 8})
-SMALLEST_SEGMENT: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "fp6": 16})
+CODES: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "mxfp4": 8, "fp6": 8})
+SMALLEST_SEGMENT: Mapping[str, int] = MappingProxyType({"int8": 4, "fp8": 4, "int4": 8, "mxfp4": 8, "fp6": 16})
+
+_NIBBLES = ("int4", "mxfp4")  # two codes in a byte
 
 
 def segment_of(inputs: int, groups: int) -> int:
@@ -35,14 +37,14 @@ def _in_words(weight: QuantizedWeight) -> QuantizedWeight | None:
     if name not in CODES or segment < SMALLEST_SEGMENT[name]:
         return None
     data = weight.data.contiguous()
-    if name == "int4":
+    if name in _NIBBLES:
         data = torch.stack((data & 15, data >> 4), dim=-1)
     elif name == "fp6":
         data = unpack_fp6(data)
     elif name == "int8":
         data = data.view(torch.uint8) ^ 128
     codes_ONWC = data.view(outputs, -1, CODES[name], segment // CODES[name]).transpose(-1, -2)
-    if name == "int4":
+    if name in _NIBBLES:
         bytes_ = codes_ONWC[..., ::2] | codes_ONWC[..., 1::2] << 4
     elif name == "fp6":
         low, high = codes_ONWC & 15, codes_ONWC >> 4
@@ -68,7 +70,7 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     segment, codes = segment_of(inputs, weight.scale.shape[1]), CODES[name]
     bytes_ = weight.data.contiguous().view(torch.uint8).view(outputs, inputs // segment, -1)
     words = segment // codes
-    if name in ("int4", "fp6"):
+    if name in (*_NIBBLES, "fp6"):
         low = bytes_[..., : 4 * words]
         codes_ONWC = torch.stack((low & 15, low >> 4), dim=-1).view(outputs, -1, words, codes)
         if name == "fp6":
@@ -78,7 +80,7 @@ def _in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     else:
         codes_ONWC = bytes_.view(outputs, -1, words, codes)
     data = codes_ONWC.transpose(-1, -2).reshape(outputs, inputs)
-    if name == "int4":
+    if name in _NIBBLES:
         data = data[:, ::2] | data[:, 1::2] << 4
     elif name == "fp6":
         data = pack_fp6(data)

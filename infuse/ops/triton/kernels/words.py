@@ -6,6 +6,7 @@ values of x.
 
     int8   4 codes, code + 128
     int4   8 codes, code + 8
+    mxfp4  8 codes, unchanged
     fp8    4 codes, unchanged
     fp6    8 low parts (exponent's low two bits, mantissa); after all words of a segment, half as many words of high
            parts (sign, exponent's high bit)
@@ -27,7 +28,7 @@ def dot(a, b, total):
 
 @triton.constexpr_function
 def codes_in_word(FORMAT):
-    return {"plain": 1, "int8": 4, "fp8": 4, "int4": 8, "fp6": 8}[FORMAT]
+    return {"plain": 1, "int8": 4, "fp8": 4, "int4": 8, "mxfp4": 8, "fp6": 8}[FORMAT]
 
 
 @triton.jit
@@ -53,6 +54,9 @@ def value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
     elif FORMAT == "fp8":  # move sign, exponent and mantissa to their bits in float16, whose bias is larger by 8
         pair = word << 8 if J % 2 == 0 else word
         return half_of((pair & -2147450880) | ((pair >> 1) & 0x3F803F80), J >= 2)
+    elif FORMAT == "mxfp4":  # the same; the bias is larger by 14
+        top = word << (12 - 4 * (J % 4))
+        return half_of((top & -2147450880) | ((top >> 3) & 0x0E000E00), J >= 4)
     else:  # fp6: the same; the bias is larger by 12
         low = word << (8 - 4 * (J % 4)) if J % 4 < 2 else word >> (4 * (J % 4) - 8)
         pair = (
@@ -85,7 +89,7 @@ def tiny_value(word, high, J: tl.constexpr, FORMAT: tl.constexpr):
 @triton.constexpr_function
 def tiny_scale(J, FORMAT):
     """The factor of x for tiny_value J: it gives all products one common factor and allows x up to 2**48."""
-    if FORMAT == "fp6":
+    if (FORMAT == "fp6") | (FORMAT == "mxfp4"):
         return 1.0
     bits = 4 if FORMAT == "int4" else 8
     return 2.0 ** (76 if FORMAT == "fp8" else 76 - (bits * J if bits * J < 24 else bits * J - 8))
@@ -101,8 +105,8 @@ def offset(FORMAT):
 def unit(FORMAT, TINY):
     """The factor from `value`, or from the products if TINY, to steps of the scale."""
     if TINY:
-        return {"int8": 2.0**73, "int4": 2.0**73, "fp8": 2.0**44, "fp6": 2.0**12}[FORMAT]
-    return {"fp8": 2.0**8, "fp6": 2.0**12}.get(FORMAT, 1.0)
+        return {"int8": 2.0**73, "int4": 2.0**73, "fp8": 2.0**44, "fp6": 2.0**12, "mxfp4": 2.0**14}[FORMAT]
+    return {"fp8": 2.0**8, "fp6": 2.0**12, "mxfp4": 2.0**14}.get(FORMAT, 1.0)
 
 
 @triton.constexpr_function
