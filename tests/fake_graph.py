@@ -150,6 +150,11 @@ class FakeBackend:
             yield
 
 
+def forbidding() -> TorchDispatchMode:
+    """Context in which what a capture forbids raises RuntimeError."""
+    return _Recorder()
+
+
 @dataclass
 class RunAgain:
     """Replay the whole captured call, for kernels that no recorder sees, such as Triton's under its interpreter."""

@@ -63,8 +63,9 @@ GENERATED = [
 # each head, gates of attention's heads.
 IN_PARTS = ("granite", "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels")
 # The same of their mixtures, beside dense layers: scaled branches, routers that the kernel does not know, averages.
-MIXTURES_IN_PARTS = ("granite-moe", "phimoe", "hunyuan-moe", "cohere2-moe")
-# Frequencies that are read at each step; beams over a cache of another kind; experts, whose tokens the host finds.
+MIXTURES_IN_PARTS = ("granite-moe", "granite-moe-swa", "phimoe", "hunyuan-moe", "cohere2-moe")
+# Frequencies that are read at each step; beams over a cache of another kind; experts without Triton's bodies, whose
+# tokens the host finds (with them: triton_steps.py).
 NOT_CAPTURED = ("llama-dynamic", "mpt", *(family.name for family in MIXTURES))
 # Random inputs over which an error in 16 bits is aggregated: one alone varies by more than the factor that is tested.
 ROUNDING_SEEDS = range(6)

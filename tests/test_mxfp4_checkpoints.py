@@ -171,5 +171,5 @@ def test_faults_are_named(tmp_path: Path, what: str, told: str) -> None:
 def test_transformers_own_form_is_named(folder: Path) -> None:
     model = empty(folder)
     model.model.layers[1].mlp.experts = stand_in("transformers.integrations.mxfp4.Mxfp4GptOssExperts", nn.Module)()
-    with pytest.raises(ConfigError, match="already quantized by transformers in mxfp4 .infuse keeps these codes if"):
+    with pytest.raises(ConfigError, match="already quantized by transformers in mxfp4 .infuse keeps these codes: with"):
         infuse.init_inference(model, checkpoint=str(folder))

@@ -185,13 +185,14 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     told = {
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
         "residual", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias",
-        "in_bias", "bias", "weight",
+        "in_bias", "bias", "weight", "sinks",
     }  # fmt: skip
     refused = {"clip", "whole", "head_counts", "residual_scale", "causal", "norm_after", "gate"}  # by make_one_call
     sizes_and_names = {
         "name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask",
     }  # fmt: skip
-    by_call = {"position", "window", "passes"}  # asked, an argument; what other attention functions are given
+    # Asked, an argument; what other attention functions are given; calls for weights go part by part.
+    by_call = {"position", "window", "passes", "sinks_in_weights"}
     for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape

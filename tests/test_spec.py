@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import infuse
 from infuse.architectures import SPECS, Bound, bind_any, specs_for
 from infuse.architectures.layer import LayerSpec
-from infuse.architectures.part import COLUMN, ROW
+from infuse.architectures.part import COLUMN, ROW, Parameter
 from infuse.architectures.ranks import RankShare, layer_part
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
@@ -256,7 +256,7 @@ TP_VALUES = {
     "colwise": COLUMN, "colwise_gather_output": COLUMN, "colwise_rep": COLUMN, "local_colwise": COLUMN,
     "rowwise": ROW, "rowwise_split_input": ROW, "rowwise_rep": ROW, "local_rowwise": ROW,
     "packed_colwise": COLUMN, "packed_rowwise": ROW, "moe_tp_experts": None, "replicated_with_grad_allreduce": None,
-    "local": None, "gather": None,
+    "local": None, "gather": None, "local_params": None,
 }  # fmt: skip
 
 
@@ -281,6 +281,8 @@ def test_columns_and_rows_are_those_of_the_tp_plan(name: str) -> None:
     ours = {source: split for split in (COLUMN, ROW) for source in sources(found, split)}
     by_target = {matrix.weight: matrix.split for matrix in found.shape.matrices if matrix.op == "experts"}
     ours |= {fill.sources[0]: by_target[fill.target] for fill in found.fills if fill.target in by_target}
+    cut = {parameter.target for parameter in found.shape.parameters if parameter.extents and parameter.axis == 0}
+    ours |= {fill.sources[0]: COLUMN for fill in found.fills if fill.target.endswith(".sinks") and fill.target in cut}
     there = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
     theirs = {inside: TP_VALUES[value] for inside, value in tp_plan(model, path).items() if inside in there}
     turned = {fill.sources[0] for fill in found.fills if fill.tall is not None and fill.tall.transposed}
@@ -327,19 +329,20 @@ def test_ranks_together_have_all_of_every_parameter(name: str, size: int) -> Non
             assert all("is a LayerNorm over the heads of all ranks" in text for text in mismatch.differences)
             continue
         for parameter in found.shape.parameters:
-            assert_covered(parameter.target, parts)
+            assert_covered(parameter, parts)
 
 
-def assert_covered(target: str, parts: list[RankShare]) -> None:
-    """One rank or more has each position of the target; shapes and cuts of a rank agree."""
-    held = [fill for part in parts for fill in part.fills if fill.target == target]
+def assert_covered(parameter: Parameter, parts: list[RankShare]) -> None:
+    """One rank or more has each position of the parameter; shapes and cuts of a rank agree."""
+    held = [fill for part in parts for fill in part.fills if fill.target == parameter.target]
     cuts = [fill.cut for fill in held if fill.cut is not None]
     if not cuts:  # whole on every rank, or added once
         assert len(held) in (1, len(parts))
         return
-    assert len(cuts) == len(parts) and len({(cut.axis, cut.sizes) for cut in cuts}) == 1
+    assert len(cuts) == len(held) == (1 if parameter.added_once else len(parts))
+    assert len({(cut.axis, cut.sizes) for cut in cuts}) == 1
     positions = {place for cut in cuts for start, stop in cut.ranges for place in range(start, stop)}
     assert positions == set(range(cuts[0].whole_length))
     for cut, part in zip(cuts, parts, strict=True):
-        shapes = [matrix.shape for matrix in part.shape.matrices if matrix.weight == target]
+        shapes = [matrix.shape for matrix in part.shape.matrices if matrix.weight == parameter.target]
         assert all(shape[cut.axis] == cut.length > 0 for shape in shapes)

@@ -30,7 +30,7 @@ from infuse.weights.fill import saved_tensors
 from infuse.weights.loader import CheckpointLoader
 from infuse.weights.microscaled import FORMAT as MXFP4
 from infuse.weights.microscaled import Microscaled
-from infuse.weights.names import held, model_reader
+from infuse.weights.names import ModelReader, held, model_reader
 from infuse.weights.reader import tensor_at
 from infuse.weights.saved_shards import SavedShards
 from infuse.weights.sources import SAVED, find_files

@@ -34,7 +34,7 @@ def _evidence(model: nn.Module) -> Iterator[str]:
         if cls.__module__.startswith("torch.ao.nn."):
             yield "torch.ao"
         if cls.__name__ == _MXFP4:
-            yield 'transformers in mxfp4 (infuse keeps these codes if the model is on meta and checkpoint= is its folder)'
+            yield 'transformers in mxfp4 (infuse keeps these codes: with the model on meta, and checkpoint="FOLDER")'
         if isinstance(module, nn.Module) and (library := _LIBRARIES.get(cls.__module__.partition(".")[0])):
             yield f"{library}{_BITS.get(cls.__name__, '')}"
         for parameter in module._parameters.values():
