@@ -213,14 +213,14 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rate = matmul_rate(DTYPE)
-    table = Table(
-        title=f"one step, {args.rows} rows, bfloat16: x is the ratio to the first row, share that of the matmul rate"
-    )
-    for heading in ("model", "", "ms", "spread", "x", "share", "error", "time by kind"):
-        table.add_column(heading, justify="left" if heading in ("model", "", "time by kind") else "right")
-    for name in args.cases:
+    what = f"one step, {args.rows} rows, bfloat16: x is the ratio to the first row, share that of the matmul rate"
+    for name in args.cases:  # each is shown as soon as it is measured
+        table = Table(title=what)
+        for heading in ("model", "", "ms", "spread", "x", "share", "error", "time by kind"):
+            table.add_column(heading, justify="left" if heading in ("model", "", "time by kind") else "right")
         measured(CASES[name], args, rate, table)
-    show(markdown(table, f"diffusers {diffusers.__version__}; bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"), args.out)
+        remarks = f"diffusers {diffusers.__version__}; bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"
+        show(markdown(table, remarks), args.out)
 
 
 if __name__ == "__main__":
