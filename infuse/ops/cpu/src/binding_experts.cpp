@@ -30,6 +30,7 @@ constexpr int64_t kPanelRows = 16;
 constexpr int64_t kStreamBytes = 1 << 16;     // of a piece that streams: 4 us of one thread
 constexpr int64_t kRoomBytes = 1 << 28;       // of intermediate results; more tokens are processed in chunks
 constexpr size_t kKeptBytes = 1 << 26;        // of them that a thread keeps between calls
+constexpr int64_t kManyTokens = 32;           // from which on threads take whole jobs
 constexpr int64_t kSumElements = 1 << 15;     // that a thread adds at once
 constexpr int64_t kWaitUs = 50;               // of polling, before other processes may run
 
@@ -150,6 +151,10 @@ struct Product {
     auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(count) * tiles().tile_bytes(args)));
     tiles().multiply(args, begin, end, room);
   }
+  void multiply() const {
+    const int64_t size = piece(), end = columns();
+    for (int64_t begin = 0; begin < end; begin += size) multiply(begin, std::min(begin + size, end));
+  }
 };
 
 // One expert and some tokens that use it. `up` gives `products`, or directly `inner` if its kernel applies the gate.
@@ -187,6 +192,7 @@ class Run {
   Run(const Experts& experts, const char* x, char* y, const int64_t* index, const float* weights, int64_t tokens)
       : e_(experts), x_(x), y_(y), tokens_(tokens) {
     group(index, weights);
+    share();
     Room counted{nullptr};
     place(counted);
     Room room{memory(counted.used)};
@@ -200,16 +206,19 @@ class Run {
     for (const Job& job : jobs_) {
       for (const Product* p : {&job.up, &job.down}) bytes += p->args.outputs * p->args.row_bytes;
     }
-    const int64_t most = std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost);
-    const int64_t threads = bytes <= kOneThreadBytes ? 1 : most;
+    const int64_t threads = bytes <= kOneThreadBytes ? 1 : most_threads();
     const int64_t at_once = std::max<int64_t>(1, kSumElements / std::max<int64_t>(1, e_.routes * e_.width()));
     const int64_t sums = (tokens_ + at_once - 1) / at_once;
     Stretches ups(int64_t(ups_.size()), threads), downs(int64_t(downs_.size()), threads), adds(sums, threads);
-    std::atomic<int64_t> left{int64_t(downs_.size())};
+    std::atomic<int64_t> left{int64_t(alone_ + downs_.size())}, next{0};
     const auto add = [&](int64_t i) { weigh(i * at_once, std::min((i + 1) * at_once, tokens_)); };
     const auto work = [&](int64_t t) {
-      ups.work(t, [&](int64_t p) { multiply_up(ups_[size_t(p)]); });
       bool last = false;
+      for (size_t j; (j = size_t(next.fetch_add(1, std::memory_order_relaxed))) < alone_;) {
+        finish(jobs_[j]);
+        last = left.fetch_sub(1, std::memory_order_acq_rel) == 1;
+      }
+      ups.work(t, [&](int64_t p) { multiply_up(ups_[size_t(p)]); });
       downs.work(t, [&](int64_t p) {
         const Piece& piece = downs_[size_t(p)];
         wait_until([&] { return piece.job->ready.load(std::memory_order_acquire); });
@@ -229,6 +238,32 @@ class Run {
   }
 
  private:
+  static int64_t most_threads() { return std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost); }
+
+  // Chooses the jobs that one thread finishes: its intermediate results stay in its core's cache. The others, which all
+  // threads share, are as much as the other threads may have to wait for the last of those.
+  void share() {
+    int64_t largest = 0, rest = 0;
+    for (const Job& job : jobs_) largest = std::max(largest, job.count);
+    size_t shared = 0;
+    while (shared < jobs_.size() && rest < most_threads() * largest) rest += jobs_[jobs_.size() - ++shared].count;
+    alone_ = tokens_ < kManyTokens ? 0 : jobs_.size() - shared;
+  }
+
+  // Computes a job, alone.
+  void finish(Job& job) const {
+    Room counted{nullptr};
+    place_job(job, counted);
+    Room room{static_cast<char*>(scratch_of<Scratch::job>(counted.used))};
+    place_job(job, room);
+    gather(job);
+    job.up.arrange();
+    job.up.multiply();
+    apply_gate(job);
+    job.down.arrange();
+    job.down.multiply();
+  }
+
   // Memory for intermediate results. What is too large to keep is on large pages, which are faster to get.
   char* memory(size_t bytes) {
     if (bytes <= kKeptBytes) return static_cast<char*>(scratch_of<Scratch::experts>(bytes));
@@ -278,27 +313,33 @@ class Run {
     }
   }
 
-  // Gives each job its memory.
+  // Gives each job its memory; a job that one thread finishes, only that of its result.
   void place(Room& room) {
-    const int64_t bytes = element_bytes(e_.type);
     Job* shared = nullptr;
-    for (Job& job : jobs_) {
-      Product &up = job.up, &down = job.down;
-      const bool one = tokens_ == 1 && job.count == 1;  // all read the same x, arranged once
-      job.gathered = one ? nullptr : room.take(job.count * e_.width() * bytes);
-      up.args.x = one ? static_cast<const void*>(x_) : job.gathered;
-      job.inner = room.take(job.count * e_.inner() * bytes);
-      fuse(up);
-      job.products = up.args.activates ? nullptr : room.take(job.count * up.args.outputs * bytes);
-      up.args.y = up.args.activates ? job.inner : job.products;
-      if (one && !shared) shared = &job;
-      if (one) job.arranger = shared;
-      up.args.scratch = job.arranger == &job ? room.take(up.arranged_bytes()) : shared->up.args.scratch;
-      down.args.x = job.inner;
-      down.args.scratch = room.take(down.arranged_bytes());
-      down.args.y = room.take(job.count * down.args.outputs * bytes);
-      for (Product* p : {&up, &down}) p->args.ahead = p->way == Way::stream ? 0 : p->piece();
+    for (size_t j = 0; j < jobs_.size(); ++j) {
+      Job& job = jobs_[j];
+      if (tokens_ == 1 && job.count == 1) {  // all read the same x, arranged once
+        if (!shared) shared = &job;
+        job.arranger = shared;
+      }
+      if (j >= alone_) place_job(job, room);
+      job.down.args.y = room.take(job.count * job.down.args.outputs * element_bytes(e_.type));
     }
+  }
+  void place_job(Job& job, Room& room) const {
+    const int64_t bytes = element_bytes(e_.type);
+    Product &up = job.up, &down = job.down;
+    const bool one = tokens_ == 1 && job.count == 1;
+    job.gathered = one ? nullptr : room.take(job.count * e_.width() * bytes);
+    up.args.x = one ? static_cast<const void*>(x_) : job.gathered;
+    job.inner = room.take(job.count * e_.inner() * bytes);
+    fuse(up);
+    job.products = up.args.activates ? nullptr : room.take(job.count * up.args.outputs * bytes);
+    up.args.y = up.args.activates ? job.inner : job.products;
+    up.args.scratch = job.arranger == &job ? room.take(up.arranged_bytes()) : job.arranger->up.args.scratch;
+    down.args.x = job.inner;
+    down.args.scratch = room.take(down.arranged_bytes());
+    for (Product* p : {&up, &down}) p->args.ahead = p->way == Way::stream ? 0 : p->piece();
   }
 
   // Lets a product by tiles apply the gate, if its kernel can.
@@ -309,7 +350,8 @@ class Run {
   }
 
   void cut(Product Job::* which, std::vector<Piece>& pieces) {
-    for (Job& job : jobs_) {
+    for (size_t j = alone_; j < jobs_.size(); ++j) {
+      Job& job = jobs_[j];
       const Product& product = job.*which;
       const int64_t size = product.piece(), columns = product.columns();
       if (which == &Job::up) job.left.store((columns + size - 1) / size, std::memory_order_relaxed);
@@ -345,12 +387,7 @@ class Run {
     arrange(*job.arranger);
     job.up.multiply(piece.begin, piece.end);
     if (job.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (!job.up.args.activates) {
-      ExpertGateArgs gate = e_.gate;
-      gate.products = static_cast<const char*>(job.products) + job.up.lead * element_bytes(e_.type);
-      gate.to = job.inner, gate.rows = job.count, gate.stride = job.up.args.outputs;
-      kernels().experts.gate(gate);
-    }
+    apply_gate(job);
     job.down.arrange();
     job.ready.store(true, std::memory_order_release);
   }
@@ -362,12 +399,25 @@ class Run {
     if (!job.arranged.compare_exchange_strong(found, 1, std::memory_order_acquire)) {
       return wait_until([&] { return job.arranged.load(std::memory_order_acquire) == 2; });
     }
+    gather(job);
+    job.up.arrange();
+    job.arranged.store(2, std::memory_order_release);
+  }
+
+  void gather(const Job& job) const {
     const int64_t bytes = e_.width() * element_bytes(e_.type);
     for (int64_t r = 0; job.gathered && r < job.count; ++r) {
       std::memcpy(static_cast<char*>(job.gathered) + r * bytes, x_ + job.tokens[r] * bytes, size_t(bytes));
     }
-    job.up.arrange();
-    job.arranged.store(2, std::memory_order_release);
+  }
+
+  // Computes `inner` from the products of `up`, unless their kernel did.
+  void apply_gate(const Job& job) const {
+    if (job.up.args.activates) return;
+    ExpertGateArgs gate = e_.gate;
+    gate.products = static_cast<const char*>(job.products) + job.up.lead * element_bytes(e_.type);
+    gate.to = job.inner, gate.rows = job.count, gate.stride = job.up.args.outputs;
+    kernels().experts.gate(gate);
   }
 
   void weigh(int64_t begin, int64_t end) const {
@@ -388,6 +438,7 @@ class Run {
   std::vector<const char*> from_;
   std::vector<float> factors_;
   std::deque<Job> jobs_;
+  size_t alone_ = 0;  // jobs that one thread finishes, the first ones
   std::unique_ptr<void, Free> own_;
   std::vector<Piece> ups_, downs_;
 };

@@ -18,7 +18,7 @@ constexpr int64_t kOneThreadBytes = 1 << 17;
 constexpr int64_t kPieceBytes = 1 << 18;
 
 // Memory that a thread keeps between calls, since allocating it costs more than filling it.
-enum class Scratch { x, tile, experts };
+enum class Scratch { x, tile, experts, job };
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };

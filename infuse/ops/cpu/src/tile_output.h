@@ -14,12 +14,31 @@ constexpr int kTileOutputs = 2 * kPanelRows;
 // Outputs, or gates, per tile.
 inline int64_t tile_columns(const LinearArgs& a) { return a.gated ? kPanelRows : kTileOutputs; }
 
-// Prefetches part b of `parts` of the weights of 16 outputs from o on, which are contiguous.
-inline void fetch_half(const LinearArgs& a, int64_t o, int64_t b, int64_t parts) {
-  const int64_t bytes = kPanelRows * a.row_bytes;
-  const char* from = static_cast<const char*>(a.weight) + o * a.row_bytes;
-  for (int64_t at = bytes * b / parts; at < bytes * (b + 1) / parts; at += 64) prefetch(from + at);
-}
+// Prefetches part b of `parts` of the weights of the tile at o, a little at each of `times` calls of fetch(): all lines
+// at once would keep the products waiting for lines of the present tile.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const LinearArgs& a, int64_t o, int64_t b, int64_t parts, int64_t times) {
+    const int64_t half = kPanelRows * a.row_bytes, first = 2 * half * b / parts, last = 2 * half * (b + 1) / parts;
+    // the second half follows the first one, unless the product is gated
+    jump_ = a.gated ? a.outputs / 2 * a.row_bytes - half : 0;
+    at_ = static_cast<const char*>(a.weight) + o * a.row_bytes + first + (first < half ? 0 : jump_);
+    turn_ = first < half ? (half - first + 63) / 64 : -1;
+    left_ = (last - first + 63) / 64;
+    each_ = (left_ + times - 1) / (times > 0 ? times : 1);
+  }
+  [[gnu::always_inline]] void fetch() {
+    for (int64_t n = each_ < left_ ? each_ : left_; n > 0; --n, --left_, at_ += 64) {
+      if (turn_-- == 0) at_ += jump_;
+      prefetch(at_);
+    }
+  }
+
+ private:
+  const char* at_ = nullptr;
+  int64_t turn_ = 0, jump_ = 0, left_ = 0, each_ = 0;
+};
 
 // Stores the first `left` values of two registers of 16.
 template <class T>

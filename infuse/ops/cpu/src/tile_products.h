@@ -10,6 +10,7 @@ namespace INFUSE_ISA {
 
 #if !defined(__AMX_BF16__)
 
+constexpr int64_t kPairsAFetch = 4;
 constexpr int kTileRows = 12;  // rows of x in registers at once: 24 sums, 2 weights
 
 inline size_t tile_x_bytes(const LinearArgs& a) { return size_t(a.rows * a.inputs) * sizeof(bf16); }
@@ -32,17 +33,22 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 }
 
 template <int R>
-void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first_row) {
+void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first_row, Ahead ahead) {
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * (a.inputs / 2);
   __m512 sums[R][2];
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < a.inputs / 2; ++i, tile += kTileOutputs, x += R) {
-    const __m512bh w0 = pairs_at(tile), w1 = pairs_at(tile + kPanelRows);
+  const int64_t pairs = a.inputs / 2;
+  for (int64_t i = 0; i < pairs;) {
+    ahead.fetch();
+    for (const int64_t stop = pairs - i < kPairsAFetch ? pairs : i + kPairsAFetch; i < stop;
+         ++i, tile += kTileOutputs, x += R) {
+      const __m512bh w0 = pairs_at(tile), w1 = pairs_at(tile + kPanelRows);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const __m512bh pair = repeated(x[r]);
-      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, pair);
-      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, pair);
+      for (int r = 0; r < R; ++r) {
+        const __m512bh pair = repeated(x[r]);
+        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, pair);
+        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, pair);
+      }
     }
   }
   alignas(64) float rows[R][kTileOutputs];
@@ -67,11 +73,11 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
     fill(o, tile);
     const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
     for (int64_t b = 0; b < blocks; ++b) {
-      if (next != o) fetch_half(a, next, b, blocks),
-          fetch_half(a, a.gated ? columns + next : next + kPanelRows, b, blocks);
+      const Ahead ahead = next == o ? Ahead() : Ahead(a, next, b, blocks, a.inputs / 2 / kPairsAFetch);
       const auto [first_row, count] = row_block(a.rows, kTileRows, b);
-      with_rows<kTileRows>(count, [&, first_row = first_row](auto R) { multiply_tile<decltype(R)::value>(a, tile, o,
-          first_row); });
+      with_rows<kTileRows>(count, [&, first_row = first_row](auto R) {
+        multiply_tile<decltype(R)::value>(a, tile, o, first_row, ahead);
+      });
     }
   }
 }
