@@ -19,16 +19,27 @@ _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less m
 _PART_VALUES = 1 << 20
 
 
+class CastsOnUse(nn.Module):
+    """A module that casts its parameters to `running_dtype` as it uses them; None: it runs in their own dtype."""
+
+    running_dtype: torch.dtype | None = None
+
+
 @contextmanager
 def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ()) -> Iterator[None]:
     """Run `module` in `dtype` inside the `with`, except the parameters that are named in `exact`.
 
-    Linears cast their weight part by part as they run, and experts are widened a few at a time, so memory hardly grows.
+    Linears cast their weight part by part as they run, and experts are cast a few at a time and only if a token uses
+    them, so memory hardly grows.
     """
     if type(module) is nn.Embedding:  # a lookup is exact in any dtype that is wide enough
         yield
         return
-    cast_too = [p for name, p in module.named_parameters() if name not in exact]
+    cast_too = {p for name, p in module.named_parameters() if name not in exact}
+    on_use = [
+        child for child in module.modules() if isinstance(child, CastsOnUse) and cast_too.issuperset(child.parameters())
+    ]
+    cast_too -= {p for child in on_use for p in child.parameters()}
     kept = {p: p.data for p in cast_too if p.is_floating_point() and p.dtype != dtype}
     handles, patched = [], []
 
@@ -57,11 +68,15 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
             handles.append(runs.register_forward_pre_hook(partial(_of, cast, child)))
             handles.append(runs.register_forward_hook(partial(_of, restore, child)))
     try:
+        for child in on_use:
+            child.running_dtype = dtype
         for p, data in kept.items():
             if p.dim() < 2:
                 p.data = data.to(dtype)
         yield
     finally:
+        for child in on_use:
+            child.running_dtype = None
         for handle in handles:
             handle.remove()
         for child, forward in patched:
@@ -103,25 +118,28 @@ def _are_experts(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor) -> Tensor:
-    """The sum over all experts, of which only a few are in `dtype` at a time. Routes to others get the weight 0."""
+    """The sum over the experts that are used, of which only a few are in `dtype` at a time.
+
+    Routes to others get the weight 0.
+    """
     hidden, index, weights = (*args, *kwargs.values())
     count, held = module.num_experts, {p: p.data for p in module.parameters(recurse=False)}
     total, step = torch.zeros_like(hidden), -(-count // _PARTS)
     # Each page that is new to the process costs a fault, so the same memory serves all experts.
     wide = {p: torch.empty_like(data[:step], dtype=dtype) for p, data in held.items()}
+    used = index.unique()
+    used = used[(used >= 0) & (used < count)]  # some routers send what is dropped to an expert that is not there
     try:
-        for start in range(0, count, step):
-            here = (index >= start) & (index < start + step)
-            if not here.any():
-                continue
-            module.num_experts = min(step, count - start)
-            for p, data in held.items():
-                p.data = wide[p][: module.num_experts].copy_(data[start : start + step])
-            routes = (
-                (index - start).where(here, torch.zeros_like(index)),
-                weights.where(here, torch.zeros_like(weights)),
-            )
-            total += type(module).forward(module, hidden, *routes)
+        for chosen in used.split(step):
+            at = torch.full_like(index, -1)
+            for place, expert in enumerate(chosen.tolist()):
+                at[index == expert] = place
+                for p, data in held.items():
+                    wide[p][place].copy_(data[expert])
+            module.num_experts = len(chosen)
+            for p in held:
+                p.data = wide[p][: len(chosen)]
+            total += type(module).forward(module, hidden, at.clamp(min=0), weights.where(at >= 0, 0))
     finally:
         module.num_experts = count
         for p, data in held.items():

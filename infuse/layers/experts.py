@@ -13,6 +13,7 @@ from infuse import ops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.part import Matrix
 from infuse.device import Device
+from infuse.dtype_cast import CastsOnUse
 from infuse.errors import CheckpointError
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
@@ -131,7 +132,7 @@ class QuantizedExpertMatrix(Quantized):
         return f"{self.out_features}, {self.in_features}, bias={self.bias is not None}, format={self.format}"
 
 
-class Experts(InferenceModule):
+class Experts(InferenceModule, CastsOnUse):
     """All experts of one layer. `formats` has the formats of `up.weight` and `down.weight`: both or none.
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
@@ -173,7 +174,7 @@ class Experts(InferenceModule):
         if (up.first_use is not None or down.first_use is not None) and not is_compiling():
             self._first_use(top_k_index)
         if isinstance(up, ExpertMatrix):
-            x = x.to(up.weight.dtype)  # some blocks compute in float32 around experts in 16 bits
+            x = x.to(self.running_dtype or up.weight.dtype)  # some blocks compute in float32 around experts in 16 bits
         elif isinstance(down, QuantizedExpertMatrix) and not (up.prepared and down.prepared):
             self._use_reference(up, down)
         y = compute(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
@@ -187,8 +188,10 @@ class Experts(InferenceModule):
         for matrix in (up, down):
             if matrix.first_use is not None:
                 matrix.first_use(None)
-        held = {"up": up.weight, "down": down.weight, "up_bias": up.bias, "down_bias": down.bias}
-        return named(held, x.to(up.weight.dtype), index, weights).to(x.dtype)
+        dtype = self.running_dtype or up.weight.dtype
+        given = {"up": up.weight, "down": down.weight, "up_bias": up.bias, "down_bias": down.bias}
+        held = {name: None if one is None else one.to(dtype) for name, one in given.items()}
+        return named(held, x.to(dtype), index, weights).to(x.dtype)
 
     def _first_use(self, index: Tensor) -> None:
         for matrix in (self.up, self.down):

@@ -40,12 +40,13 @@ def experts(
     """For each token t, the sum over k of weights[t, k] * down_e(gate(up_e(x[t]))), where e = index[t, k] - first.
 
     Routes to experts outside [0, E) add nothing. `index` is int64, `weights` float32 or x.dtype, biases are flat.
-    Products and gate are rounded to x.dtype; weights and sum are computed in the promoted dtype of weights and x.
+    Matrices and biases are cast to x.dtype, only those of experts in use. Products and gate are rounded to x.dtype;
+    weights and sum are computed in the promoted dtype of weights and x.
     """
     width = x_TH.shape[1]
 
     def product(matrix: Tensor, bias: Tensor | None, rows: slice, x: Tensor) -> Tensor:
-        return F.linear(x, matrix[rows], None if bias is None else bias[rows])
+        return F.linear(x, matrix[rows].to(x.dtype), None if bias is None else bias[rows].to(x.dtype))
 
     return _summed(
         (x_TH, index_TK, weights_TK),
