@@ -1,6 +1,6 @@
 """Mixtures of experts against transformers' grouped form, in one process, interleaved: prefill, decode, init.
 
-    python bench/moe.py [--shape small qwen3-30b-layer] [--formats int8 int4 int8:a8] [--out bench/results/FILE.md]
+    python bench/moe.py [--shape small qwen3-30b-layer] [--formats int8 int4 int8:a8] [--peers] [--out FILE.md]
 
 Random weights. A step's bound is the bytes that it uses, at the read bandwidth probed around it: of the experts, those
 that the routes of all rows are expected to hit.
@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import infuse
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import matmul_rate
 from infuse.quant.parse import quant_format
+from llama_cpp_peer import BYTES, LlamaCpp, missing, write
 from models import Contestant, cache_bytes, decode_steps, prefill, random_model
 from report import in_turns, markdown, probed, show
 
@@ -57,12 +59,26 @@ def contestants(shape: dict[str, Any], formats: list[str]) -> list[Contestant]:
     return found
 
 
+def peers(shape: dict[str, Any], rows: int, tokens: int) -> list[Contestant]:
+    """llama.cpp in its formats."""
+    found = []
+    for format in BYTES:
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "model.gguf")
+            write(shape, format, path)
+            start = time.perf_counter()
+            model = LlamaCpp(path, rows, tokens)  # which maps the file
+            seconds = time.perf_counter() - start
+            found.append(Contestant(f"llama.cpp {format}", model, DTYPE, path.stat().st_size, seconds))
+    return found
+
+
 def step_bytes(shape: dict[str, Any], entry: Contestant, batch: int, tokens: int) -> float:
     """What a step over `batch` rows reads: caches, and all weights but the embedding's and those of experts not hit."""
     width, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     format = entry.name.split()[-1]
-    if format == "bf16":
-        expert = 3 * width * inner * DTYPE.itemsize
+    if format in ("bf16", *BYTES):
+        expert = 3 * width * inner * BYTES.get(format, DTYPE.itemsize)
     else:
         expert = quant_format(format).nbytes(2 * inner, width) + quant_format(format).nbytes(width, inner)
     missed = experts * (1 - shape["num_experts_per_tok"] / experts) ** batch
@@ -73,6 +89,9 @@ def step_bytes(shape: dict[str, Any], entry: Contestant, batch: int, tokens: int
 
 def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
     entries, rate = contestants(shape, args.formats), matmul_rate(DTYPE)
+    why = missing() if args.peers else None
+    if args.peers and why is None:
+        entries += peers(shape, args.batch, max(args.context + args.new, args.prefill))
     run = prefill(args.prefill)
     prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
     decodes = [decode_steps(entries, batch, args.context, args.new, args.repeats) for batch in (1, args.batch)]
@@ -90,7 +109,8 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
             row += [f"{median(seconds[0]) / middle:.2f}", f"{share:.2f}"]
         table.add_row(*row, f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}")
     best = max((bandwidth for _, bandwidths in decodes for bandwidth in bandwidths), key=lambda b: b.best)
-    return markdown(table, probed(best, {DTYPE: rate}))
+    remarks = [probed(best, {DTYPE: rate}), *([why] if why else [])]
+    return markdown(table, "; ".join(remarks))
 
 
 def main() -> None:
@@ -99,6 +119,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=["int8", "int4", "int8:a8"])
     for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--peers", action="store_true", help="llama.cpp too, if its packages are there")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     for name in args.shape:

@@ -49,6 +49,15 @@ def test_a_step_reads_the_experts_that_its_rows_hit() -> None:
     assert moe.step_bytes(shape, entry, 10**4, 0) == pytest.approx(10**10 - embedding)
 
 
+def test_the_bytes_of_llama_cpp_are_those_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, embedding = moe.SHAPES["small"], 32000 * 1024 * 2
+    entry = moe.Contestant("llama.cpp Q4_0", None, torch.bfloat16, 10**10, 0.0)
+    missed, cached = 12 * 24 * 3 * 1024 * 512 * 18 / 32, 2 * 12 * 4 * 64 * 100 * 2
+    assert moe.step_bytes(shape, entry, 1, 100) == 10**10 - embedding - missed + cached
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert moe.missing() == "llama.cpp is left out, without the packages llama_cpp and gguf"
+
+
 @pytest.mark.parametrize("name", sorted(registered()))
 def test_ops_take_the_arguments_of_llama(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name not in llama_cases.LLAMA_CASES:

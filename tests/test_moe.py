@@ -12,16 +12,22 @@ from families import BY_NAME, inputs
 from side_by_side import assert_close, injected, logits, original
 from tolerance import assert_near
 from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import infuse
-from infuse import architectures
+from infuse import architectures, ops
+from infuse.activations import ExpertGate
 from infuse.architectures import mixtures
+from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerSpec
 from infuse.architectures.moe import MoE, MoEShape
 from infuse.config.values import parse_dtype
+from infuse.dtype_cast import in_dtype
 from infuse.layers.block import Block
+from infuse.layers.experts import Experts
 from infuse.layers.moe import MoE as MoELayer
 from infuse.proof.routes import Route, routes_mismatch
 from infuse.routing import SIGMOID
@@ -247,3 +253,33 @@ def test_linears_and_experts_that_stay_in_float32_are_left() -> None:
     assert engine.module.model.layers[1].mlp.experts.gate_up_proj.dtype == torch.float32
     # The inner model's own list counts too.
     assert engine.module.model.layers[2].mlp.router.weight.dtype == torch.float32
+
+
+# ---- experts in another dtype
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_only_experts_in_use_are_cast(ours: bool, tokens: int) -> None:
+    """The others hold NaN. Results are those of float32 copies, and afterwards all is as it was."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=40)
+    experts: Any = Qwen3MoeExperts(config).to(torch.bfloat16).requires_grad_(False)
+    up, down = (nn.init.normal_(parameter, std=0.1) for parameter in (experts.gate_up_proj, experts.down_proj))
+    x, weights = torch.randn(tokens, 64), torch.rand(tokens, 3)
+    index = torch.rand(tokens, 20).topk(3).indices * 2
+    unused = sorted(set(range(40)) - set(index.flatten().tolist()))
+    up[unused], down[unused] = float("nan"), float("nan")
+    tall = [matrix.data.flatten(0, 1) for matrix in (up, down)]
+    if ours:
+        experts = Experts(ExpertsShape(40, 64, 32, ExpertGate("silu")), {}, {})
+        experts.up.weight, experts.down.weight = (nn.Parameter(matrix, requires_grad=False) for matrix in tall)
+    held = [(parameter, parameter.data_ptr()) for parameter in experts.parameters()]
+    with in_dtype(experts, torch.float32):
+        found = experts(x, index, weights)
+    wide = [matrix.float() for matrix in tall]
+    wanted = ops.experts.reference(x, index, weights, wide[0], None, wide[1], None, "silu")
+    assert found.dtype == torch.float32
+    assert_near(found, wanted, torch.float32)
+    assert all(parameter.data_ptr() == at and parameter.dtype == torch.bfloat16 for parameter, at in held)
+    assert experts.num_experts == 40 and len(unused) >= 20

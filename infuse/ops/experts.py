@@ -141,6 +141,8 @@ _CASES = (
     (6, 4, 4, 64, 64, False, True, ExpertGate("gelu_tanh", first=4)),
     (70, 2, 2, 64, 64, False, False, ExpertGate("silu")),
     (1, 8, 16, 128, 96, False, True, ExpertGate("silu", first=3)),
+    (45, 3, 8, 64, 128, False, True, ExpertGate("silu")),
+    (150, 2, 9, 128, 64, True, True, _OSS),
     (4, 2, 3, 34, 9, True, True, ExpertGate("silu")),
     (1, 3, 4, 33, 17, False, False, ExpertGate("gelu", gated=False)),
 )
