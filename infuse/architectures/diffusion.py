@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 from torch import nn
 
+from infuse.architectures.dit import MODULES as BLOCKS
 from infuse.architectures.feed_forward import FEED_FORWARD
 from infuse.architectures.image_attention import MODULES as ATTENTIONS
 from infuse.architectures.module import ModuleSpec
 from infuse.architectures.unet import MODULES as CONVOLUTIONS
 
-MODULES: tuple[ModuleSpec, ...] = (FEED_FORWARD, *ATTENTIONS, *CONVOLUTIONS)
+MODULES: tuple[ModuleSpec, ...] = (FEED_FORWARD, *ATTENTIONS, *CONVOLUTIONS, *BLOCKS)
 
 _BY_CLASS: Mapping[str, ModuleSpec] = MappingProxyType({spec.layer: spec for spec in MODULES})
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
+from infuse.architectures.dit import JointShape, SingleShape
 from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageTransformerShape, TransformerBlockShape
 from infuse.architectures.mlp import MLPShape
@@ -19,6 +20,7 @@ from infuse.layers.attention import Attention
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
 from infuse.layers.diffusion.image_attention import ImageAttentionModule, ImageTransformer, TransformerBlock
+from infuse.layers.diffusion.joint import JointBlock, SingleBlock
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.surroundings import Surroundings
@@ -34,6 +36,8 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
         ImageTransformerShape: ImageTransformer,
         ResnetShape: Resnet,
         UpsampleShape: Upsample,
+        JointShape: JointBlock,
+        SingleShape: SingleBlock,
     }
 )
 

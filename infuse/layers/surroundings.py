@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infuse.architectures.part import ROW, Matrix, named
 from infuse.layers.linear import Linear, QuantizedLinear, make_linear
@@ -23,6 +23,10 @@ class Surroundings:
     group: Group = LOCAL
     combine: Combine | None = None
     index: int | None = None
+
+    def of(self, name: str) -> Surroundings:
+        """Those of the part `name` inside this one."""
+        return replace(self, name=named(self.name, name))
 
     def linear(self, matrix: Matrix) -> Linear | QuantizedLinear:
         """Make the empty linear of a part's matrix. A row-parallel one applies `combine`."""

@@ -4,7 +4,9 @@ import infuse.ops.cpu.activation  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.attention  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.experts  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.group_norm  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.joined  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.linear  # noqa: F401  (declares bodies)
+import infuse.ops.cpu.modulated  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.norm  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantize  # noqa: F401  (declares bodies)
 import infuse.ops.cpu.quantized_linear  # noqa: F401  (declares bodies)
@@ -15,7 +17,9 @@ import infuse.ops.triton.activation  # noqa: F401  (declares bodies)
 import infuse.ops.triton.attention  # noqa: F401  (declares bodies)
 import infuse.ops.triton.experts  # noqa: F401  (declares bodies)
 import infuse.ops.triton.group_norm  # noqa: F401  (declares bodies)
+import infuse.ops.triton.joined  # noqa: F401  (declares bodies)
 import infuse.ops.triton.linear  # noqa: F401  (declares bodies)
+import infuse.ops.triton.modulated  # noqa: F401  (declares bodies)
 import infuse.ops.triton.norm  # noqa: F401  (declares bodies)
 import infuse.ops.triton.quantized_linear  # noqa: F401  (declares bodies)
 import infuse.ops.triton.rotary  # noqa: F401  (declares bodies)
@@ -26,7 +30,9 @@ from infuse.ops.dequantized import HELD
 from infuse.ops.embedding import quantized_embedding
 from infuse.ops.experts import experts, quantized_experts
 from infuse.ops.group_norm import group_norm
+from infuse.ops.joined import joined_heads
 from infuse.ops.linear import FEW_ROWS, NO_NORM, linear, quantized_linear
+from infuse.ops.modulated import gated_add, gated_add_norm, modulated_norm
 from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from infuse.ops.op import PREFERENCE, REFERENCE, Body, Bound, Case, Choice, Op, registered
 from infuse.ops.quantize import quantize
@@ -36,6 +42,7 @@ from infuse.ops.router import router
 __all__ = [
     "FEW_ROWS", "HELD", "NO_NORM", "PREFERENCE", "REFERENCE", "Body", "Bound", "Case", "Choice", "ExpertGate",
     "Op", "activation", "add_layer_norm", "add_rms_norm", "attention", "attention_weights", "both_masks",
-    "experts", "gated_activation", "group_norm", "layer_norm", "linear", "quantize", "quantized_embedding",
-    "quantized_experts", "quantized_linear", "registered", "rms_norm", "rotary", "rotary_append", "router",
+    "experts", "gated_activation", "gated_add", "gated_add_norm", "group_norm", "joined_heads", "layer_norm", "linear",
+    "modulated_norm", "quantize", "quantized_embedding", "quantized_experts", "quantized_linear", "registered",
+    "rms_norm", "rotary", "rotary_append", "router",
 ]  # fmt: skip

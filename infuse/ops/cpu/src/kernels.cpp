@@ -5,7 +5,9 @@
 #include "attention_tiles.h"
 #include "experts.h"
 #include "group_norm.h"
+#include "joined.h"
 #include "linear.h"
+#include "modulated.h"
 #include "norm.h"
 #include "quantize.h"
 #include "probe.h"
@@ -24,6 +26,8 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_NAME(INFUSE_ISA),
       INFUSE_ISA::norm,
       {INFUSE_ISA::measure_groups, INFUSE_ISA::solve_groups, INFUSE_ISA::apply_groups},
+      INFUSE_ISA::modulated,
+      INFUSE_ISA::joined,
       INFUSE_ISA::linear_kernels(),
       INFUSE_ISA::panel_kernels(),
       INFUSE_ISA::attention_kernels(),

@@ -51,6 +51,26 @@ struct GroupNormKernels {
   void (*apply)(const GroupNormArgs&, int64_t begin, int64_t end);    // batch * (channels last: positions, else channels)
 };
 
+// sum = residual + gate * x if there is a gate; y = layer_norm(x or sum) * (1 + scale) + shift if there is a scale. Rows
+// of `tokens` share one row of gate, scale and shift, whose strides are *_b.
+struct ModulatedArgs {
+  const void *x, *gate, *residual, *scale, *shift;
+  void *sum, *y;
+  int64_t tokens, columns, gate_b, scale_b, shift_b;
+  float eps;
+  Type type;
+};
+
+// y [B, tokens[0] + tokens[1], 3 heads, width] from both x; q and k are the weights of their norms, or null.
+struct JoinedArgs {
+  const void *x[2], *q[2], *k[2];
+  const float *cos, *sin;  // [all tokens, width], or null
+  void* y;
+  int64_t tokens[2], heads, width;
+  float eps;
+  Type type;
+};
+
 // to[i] = from[0][i] + from[1][i] + ...
 struct SumArgs {
   const void* const* from;
@@ -63,6 +83,8 @@ struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
   GroupNormKernels group_norm;
+  void (*modulated)(const ModulatedArgs&, int64_t begin, int64_t end);  // rows [begin, end)
+  void (*joined)(const JoinedArgs&, int64_t begin, int64_t end);  // tokens [begin, end) of all batch rows
   LinearKernels linear;
   PanelKernels panels;
   AttentionKernels attention;

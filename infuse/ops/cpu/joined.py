@@ -1,0 +1,37 @@
+"""The op of ops/joined.py in C++ (src/joined.h): one pass over both sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infuse.native import DTYPES, kernels, needs
+from infuse.ops.joined import joined_heads
+
+
+@joined_heads.implement("cpu", needs)
+def _joined_heads(
+    first: Tensor, second: Tensor | None, first_q: Tensor | None, first_k: Tensor | None, second_q: Tensor | None,
+    second_k: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
+) -> Any:  # fmt: skip
+    weights, turns = (first_q, first_k, second_q, second_k), (cos, sin)
+    if _takes(first, second, weights, turns):
+        return kernels().joined_heads.default(first, second, *weights, *turns, eps)
+    return joined_heads.reference(first, second, *weights, *turns, eps)
+
+
+def _takes(first: Tensor, second: Tensor | None, weights: tuple, turns: tuple) -> bool:
+    """Whether the kernel supports these: contiguous and of one dtype, cos and sin float32 for every token."""
+    dtype, width = first.dtype, first.shape[-1]
+    held = [first, *(one for one in (second, *weights) if one is not None)]
+    if dtype not in DTYPES or any(one.dtype is not dtype or not one.is_contiguous() for one in held):
+        return False
+    tokens = first.shape[1] + (0 if second is None else second.shape[1])
+    turned = [one for one in turns if one is not None]
+    return not turned or (
+        width % 2 == 0
+        and len(turned) == 2
+        and all(one.dtype is torch.float32 and one.shape == (tokens, width) and one.is_contiguous() for one in turned)
+    )
