@@ -390,3 +390,33 @@ def test_a_checkpoint_without_one_expert(tmp_path: Path) -> None:
     save_file(kept, path)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj: 3 parts of \(64, 64\), the model"):
         infuse.init_inference(model, checkpoint=str(tmp_path), dtype="fp32")
+
+
+@pytest.mark.parametrize("format", [None, "int8:8", "int4:8"])
+def test_routes_of_a_caller_that_fit_no_token_or_expert(format: str | None) -> None:
+    """Numbers that are no expert's add nothing, as transformers' own; shapes that do not fit are refused."""
+    engine = infuse.init_inference(
+        copy.deepcopy(original("mixtral")), dtype="fp32", **({"quant": format} if format else {})
+    )
+    experts = replaced(engine)[0]
+    x, index, weights = torch.randn(3, 64), torch.tensor([[0, 3], [2, 1], [1, 0]]), torch.rand(3, 2)
+    with torch.no_grad():
+        exact = experts(x, index, weights)
+        for number in (4, -1, 1 << 40, -(1 << 62)):
+            other = index.clone()
+            other[1] = number
+            found = experts(x, other, weights)
+            torch.testing.assert_close(found[::2], exact[::2])
+            assert not found[1].any()
+        assert experts(x[:0], index[:0], weights[:0]).shape == (0, 64)
+        assert not experts(x, index[:, :0], weights[:, :0]).any()
+        torch.testing.assert_close(experts(x, index.int(), weights.double()), exact)
+        for wrong in (
+            (x, index[:2], weights[:2]),
+            (x, index, weights[:, :1]),
+            (x, index[:, :1], weights),
+            (x[:, :32], index, weights),
+            (x[:2], index, weights),
+        ):
+            with pytest.raises(ValueError, match=r"needed: \[T, 64\], index \[T, K\] and weights \[T, K\]"):
+                experts(*wrong)

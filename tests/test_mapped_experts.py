@@ -22,7 +22,7 @@ from infuse import ops
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError
-from infuse.layers.experts import mapped_bytes
+from infuse.layers.experts import Experts, mapped_bytes
 from infuse.native import needs
 from infuse.plan.decide import make_plan
 
@@ -70,6 +70,18 @@ def test_the_same_values_as_in_memory(saved: tuple[infuse.InferenceEngine, Path]
     again = tmp_path / "again"
     infuse.init_inference(model("meta"), checkpoint=str(folder), save_mp_checkpoint_path=str(again), **MMAP)
     assert torch.equal(logits(loaded(again)), logits(engine))
+
+
+@with_kernels
+def test_all_experts_of_all_tokens_are_checked_by_the_numbers_that_this_rank_has(saved: tuple[Any, Path]) -> None:
+    experts = next(module for module in loaded(saved[1]).module.modules() if isinstance(module, Experts))
+    asked: list[torch.Tensor] = []
+    experts.up.first_use = experts.down.first_use = asked.append
+    experts.shape = replace(experts.shape, gate=experts.shape.gate._replace(first=3))
+    index = torch.tensor([[3, 5], [4, 10]])
+    with torch.no_grad():
+        experts(torch.randn(2, 64), index, torch.rand(2, 2))
+    assert len(asked) == 2 and all(torch.equal(numbers, index - 3) for numbers in asked)
 
 
 @with_kernels
@@ -136,7 +148,7 @@ def test_panels_without_kernels(saved: tuple[infuse.InferenceEngine, Path], monk
 
 RESIDENT = """
 import sys, torch, transformers, infuse
-from infuse.layers.experts import mapped_bytes
+from infuse.layers.experts import Experts, mapped_bytes
 from test_mapped_experts import MMAP, logits, model
 torch.set_num_threads(1)
 

@@ -25,6 +25,7 @@ from infuse.architectures.mixtures import (
 )
 from infuse.architectures.router import Groups, Router
 from infuse.layers.router import Router as RouterLayer
+from infuse.ops.router import sparse_mixer
 from infuse.routing import (
     ACTIVATIONS,
     FLOAT32,
@@ -103,24 +104,37 @@ RULES: dict[str, Router] = {
 # deepseek_v4's hash layers (chosen by token id), inkling, muse_spark, zaya, longcat_flash, dbrx, switch, nllb_moe.
 
 
-def config(experts: int) -> Any:
+# Keys that differ from those of `config`, and what is added to corrections. More experts of a token than two show the
+# order of torch.topk; one group fewer than all, and fewer experts than are chosen, show the groups and their fill. So
+# do corrections that make all scores negative.
+OTHER_KEYS: dict[str, tuple[dict[str, Any], float]] = {
+    "order": (dict(num_experts_per_tok=5, moe_topk=5, moe_k=5, topk_group=3), 0.0),
+    "fill": (dict(num_experts_per_tok=4, moe_topk=4, moe_k=4, topk_group=1), 0.0),
+    "negative": (dict(topk_group=1, norm_topk_prob=False), -2.0),
+}
+
+
+def config(experts: int, **changes: Any) -> Any:
     """Every key that a router reads."""
-    return SimpleNamespace(
+    keys: dict[str, Any] = dict(
         hidden_size=HIDDEN, num_experts=experts, num_local_experts=experts, n_routed_experts=experts,
         moe_num_experts=experts, num_experts_per_tok=2, moe_topk=2, norm_topk_prob=True, n_group=4, topk_group=2,
         routed_scaling_factor=2.5, router_scaling_factor=1.7, route_scale=1.3, scoring_func="sqrtsoftplus",
         topk_method="group_limited_greedy", moe_norm_min=0.6, router_jitter_noise=0.05, input_jitter_noise=0.0,
         use_expert_bias=True, moe_router_logit_softcapping=1.5, expert_selection_fn="sigmoid", moe_k=2,
     )  # fmt: skip
+    return SimpleNamespace(**{**keys, **changes})
 
 
-def original(name: str, experts: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def original(
+    name: str, experts: int, dtype: torch.dtype, shift: float = 0.0, **changes: Any
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A layer that holds transformers' router at mlp.gate, and what its forward takes besides the hidden states."""
     folder, _, cls = name.partition(".")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     layer, more = nn.Module(), []
     layer.mlp = nn.Module()
-    layer.mlp.gate = getattr(module, cls)(config(experts)).eval()
+    layer.mlp.gate = getattr(module, cls)(config(experts, **changes)).eval()
     if (path := RULES[name].correction) and path.count(".") == 1:  # held by the block
         layer.mlp.register_buffer(path.partition(".")[2], torch.zeros(experts))
         more.append(layer.mlp.get_buffer(path.partition(".")[2]))
@@ -130,12 +144,12 @@ def original(name: str, experts: int, dtype: torch.dtype) -> tuple[nn.Module, tu
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
             parameter.data = parameter.data.to(dtype)
         for buffer in layer.buffers():
-            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1 + shift)
     return layer, tuple(more)
 
 
-def ours(layer: nn.Module, rule: Router, experts: int, dtype: torch.dtype) -> RouterLayer:
-    binder = Binder(layer, config(experts), 0, False)
+def ours(layer: nn.Module, rule: Router, experts: int, dtype: torch.dtype, **changes: Any) -> RouterLayer:
+    binder = Binder(layer, config(experts, **changes), 0, False)
     shape = rule.bind(binder, "router")
     assert not binder.differences and not binder.unclaimed()
     made = nn.Module()
@@ -155,12 +169,30 @@ def test_logits_index_and_weights_are_the_originals(name: str, dtype: torch.dtyp
                 weight.data[1::2] = weight.data[::2]
             router = ours(layer, RULES[name], experts, dtype)
             for tokens in (1, TOKENS):
-                x = torch.randn(1, tokens, HIDDEN).to(dtype)
-                given = x if "afmoe" in name else x[0]
-                with torch.no_grad():
-                    wanted, found = layer.mlp.gate(given, *more), router(x)
-                for a, b in zip(found, wanted, strict=True):
-                    assert a.dtype == b.dtype and torch.equal(a, b)
+                assert_alike(name, router, layer.mlp.gate, more, torch.randn(1, tokens, HIDDEN).to(dtype))
+
+
+def assert_alike(name: str, router: RouterLayer, gate: nn.Module, more: tuple[Tensor, ...], x: Tensor) -> None:
+    with torch.no_grad():
+        wanted, found = gate(x if "afmoe" in name else x[0], *more), router(x)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keys", OTHER_KEYS)
+@pytest.mark.parametrize("name", [name for name in RULES if "phimoe" not in name])  # which always has two
+def test_other_keys_give_the_originals_too(name: str, keys: str) -> None:
+    changes, shift = OTHER_KEYS[keys]
+    layer, more = original(name, 8, torch.float32, shift, **changes)
+    router = ours(layer, RULES[name], 8, torch.float32, **changes)
+    assert_alike(name, router, layer.mlp.gate, more, torch.randn(1, TOKENS, HIDDEN))
+
+
+def test_an_expert_at_the_limit_of_the_sparse_mixer_is_near() -> None:
+    weights, index = sparse_mixer(torch.tensor([[1.0, 0.5, 0.25]]), 0.25)  # half of the best: a distance of 2 * jitter
+    assert index.tolist() == [[0, 1]]
+    torch.testing.assert_close(weights[0, 0], torch.tensor([1.0, 0.5]).softmax(dim=0)[0])
+    torch.testing.assert_close(weights[0, 1], torch.tensor([0.5, 0.25]).softmax(dim=0)[0])
 
 
 def test_a_router_that_the_layer_does_not_have_is_told() -> None:
@@ -173,6 +205,7 @@ def test_a_router_that_the_layer_does_not_have_is_told() -> None:
             replace(QWEN_ROUTER, groups=Groups(count="hidden_dim", kept="top_k")),
             "32 groups do not divide the 8 experts",
         ),
+        (replace(QWEN_ROUTER, correction="mlp.gate.weight"), "has shape (8, 32); there are 8 experts"),
     ):
         binder = Binder(layer, config(8), 0, False)
         rule.bind(binder, "router")

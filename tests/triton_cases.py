@@ -342,3 +342,17 @@ def test_not_a_number_in_a_row_of_16_bits() -> None:
         x = torch.randn(1, 128, device=DEVICE).bfloat16()
         x[0, 77] = float("nan")
         compare("quantized_linear", (x, held.data, held.scale, held.zero, None, 5, 128, text), torch.bfloat16, text)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_numbers_beyond_all_experts_add_nothing(tokens: int) -> None:
+    """Also those that 32 bits would make the number of an expert."""
+    x, up, down = torch.randn(tokens, 64), torch.randn(2 * 64, 64), torch.randn(2 * 64, 32)
+    given = [there(one) for one in (x, torch.zeros(tokens, 2, dtype=torch.int64), torch.rand(tokens, 2))]
+    for number in (2, -1, (1 << 32) + 1, -(1 << 32)):
+        given[1][:, 1] = number
+        alone = given[0], given[1][:, :1], given[2][:, :1]
+        results = [
+            ops.experts.body("triton")(*one, there(up), None, there(down), None, "silu") for one in (given, alone)
+        ]
+        assert_near(results[0].cpu(), results[1].cpu(), torch.float32, str(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -136,8 +137,9 @@ class Experts(InferenceModule, CastsOnUse):
     """All experts of one layer. `formats` has the formats of `up.weight` and `down.weight`: both or none.
 
     forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) → [T, H] in the dtype of the hidden states:
-    for each token the weighted sum of its experts; see ops.experts. `combine` adds up what ranks get of their experts;
-    None: the caller does. `named`: computes experts by the function that the config names; None: it cannot name one.
+    for each token the weighted sum of its experts; see ops.experts. ValueError for other shapes. `combine` adds up what
+    ranks get of their experts; None: the caller does. `named` computes experts by the function that the config names;
+    None: it cannot name one.
     """
 
     up: ExpertMatrix | QuantizedExpertMatrix
@@ -165,6 +167,9 @@ class Experts(InferenceModule, CastsOnUse):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, up, down, compute = hidden_states, self.up, self.down, self._bound
+        (tokens, hidden), routed = x.shape, top_k_index.shape
+        if hidden != self.shape.hidden or routed != top_k_weights.shape or routed[0] != tokens:
+            self._refuse_shapes(x, top_k_index, top_k_weights)  # kernels would read beyond them
         if self.named is not None and not self.named.is_ours:
             return self._by_name(self.named, hidden_states, top_k_index, top_k_weights)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
@@ -180,6 +185,10 @@ class Experts(InferenceModule, CastsOnUse):
         y = compute(x, top_k_index, top_k_weights, *up.arguments(), *down.arguments(), *self._after)
         y = y if self._combine is None else self._combine(y)
         return y.to(hidden_states.dtype)
+
+    def _refuse_shapes(self, *given: Tensor) -> NoReturn:
+        found = ", ".join(str(list(tensor.shape)) for tensor in given)
+        raise ValueError(f"experts: found {found}; needed: [T, {self.shape.hidden}], index [T, K] and weights [T, K]")
 
     def _by_name(self, named: NamedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         up, down = self.up, self.down

@@ -64,9 +64,10 @@ def up_rows(
 ):  # fmt: skip
     """out [tokens * routes, inner] = gate(up of the route's expert). Rows of experts out of range are not written."""
     route = tl.program_id(1)
-    expert = (tl.load(index + route) - first).to(tl.int32)
-    if (expert < 0) | (expert >= experts):
+    number = tl.load(index + route) - first
+    if (number < 0) | (number >= experts):
         return
+    expert = number.to(tl.int32)  # not before: large numbers would become those of experts
     x_row = x + (route // routes).to(tl.int64) * inputs
     wanted = outputs // 2 if GATED else outputs
     column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -97,9 +98,9 @@ def down_rows(
     total = tl.zeros((OUTPUTS,), tl.float32)
     for k in range(0, routes):
         route = token * routes + k
-        expert = (tl.load(index + route) - first).to(tl.int32)
-        if (expert >= 0) & (expert < experts):
-            start = expert * outputs
+        number = tl.load(index + route) - first
+        if (number >= 0) & (number < experts):
+            start = number.to(tl.int32) * outputs
             y = row_product(
                 inner + route * inputs, data, scale, zero, bias, start + column, start + outputs, inputs,
                 row_words, groups, of_group, FORMAT, TINY, SEGMENT, OUTPUTS, SEGMENTS,
