@@ -170,6 +170,10 @@ def shares(run: Callable[[], object]) -> str:
     return ", ".join(f"{kind} {time / total:.0%}" for kind, time in spent.items() if time / total >= 0.005)
 
 
+def _keep(results: dict[int, Tensor], number: int, run: Callable[[], Tensor]) -> None:
+    results[number] = run()
+
+
 def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) -> None:
     torch.manual_seed(0)
     eager = case.make().to(DTYPE).eval()
@@ -188,10 +192,12 @@ def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) ->
         models["diffusers, compiled"] = torch.compile(copy.deepcopy(eager, {id(p): p for p in eager.parameters()}))
     given = case.inputs(args.rows)
     runs = [partial(step, model, given, case.decodes) for model in models.values()]
-    seconds = in_turns(runs, args.repeats)
-    work, wanted = operations(case, args.rows), runs[0]().float()
-    for name, run, taken in zip(models, runs, seconds, strict=True):
-        error = float((run().float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    results: dict[int, Tensor] = {}
+    kept = [partial(_keep, results, number, run) for number, run in enumerate(runs)]
+    seconds = in_turns(kept, args.repeats)
+    work, wanted = operations(case, args.rows), results[0].float()
+    for number, (name, run, taken) in enumerate(zip(models, runs, seconds, strict=True)):
+        error = float((results[number].float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
         table.add_row(
             case.title, name, f"{median(taken) * 1e3:.0f}", f"{max(taken) / min(taken):.2f}",
             f"{median(seconds[0]) / median(taken):.2f}", f"{work / median(taken) / rate:.2f}", f"{error:.1e}",
