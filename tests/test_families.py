@@ -59,11 +59,11 @@ GENERATED = [
     for family, name in enumerate(DECODER_NAMES)
     for turn, way in enumerate(("one call", "block by block", "graphs"))
 ]
-# Whose blocks have a part for which there is no kernel: scaled branches, norms of q and k with weights of their own for
-# each head, gates of attention's heads.
-IN_PARTS = ("granite", "stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels")
-# The same of their mixtures, beside dense layers: scaled branches, routers that the kernel does not know, averages.
-MIXTURES_IN_PARTS = ("granite-moe", "granite-moe-swa", "phimoe", "hunyuan-moe", "cohere2-moe")
+# Whose blocks have a part for which there is no kernel: norms of q and k with weights of their own for each head,
+# gates of attention's heads.
+IN_PARTS = ("stablelm-parallel", "cohere-qk", "afmoe", "laguna", "laguna-channels")
+# The same of their mixtures: routers that the kernel does not know, norms of q and k after the rotation.
+MIXTURES_IN_PARTS = ("phimoe", "hunyuan-moe")
 # Frequencies that are read at each step; beams over a cache of another kind; experts without Triton's bodies, whose
 # tokens the host finds (with them: triton_steps.py).
 NOT_CAPTURED = ("llama-dynamic", "mpt", *(family.name for family in MIXTURES))

@@ -31,8 +31,8 @@ from infuse.routing import Routing
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Why blocks of these families run part by part.
 PART_BY_PART = {
-    "granite-moe": "residual_scale", "phimoe": "sparse mixer", "hunyuan-moe": "norms after the rotation",
-    "afmoe": "output gate", "laguna": "output gate", "laguna-channels": "output gate", "cohere2-moe": "average",
+    "phimoe": "sparse mixer", "hunyuan-moe": "norms after the rotation",
+    "afmoe": "output gate", "laguna": "output gate", "laguna-channels": "output gate",
 }  # fmt: skip
 DECODERS = [family for family in MIXTURES if family.model.__name__.endswith("ForCausalLM")]
 
@@ -104,7 +104,35 @@ def test_whoever_listens_to_a_part_hears_it(way: str, taken: list[bool]) -> None
         with listening(block.get_submodule(name), way, lambda name=name: heard.append(name)):
             compare(engine, family, torch.float32)
         assert heard == [name] * 8, "the prompt and three steps, twice"
-        assert taken.count(True) == 6, "the other two layers, three steps"
+        assert taken.count(True) == (9 if name == "mlp.router" else 6), "the other two layers, three steps"
+
+
+def test_routes_that_a_hook_changes_count(taken: list[bool]) -> None:
+    """In the call, with the attention of which the router hears the result."""
+    family = BY_NAME["qwen2-moe"]
+    engine = infuse.init_inference(family.make(), dtype=torch.float32)
+    before = decoded(engine, family)
+    seen: list[Tensor] = []
+
+    def other(router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(args[0].clone())
+        return output[0], output[1].flip(1) * 2, (output[2] + 1) % 6
+
+    handle = mixtures(engine)[1].mlp.router.register_forward_hook(other)  # type: ignore[union-attr]
+    taken.clear()
+    compare(engine, family, torch.float32)
+    assert taken.count(True) == 9 and len(seen) == 8
+    for a, b in zip(seen[:4], seen[4:], strict=True):
+        assert_near(a, b, torch.float32, times=3)
+    assert not torch.allclose(decoded(engine, family)[0], before[0], atol=1e-3)
+    handle.remove()
+    assert torch.equal(decoded(engine, family)[0], before[0])
+
+
+def test_the_proof_takes_steps_in_one_call(taken: list[bool]) -> None:
+    """On the routes that it feeds."""
+    engine = infuse.init_inference(BY_NAME["qwen2-moe"].make(), dtype=torch.float32, verify="all")
+    assert taken.count(True) == 4 * len(mixtures(engine))
 
 
 def test_router_logits_are_recorded_in_steps_too() -> None:

@@ -184,10 +184,10 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     """A field that is added to a shape is told to C++, or a reason to go part by part, or is known to be neither."""
     told = {
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
-        "residual", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp", "qkv_bias", "out_bias",
-        "in_bias", "bias", "weight", "sinks",
+        "residual", "residual_scale", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp",
+        "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
     }  # fmt: skip
-    refused = {"clip", "whole", "head_counts", "residual_scale", "causal", "norm_after", "gate"}  # by make_one_call
+    refused = {"clip", "whole", "head_counts", "causal", "norm_after", "gate"}  # by make_one_call
     sizes_and_names = {
         "name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask",
     }  # fmt: skip

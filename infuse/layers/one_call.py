@@ -6,7 +6,8 @@ same result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -15,19 +16,19 @@ from torch import Tensor, nn
 
 from infuse.architectures.attention import NoPosition
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.moe import SUM, MoEShape
+from infuse.architectures.moe import AVERAGE
 from infuse.architectures.norm import RMS
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.experts import Experts
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Quantized, all_are_heard
+from infuse.layers.linear import Quantized, all_are_heard, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
-from infuse.layers.program import ATTENTION, Program
+from infuse.layers.program import ADD, ADD_NORM, ADD_NORM_STREAM, ATTENTION, Program
 from infuse.layers.recorders import is_heard
-from infuse.native import limits
+from infuse.native import DTYPES, limits
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.layer import STEPS, encoder_layer, layer_step
 from infuse.ops.cpu.linear import takes_tiles
@@ -60,6 +61,7 @@ class OneCall:
         self._absent: list[tuple[int, str, str]] = []  # the same of tensors that are None
         self._quantized: list[int] = []  # nodes that may hold a weight in another layout than the kernels'
         self._experts_of: list[tuple[int, int, int]] = []  # nodes: experts, their matrices
+        self._router: int | None = None
         self._found: Found | None = None
         integers: list[int] = []
         reals: list[float] = []
@@ -67,6 +69,8 @@ class OneCall:
             name = self._shape.attn.name if step.does == ATTENTION else step.part
             part = getattr(block, name) if name else None
             integers.append(STEPS.index("moe" if isinstance(part, MoE) else step.does))
+            if step.does in (ADD, ADD_NORM, ADD_NORM_STREAM):
+                reals.append(step.scale)
             if isinstance(part, Norm):
                 integers += self._norm(0, name, part, reals)
             elif isinstance(part, Attention):
@@ -108,8 +112,10 @@ class OneCall:
         reals += rule[1]
         integers, node = list(rule[0]), self._branch(owner, "router", router)
         held = "_parameters" if "correction" in router._parameters else "_buffers"
+        self._router = node
         integers += [self._place(node, "_parameters", "weight"), self._parameter(node, router, "bias")]
-        integers.append(self._tensor(node, held, "correction", router.correction))
+        integers += [self._tensor(node, held, "correction", router.correction), int(part.shape.combine == AVERAGE)]
+        reals.append(part.shape.scale)
         integers += self._experts(part.experts, self._branch(owner, "experts", part.experts), reals)
         shared: Any = part.shared
         if shared is None:
@@ -192,11 +198,13 @@ class OneCall:
             dicts.append({} if part is None else part.__dict__)
         places = [(dicts[owner]["_modules"], name) for owner, name, _, _ in self._nodes]
         modules = [owner[name] for owner, name in places]
+        router = None if self._router is None else modules[self._router - 1]
         return Found(
             places=places,
             modules=modules,
             kinds=list(map(type, modules)),
-            parts=[(part, vars(part)) for part in modules if part is not None],
+            parts=[(part, vars(part)) for part in modules if part is not None and part is not router],
+            router=router,
             tensors=[(dicts[node][held], name) for node, held, name in self._places],
             absent=[(dicts[node][held], name) for node, held, name in self._absent],
             quantized=[dicts[node] for node in self._quantized],
@@ -213,7 +221,8 @@ class Found(NamedTuple):
     places: list[tuple[dict[str, Any], str]]  # of each module: its owner's modules, its name there
     modules: list[nn.Module]
     kinds: list[type]
-    parts: list[tuple[nn.Module, dict[str, Any]]]  # each module that is there, and its attributes
+    parts: list[tuple[nn.Module, dict[str, Any]]]  # each module that is there but the router, and its attributes
+    router: nn.Module | None  # hooks may hear it: see StepCall
     tensors: list[tuple[dict[str, Any], str]]  # of each tensor: dict that holds it, name
     absent: list[tuple[dict[str, Any], str]]  # the same of tensors that are None
     quantized: list[dict[str, Any]]
@@ -268,13 +277,28 @@ class StepCall(OneCall):
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
         if mask is not None:
             mask = attention.allowed(mask, start + tokens)
-        out = layer_step(
-            x_BTC, tensors, turns, mask, bias, (slot.key_storage, slot.value_storage), start,
+        step = partial(
+            layer_step, x_BTC, tensors, turns, mask, bias, (slot.key_storage, slot.value_storage), start,
             mask is None or shape.window > 0, shape.window, self._numbers,
         )  # fmt: skip
+        router = None if self._found is None else self._found.router
+        out = step() if router is None or untouched(router) else _routed_by(router, step)
         if out is not None:
             slot.advance(tokens)
         return out
+
+
+def _routed_by(router: nn.Module, step: Callable[..., Tensor | None]) -> Tensor | None:
+    """Make the step with the routes that the router and its hooks give. It appends the same keys twice."""
+    y_BTC = step(before_experts=True)
+    if y_BTC is None:
+        return None
+    y_TC = y_BTC.flatten(0, 1)
+    _, weights, index = router(y_TC)
+    if index.dim() != 2 or weights.shape != index.shape or len(index) != len(y_TC):
+        return None
+    weights = weights if weights.dtype in DTYPES else weights.float()
+    return step(routes=(index.to(torch.int64).contiguous(), weights.contiguous()))
 
 
 class EncoderCall(OneCall):
@@ -301,24 +325,15 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm]
     if any(norm.whole or (norm.weight is not None and len(norm.weight) != 1) for norm in norms):
         return None
-    if (
-        attn.clip
-        or attn.norm_after
-        or attn.gate is not None
-        or attn.head_counts
-        or shape.residual_scale != 1.0
-        or set(bodies.values()) != {"cpu"}
-    ):
+    if attn.clip or attn.norm_after or attn.gate is not None or attn.head_counts or set(bodies.values()) != {"cpu"}:
         return None
     if type(block.mlp) is MoE:
-        assert isinstance(shape.mlp, MoEShape)
         router = block.mlp.router.shape
-        summed = shape.mlp.scale == 1.0 and shape.mlp.combine == SUM
-        if not summed or block.mlp.combines or not attn.causal or numbers(router.routing, router.experts) is None:
+        if block.mlp.combines or not attn.causal or numbers(router.routing, router.experts) is None:
             return None
     elif type(block.mlp) is not MLP:
         return None
     if attn.causal:
         return None if index is None else StepCall(block, program, index)
-    plain = not attn.window and isinstance(attn.position, NoPosition)
+    plain = shape.residual_scale == 1.0 and not attn.window and isinstance(attn.position, NoPosition)
     return EncoderCall(block, program) if plain and takes_tiles() else None

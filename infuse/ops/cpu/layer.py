@@ -16,15 +16,22 @@ STEPS = ("norm", "norm_branch", "attention", "mlp", "moe", "add", "add_norm", "a
 def layer_step(
     x_BTC: Tensor, tensors: list[Tensor], turns: tuple[Tensor, Tensor] | None, mask: Tensor | None, bias: Tensor | None,
     storage: tuple[Tensor, Tensor], start: int, causal: bool, window: int, numbers: tuple[Tensor, Tensor],
+    routes: tuple[Tensor, Tensor] | None = None, before_experts: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """The layer's result [B, T, C], or None if a kernel does not support the arguments.
+
+    With `before_experts`, the input of its mixture instead. `routes`: index (int64) and weights [B T, K] that take the
+    place of its router's.
 
     Appends the keys and values of the new tokens to `storage` (keys and values, [B, K, S, D] each) at `start`; nothing
     before `start` changes, even if the result is None. `turns`: cos and sin as in ops.rotary; mask, bias, causal and
     window as in ops.attention.
     """
     cos, sin = turns if turns is not None else (None, None)
-    return kernels().layer_step.default(x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, *numbers)
+    index, weights = routes if routes is not None else (None, None)
+    return kernels().layer_step.default(
+        x_BTC, tensors, cos, sin, mask, bias, *storage, start, causal, window, index, weights, before_experts, *numbers
+    )
 
 
 def encoder_layer(

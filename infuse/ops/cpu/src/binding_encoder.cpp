@@ -98,7 +98,10 @@ struct EncoderMachine {
     return made;
   }
 
-  uint16_t* moe(const MoePart&) const { return nullptr; }  // mixtures run part by part
+  // Mixtures and scaled sums run part by part.
+  bool before_experts() const { return false; }
+  uint16_t* moe(const MoePart&) const { return nullptr; }
+  uint16_t* times(const uint16_t*, double) const { return nullptr; }
 
   // A buffer that holds no value.
   uint16_t* fresh() const {

@@ -47,6 +47,8 @@ struct Given {
   int64_t start;
   bool causal;
   int64_t window;
+  const Maybe &index, &weights;  // of a router that has run already
+  bool before_experts;
 };
 
 struct StepMachine {
@@ -54,6 +56,7 @@ struct StepMachine {
   Maybe x, y = x, branch;
   bool last = false;
 
+  bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
     return infuse::norm(*of, part.weight, part.bias, part.eps, part.offset, part.centred);
   }
@@ -72,7 +75,7 @@ struct StepMachine {
     multiply(a.qkv, *y, qkv);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
-    const auto& [cos, sin, mask, bias, keys, values, start, causal, window] = given;
+    const auto& [cos, sin, mask, bias, keys, values, start, causal, window, index, weights, before] = given;
     const Maybe q = rotary_append(qkv, cos, sin, keys, values, start, a.heads, a.interleaved);
     if (!q) return std::nullopt;
     const Maybe attended =
@@ -87,23 +90,25 @@ struct StepMachine {
   }
   Maybe moe(const MoePart& a) const {
     const int64_t columns = x->size(2), tokens = x->numel() / columns;
-    const Routes routes = route(a.router, *y, tokens);
+    const bool routed = given.index && given.weights;
+    const Routes routes = routed ? Routes{*y, *given.weights, *given.index} : route(a.router, *y, tokens);
     std::vector<float> weights(size_t(routes.weights.numel()));
     widen(routes.weights, weights.data());
+    for (float& weight : weights) weight *= float(a.scale);
     Tensor made = empty_as(*x);
-    if (!sum_experts(a.experts, *y, tokens, a.router.top_k, static_cast<const int64_t*>(routes.index.const_data_ptr()),
-                     weights.data(), made)) {
-      return std::nullopt;
-    }
+    const auto* index = static_cast<const int64_t*>(routes.index.const_data_ptr());
+    if (!sum_experts(a.experts, *y, tokens, routes.index.size(1), index, weights.data(), made)) return std::nullopt;
     if (!a.shared) return made;
     const Maybe shared = mlp(*a.shared);
-    if (!shared || !a.shared_gate) return shared ? sum(made, shared) : std::nullopt;
-    const std::vector<float> gates = sigmoids(*a.shared_gate, tokens);
+    if (!shared) return std::nullopt;
+    std::vector<float> gates(size_t(tokens), 1.0f);
+    if (a.shared_gate) gates = sigmoids(*a.shared_gate, tokens);
+    const float share = a.averages ? 0.5f : 1.0f;
     const int64_t row_bytes = columns * int64_t(made.element_size());
     for (int64_t t = 0; t < tokens; ++t) {
       char* to = static_cast<char*>(made.mutable_data_ptr()) + t * row_bytes;
       const void* from[] = {to, static_cast<const char*>(shared->const_data_ptr()) + t * row_bytes};
-      const float factors[] = {1, gates[size_t(t)]};
+      const float factors[] = {share, share * gates[size_t(t)]};
       kernels().experts.weigh({from, factors, 2, to, type_of(made)}, 0, columns);
     }
     return made;
@@ -122,6 +127,13 @@ struct StepMachine {
   static void widen(const Tensor& from, float* to) {
     kernels().router.convert(from.const_data_ptr(), type_of(from), to, Type::f32, from.numel());
   }
+  Maybe times(const Maybe& of, double scale) const {
+    Tensor made = empty_as(*of);
+    const void* from[] = {of->const_data_ptr()};
+    const float factor = float(scale);
+    kernels().experts.weigh({from, &factor, 1, made.mutable_data_ptr(), type_of(made)}, 0, made.numel());
+    return made;
+  }
   Maybe times(const LinearPart& part, const Tensor& by) const {
     Tensor made = empty_as(*x);
     multiply(part, by, made);
@@ -131,20 +143,23 @@ struct StepMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C]. None if a kernel does not support the arguments; the step then counts
-// as not done.
+// The layer's result [B, T, C] for x [B, T, C], or its mixture's input if `before_experts`. `index` [tokens, k] int64
+// and `weights` [tokens, k], if given, take the place of the router's. None if a kernel does not support the arguments;
+// the step then counts as not done.
 Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
-                 Tensor values, int64_t start, bool causal, int64_t window, Tensor integers, Tensor reals) {
+                 Tensor values, int64_t start, bool causal, int64_t window, Maybe index, Maybe weights,
+                 bool before_experts, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
-  const Given given{cos, sin, mask, bias, keys, values, start, causal, window};
+  const Given given{cos, sin, mask, bias, keys, values, start, causal, window, index, weights, before_experts};
   StepMachine machine{given, x};
   return run(program, machine) ? machine.x : std::nullopt;
 }
 
 INFUSE_OPERATORS(CPU,
     {"layer_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!) "
-     "keys, Tensor(b!) values, int start, bool causal, int window, Tensor integers, Tensor reals) -> Tensor?",
+     "keys, Tensor(b!) values, int start, bool causal, int window, Tensor? index, Tensor? weights, bool "
+     "before_experts, Tensor integers, Tensor reals) -> Tensor?",
      TORCH_BOX(&layer_step)})
 
 }  // namespace infuse

@@ -72,6 +72,8 @@ struct ExpertsPart {
 };
 struct MoePart {
   RouterPart router;
+  bool averages;  // the experts' sum and the shared expert
+  double scale;   // of that sum
   ExpertsPart experts;
   std::optional<MlpPart> shared;
   Maybe shared_gate;
@@ -90,8 +92,10 @@ bool sum_experts(const ExpertsPart& experts, const Tensor& x, int64_t tokens, in
 
 // The steps of layers/program.py in the order of ops/cpu/layer.py.
 enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream };
+inline bool adds(Does does) { return does == Does::add || does == Does::add_norm || does == Does::add_norm_stream; }
 struct Step {
   Does does;
+  double scale;  // of the branch that is added
   std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart> part;
 };
 using Program = std::vector<Step>;
@@ -132,14 +136,15 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
   Program steps;
   steps.reserve(8);
   while (next_integer != end) {
-    Step& step = steps.emplace_back(Step{Does(integer()), {}});
+    Step& step = steps.emplace_back(Step{Does(integer()), 1, {}});
+    if (adds(step.does)) step.scale = real();
     if (step.does == Does::attention) {
       step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
                                 real(),    tensor(),  linear(),  linear(),        norm_if_there(), norm_if_there()};
     } else if (step.does == Does::mlp) {
       step.part = mlp();
     } else if (step.does == Does::moe) {
-      step.part = MoePart{router(), experts(), mlp_if_there(), tensor()};
+      step.part = MoePart{router(), integer() != 0, real(), experts(), mlp_if_there(), tensor()};
     } else if (step.does != Does::add) {
       step.part = norm();
     }
@@ -231,13 +236,18 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of attention and MLP;
 // `branch`, the sum of their results since the last addition. A missing value is false. `last` tells the machine that
-// the next value is the layer's result. Returns false if a part declines.
+// the next value is the layer's result; `m.before_experts()` ends the program before a mixture, whose input is then x.
+// Returns false if a part declines.
 template <class Machine>
 bool run(const Program& program, Machine& m) {
   using Value = decltype(m.x);
   for (const Step& step : program) {
     m.last = &step == &program.back();
     const auto* norm = std::get_if<NormPart>(&step.part);
+    if (step.does == Does::moe && m.before_experts()) {
+      m.x = m.y;
+      return true;
+    }
     if (step.does == Does::attention || step.does == Does::mlp || step.does == Does::moe) {
       Value made = step.does == Does::attention ? m.attention(std::get<AttentionPart>(step.part))
           : step.does == Does::mlp              ? m.mlp(std::get<MlpPart>(step.part))
@@ -252,7 +262,8 @@ bool run(const Program& program, Machine& m) {
       m.y = m.norm(*norm, m.x);
       continue;
     }
-    const Value branch = std::exchange(m.branch, Value());
+    Value branch = std::exchange(m.branch, Value());
+    if (step.scale != 1 && !(branch = m.times(branch, step.scale))) return false;
     switch (step.does) {
       case Does::norm_branch: m.branch = m.norm(*norm, branch); break;
       case Does::add: m.x = m.y = m.sum(branch, m.x); break;
