@@ -147,6 +147,7 @@ def rounded(engine: infuse.InferenceEngine, model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow  # imports every model of transformers
 def test_every_mixture_is_made_tiny() -> None:
     """In this file, in those of other families, or by test_experts.py from the names of its config's numbers."""
     made = {family.model.__module__.split(".")[2] for family in (*ALONE.values(), *MIXTURES, *CALLED.values())}
