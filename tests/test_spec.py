@@ -334,7 +334,8 @@ def test_ranks_together_have_all_of_every_parameter(name: str, size: int) -> Non
 
 def assert_covered(parameter: Parameter, parts: list[RankShare]) -> None:
     """One rank or more has each position of the parameter; shapes and cuts of a rank agree."""
-    held = [fill for part in parts for fill in part.fills if fill.target == parameter.target]
+    holders = [(part, fill) for part in parts for fill in part.fills if fill.target == parameter.target]
+    held = [fill for _, fill in holders]
     cuts = [fill.cut for fill in held if fill.cut is not None]
     if not cuts:  # whole on every rank, or added once
         assert len(held) in (1, len(parts))
@@ -343,6 +344,6 @@ def assert_covered(parameter: Parameter, parts: list[RankShare]) -> None:
     assert len({(cut.axis, cut.sizes) for cut in cuts}) == 1
     positions = {place for cut in cuts for start, stop in cut.ranges for place in range(start, stop)}
     assert positions == set(range(cuts[0].whole_length))
-    for cut, part in zip(cuts, parts, strict=True):
+    for cut, (part, _) in zip(cuts, holders, strict=True):
         shapes = [matrix.shape for matrix in part.shape.matrices if matrix.weight == parameter.target]
         assert all(shape[cut.axis] == cut.length > 0 for shape in shapes)
