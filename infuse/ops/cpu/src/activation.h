@@ -9,19 +9,13 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-// x sigmoid(slope * x). If T is bf16, within 0.53 units in its last place, in half the operations.
-template <class T>
-inline Vec sigmoid_times(Vec x, float slope) {
-  if constexpr (!std::is_same_v<T, bf16>) return x / (Vec(1.0f) + exp(x * Vec(-slope)));
-  const Vec power = larger(Vec(-160.0f), smaller(Vec(160.0f), x * Vec(-1.44269504f * slope)));
-  return x * coarse_inverse(Vec(1.0f) + coarse_exp2(power));
-}
+inline Vec sigmoid_times(Vec x, float slope) { return x / (Vec(1.0f) + exp(x * Vec(-slope))); }
 
 template <Act ACT, class T>  // T: the type of the result
 inline Vec activated(Vec x) {
   if constexpr (ACT == Act::gelu && std::is_same_v<T, bf16>) return gelu_for_bf16(x);
-  if constexpr (ACT == Act::silu) return sigmoid_times<T>(x, 1.0f);
-  if constexpr (ACT == Act::quick_gelu) return sigmoid_times<T>(x, 1.702f);
+  if constexpr (ACT == Act::silu) return sigmoid_times(x, 1.0f);
+  if constexpr (ACT == Act::quick_gelu) return sigmoid_times(x, 1.702f);
   if constexpr (ACT == Act::gelu) return x * Vec(0.5f) * (Vec(1.0f) + erf(x * Vec(0.707106781f)));
   if constexpr (ACT == Act::gelu_tanh) {
     const Vec inner = Vec(0.797884561f) * fma(Vec(0.044715f) * x * x, x, x);

@@ -29,8 +29,6 @@ inline Vec times_power(Vec x, Vec n) { return _mm512_scalef_ps(x.v, n.v); }
 inline Vec power(Vec n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n.v); }
 inline Vec swapped_pairs(Vec x) { return _mm512_permute_ps(x.v, 0xB1); }
 inline Vec root(Vec x) { return _mm512_sqrt_ps(x.v); }
-// 1 / x for x >= 1 or NaN, with a relative error of at most 2^-14; for results that are rounded to bf16.
-inline Vec coarse_inverse(Vec x) { return _mm512_rcp14_ps(x.v); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec apart(Vec x) {
   asm("" : "+v"(x.v));
@@ -231,10 +229,6 @@ inline Vec coarse_exp2(Vec x) {
   p = fma(p, r, Vec(6.931210160e-1f));
   return times_power(fma(p, r, Vec(1.0f)), n);
 }
-
-#if !defined(__AVX512F__)
-inline Vec coarse_inverse(Vec x) { return Vec(1.0f) / x; }
-#endif
 
 inline Vec tanh(Vec x) {
   const Vec twice = smaller(Vec(20.0f), absolute(x) * Vec(2.0f));  // tanh(10) is 1 in float32
