@@ -15,14 +15,10 @@ from transformers.cache_utils import StaticCache
 import infuse
 from infuse.layers.block import Block
 
-MOE = dict(
-    GQA, num_experts=4, num_local_experts=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
-    topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1, head_dim=12,
-)  # fmt: skip
 # Families without a spec whose attention goes through transformers' interface, where ours takes its place.
 HOOKED: dict[str, dict[str, Any]] = {
     "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA,
-    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12), "ExaoneMoe": dict(MOE, num_experts=4),
+    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12),
     "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12),
     "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
 }  # fmt: skip

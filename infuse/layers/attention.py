@@ -38,8 +38,9 @@ class Attention(nn.Module):
         self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
-        sinks = nn.Parameter(torch.empty(shape.heads, device="meta"), requires_grad=False) if shape.sinks else None
-        self.register_parameter("sinks", sinks)
+        if shape.sinks:  # else there is no such attribute, which transformers' paged attention asks for
+            empty = torch.empty(shape.heads, device="meta")
+            self.register_parameter("sinks", nn.Parameter(empty, requires_grad=False))
         self.positions = make_positions(shape.position, shape.all_heads)
         self._rotary = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
         self._append = ops.rotary_append.bound(bodies.get("rotary_append", ops.REFERENCE))
@@ -93,7 +94,7 @@ class Attention(nn.Module):
                 mask, window = ops.both_masks(mask, slot.allowed(window), q.dtype), 0
         # A mask that the model passes includes the causal order already. A window applies on top of it.
         causal = (mask is None and causal) or window > 0
-        sinks = self._parameters["sinks"]
+        sinks = self._parameters.get("sinks")
         out_BTHD = self._attend(q, k, v, mask, bias, shape.scale, causal, window, shape.softcap, sinks, *count)
         weights = None
         if inputs.want_weights:

@@ -164,7 +164,7 @@ class OneCall:
         return len(self._nodes)
 
     def _parameter(self, node: int, part: nn.Module, name: str) -> int:
-        return self._tensor(node, "_parameters", name, part._parameters[name])
+        return self._tensor(node, "_parameters", name, part._parameters.get(name))
 
     def _tensor(self, node: int, held: str, name: str, tensor: Tensor | None) -> int:
         """Return the index of a tensor; -1 if it is None."""
@@ -240,7 +240,7 @@ class Found(NamedTuple):
         for part, own in self.parts:  # `untouched` inlined: the call would cost more, ten times in each layer's step
             if own["_forward_pre_hooks"] or "forward" in own or (own["_forward_hooks"] and is_heard(part)):
                 return False
-        if [1 for held, name in self.absent if held[name] is not None]:
+        if [1 for held, name in self.absent if held.get(name) is not None]:
             return False
         if [1 for own in self.quantized if not own["prepared"]]:
             return False
