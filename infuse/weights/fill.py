@@ -107,10 +107,10 @@ def _narrowed(fill: Fill, per: int) -> Fill:
 
 
 def _parts(
-    fill: Fill, reader: Reader, rows: int | None = 1, values: int = PART_VALUES
+    fill: Fill, reader: Reader, rows: int | None = 1, values: int | None = None
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield the target's rows in order with their source pieces, in multiples of `rows` (None: all at once), of about
-    `values` values each.
+    `values` values each (None: PART_VALUES).
 
     Reads no more of a file than needed. Transposed sources are also read all at once, because reading their columns
     would read single values.
@@ -118,6 +118,7 @@ def _parts(
     whole, shape, axis = _spans(fill, reader), _shape(fill, reader), _axis(fill)
     step = max(shape[0], 1)
     if rows is not None and not fill.transposed:
+        values = PART_VALUES if values is None else values
         step = max(values // max(math.prod(shape[1:]), 1) // rows, 1) * rows
     for first in range(0, shape[0], step):
         limits = slice(first, min(first + step, shape[0]))

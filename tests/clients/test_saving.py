@@ -63,7 +63,10 @@ def test_state_dict_and_files_are_the_originals(name: str, tmp_path: Path) -> No
     engine.module.save_pretrained(tmp_path)
     again, info = family.model.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    assert_close(outputs(again.eval(), family), outputs(original(name), family), 0)
+    loaded = again.state_dict()
+    assert loaded.keys() == wanted.keys() and all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    # Not to the last bit: products of the same weights at other addresses may add in another order.
+    assert_close(outputs(again.eval(), family), outputs(original(name), family))
 
     other = family.make()
     with torch.no_grad():
