@@ -239,6 +239,6 @@ def _recorded_together(steps: Sequence[Step]) -> list[Step]:
     return [step for step in steps[:_RECORDED_AT_ONCE] if not isinstance(step.shape, ModuleShape)]
 
 
-def _routers(step: Step) -> dict[str, str]:
+def _routers(step: Step) -> Mapping[str, str]:
     """Routers of a block whose routes its proof fixes: path in the block → path in the layer."""
     return step.shape.recorded if isinstance(step.shape, LayerShape) else {}

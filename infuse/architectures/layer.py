@@ -7,7 +7,6 @@ layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. D
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from infuse.architectures.attention import Attention, AttentionShape
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import Norm, NormShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import Matrix, Parameter, PartShape, inside, named
+from infuse.architectures.part import PartShape, ShapeOfParts
 from infuse.errors import SpecMismatch
 
 # Residual shapes, drawn in layers/program.py.
@@ -97,7 +96,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerShape(ShapeOfParts):
     """Everything that a block is built from.
 
     `arguments` are the layer's positional arguments after the hidden states. `repeated` are
@@ -118,37 +117,11 @@ class LayerShape:
 
     @property
     def parts(self) -> dict[str, PartShape]:
-        """Field name → part, without absent parts."""
         held = {name: getattr(self, name) for name in ("attn", "mlp", *_NORMS)}
         return {name: part for name, part in held.items() if part is not None}
 
-    @property
-    def expert_count(self) -> int:
-        return max(part.expert_count for part in self.parts.values())
-
     def child(self, field: str) -> str:
-        """Name of the part's module in the block."""
         return self.attn.name if field == "attn" else field
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.matrices)
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.parameters)
-
-    @property
-    def recorded(self) -> dict[str, str]:
-        """Modules that must stay instances of the original's classes: path in the block → path in the layer."""
-        return {
-            named(self.child(field), name): path
-            for field, part in self.parts.items()
-            for name, path in part.recorded.items()
-        }
-
-    def with_parts(self, parts: Mapping[str, PartShape]) -> LayerShape:
-        return replace(self, **parts)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

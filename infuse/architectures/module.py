@@ -6,54 +6,27 @@ diffusion model. All settings are read from the instance, because modules of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import Matrix, Parameter, PartShape, inside
+from infuse.architectures.part import ShapeOfParts
 from infuse.errors import SpecMismatch
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class ModuleShape(PartShape):
+class ModuleShape(ShapeOfParts):
     """Dimensions and settings of a whole module; `layers.parts` maps its type to the module that computes it.
 
-    `parts` are those of its fields that are parts, which ranks share; `child` is the name of a part's module, "" if its
-    matrices are the module's own. A shape without parts states its `matrices`, `parameters` and `ops` itself.
+    Ranks share its `parts`. A shape without parts states its `matrices`, `parameters` and `ops` itself.
     """
 
     @property
     def needs_no_kernels(self) -> bool:
         """Whether the new module is faster than the original without kernels of ours, because it computes less."""
         return False
-
-    @property
-    def parts(self) -> Mapping[str, PartShape]:
-        return {}
-
-    def child(self, field: str) -> str:
-        return field
-
-    def with_parts(self, parts: Mapping[str, PartShape]) -> Self:
-        return replace(self, **parts)  # type: ignore[type-var]
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.matrices)
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.parameters)
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(op for part in self.parts.values() for op in part.ops))
 
 
 class ModulePart(Protocol):

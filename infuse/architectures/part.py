@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 COLUMN, ROW, WHOLE = "column", "row", "whole"  # ranks split the outputs of a matrix, its inputs, or neither
-EXPERT = "experts"
 HEADS, KV_HEADS, INNER, VOCAB = "heads", "key/value heads", "inner features", "rows of the vocabulary"
 EXPERT = "experts"
 
@@ -173,6 +172,43 @@ class PartShape:
     def of_rank(self, share: Share) -> Self:
         """The part of one rank. SpecMismatch if ranks cannot share this part."""
         return self
+
+
+class ShapeOfParts(PartShape):
+    """A part that is made of other parts, each a dataclass field. `child` is the name of a part's module, "" if its
+    matrices are the module's own.
+    """
+
+    @property
+    def parts(self) -> Mapping[str, PartShape]:
+        """Field name → part, without absent parts."""
+        return {}
+
+    def child(self, field: str) -> str:
+        return field
+
+    def with_parts(self, parts: Mapping[str, PartShape]) -> Self:
+        return replace(self, **parts)  # type: ignore[type-var]
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.matrices)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(inside(self.child(field), one) for field, part in self.parts.items() for one in part.parameters)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(op for part in self.parts.values() for op in part.ops))
+
+    @property
+    def recorded(self) -> Mapping[str, str]:
+        return {
+            named(self.child(field), name): path
+            for field, part in self.parts.items()
+            for name, path in part.recorded.items()
+        }
 
 
 Held = TypeVar("Held", Matrix, Parameter)
