@@ -27,10 +27,10 @@ pytestmark = [
 ]
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
 # Dtype, compute capability, and which quantized products are compiled for it: one in how many, from which on. Together:
-# every format and every shape of a product in each dtype and at each capability, every format in every shape for 8.0
-# (which has less shared memory) in a type of 16 bits; the other kernels everywhere.
+# every format and every shape of a product for 8.0, which has less shared memory, in a type of 16 bits; some in float32
+# and for 9.0; the other kernels everywhere.
 TARGETS = [
-    (torch.float32, 80, 0, 2), (torch.bfloat16, 80, 0, 2), (torch.float16, 80, 1, 2), (torch.bfloat16, 90, 1, 3),
+    (torch.float32, 80, 0, 6), (torch.bfloat16, 80, 0, 2), (torch.float16, 80, 1, 2), (torch.bfloat16, 90, 1, 6),
 ]  # fmt: skip
 
 
@@ -49,10 +49,6 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     yield "gated_activation", (x, "silu"), {}
     for name in ("gelu", "gelu_tanh"):
         yield "activation", (x, name), {}
-    image, channels = empty(2, 320, 64, 64, dtype=dtype), empty(320, dtype=dtype)
-    last = image.contiguous(memory_format=torch.channels_last)
-    yield "group_norm", (last, channels, channels, empty(2, 320, dtype=dtype), 32, 1e-5, True), {}
-    yield "group_norm", (image, channels, channels, None, 32, 1e-6, False), {}
     turns, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
     yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), turns, turns, True), {}
     yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, 5, 32, False), {}
@@ -68,6 +64,11 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
         (alibi, alibi, alibi, torch.ones(1, 1, 64, 64).bool(), empty(1, 32, 1, 64, dtype=dtype), 0.1, True, 0, 0.0),
         {},
     )
+    keys, sinks = empty(1, 8, 300, 64, dtype=dtype), empty(64, dtype=dtype)
+    for tokens in (1, 300):  # gpt-oss
+        q = empty(1, 64, tokens, 64, dtype=dtype)
+        yield "attention", (q, keys, keys, None, None, 0.1, True, 128, 0.0, sinks), {}
+    yield from of_diffusion(dtype)
     weight, bias = empty(6144, 4096, dtype=dtype), empty(6144, dtype=dtype)
     for rows in (1, 5):
         yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
@@ -84,7 +85,7 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
         yield "linear", (some, gate_up, None, *rms, "silu", True, None), {}
         yield "linear", (empty(rows, 14336, dtype=dtype), down, None, *none, None, False, residual[:rows]), {}
     yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
-    for i, text in enumerate(("int8", "int4", "fp8", "fp6", "int4:32:asymmetric")):
+    for i, text in enumerate(("int8", "int4", "fp8", "fp6", "int4:32:asymmetric", "mxfp4")):
         held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
         zero = None if held.zero is None else torch.empty_like(held.zero, device="cpu")
         data = torch.empty(4096, held.data.shape[1] // 4, dtype=torch.int32)
@@ -99,10 +100,36 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     yield from of_experts(dtype)
 
 
+def of_diffusion(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Of Stable Diffusion's UNet and of Flux."""
+    image, channels = empty(2, 320, 64, 64, dtype=dtype), empty(320, dtype=dtype)
+    last = image.contiguous(memory_format=torch.channels_last)
+    yield "group_norm", (last, channels, channels, empty(2, 320, dtype=dtype), 32, 1e-5, True), {}
+    yield "group_norm", (image, channels, channels, None, 32, 1e-6, False), {}
+    tokens, row = empty(2, 100, 3072, dtype=dtype), empty(2, 3072, dtype=dtype)
+    yield "modulated_norm", (tokens, row, row, 1e-6), {}
+    yield "gated_add", (tokens, row, tokens), {}
+    yield "gated_add_norm", (tokens, row, tokens, row, row, 1e-6), {}
+    first, second, norm = (
+        empty(2, 100, 72, 128, dtype=dtype),
+        empty(2, 77, 72, 128, dtype=dtype),
+        empty(128, dtype=dtype),
+    )
+    turns = torch.empty(177, 128)
+    yield "joined_heads", (first, second, norm, norm, norm, norm, turns, turns, 1e-6), {}
+    yield "joined_heads", (first, None, None, None, None, None, None, None, 1e-6), {}
+
+
 def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
     """Of Qwen3-MoE's shape: one token, some tokens for each expert, many."""
     count, width, inner = 128, 2048, 768
-    for text, some in ((None, (1, 32, 2048)), ("int8", (2048,)), ("fp6", (1, 2048)), ("int4:32:asymmetric", (2048,))):
+    for text, some in (
+        (None, (1, 32, 2048)),
+        ("int8", (2048,)),
+        ("fp6", (1, 2048)),
+        ("int4:32:asymmetric", (2048,)),
+        ("mxfp4", (1,)),
+    ):
         held: list[Tensor | None] = []
         for outputs, inputs in ((count * 2 * inner, width), (count * width, inner)):
             if text is None:
@@ -150,4 +177,6 @@ def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, 
         "up_tiles",
         "down_tiles",
         "sum_routes",
+        "join_heads",
+        "modulated_rows",
     }
