@@ -29,7 +29,7 @@ ENCODER = dict(SMALL, pad_token_id=0)
 
 @dataclass(frozen=True)
 class Family:
-    """`kind`: "decoder" generates, "encoder" reads text, "vision" reads pixels, "both" reads both."""
+    """`kind`: "decoder" generates, "text" and "encoder" read text, "vision" reads pixels, "both" reads both."""
 
     name: str
     config: type

@@ -21,6 +21,12 @@ from test_experts import classes
 from test_mixtures_that_see import SEEING
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaTextConfig
+from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaEncoderTextModel
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+from transformers.models.unlimited_ocr.configuration_unlimited_ocr import UnlimitedOcrTextConfig
+from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrTextModel
 
 import infuse
 from infuse.architectures.experts import experts_in
@@ -84,6 +90,16 @@ ALONE = {
             ),
         ),
         Family(
+            "dots3_note", t.Dots3NoteTextConfig, t.Dots3NoteForCausalLM,
+            values=dict(
+                _LATENT, q_lora_rank=16, index_topk=4, index_head_dim=16, index_n_heads=2, first_k_dense_replace=0,
+                sliding_window=5, layer_types=["indexed_attention", "sliding_attention"],
+                shared_experts_intermediate_size=24, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+                swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_qk_nope_head_dim=8, swa_qk_rope_head_dim=8,
+                swa_v_head_dim=8, swa_head_dim=16,
+            ) | dict(head_dim=16),
+        ),
+        Family(
             "qwen4_exp", t.Qwen4ExpTextConfig, t.Qwen4ExpForCausalLM,
             values=dict(
                 _MOE, **_HALF_LINEAR, head_dim=12, shared_expert_intermediate_size=24, indexer_n_heads=2,
@@ -108,9 +124,35 @@ ALONE = {
         ),
     )
 }  # fmt: skip
-# Mixtures that no test makes as a whole model; test_experts.py has their experts. The first four have no class that
-# generates from tokens alone; the last one's cache keeps an image and a window.
-NOT_MADE = ("diffusion_gemma", "dots3_note", "glm5_next", "muse_spark", "unlimited_ocr")
+# Mixtures whose classes that generate also see, or generate by diffusion: their text layers alone.
+TEXT = {
+    one.name: one
+    for one in (
+        Family(
+            "diffusion_gemma", DiffusionGemmaTextConfig, DiffusionGemmaEncoderTextModel, "text",
+            dict(
+                _MOE, top_k_experts=2, head_dim=12, global_head_dim=12, sliding_window=5,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+        ),
+        Family(
+            "glm5_next", Glm5NextTextConfig, Glm5NextTextModel, "text",
+            dict(
+                _LATENT, q_lora_rank=16, index_topk=4, index_kpool=2, index_head_dim=16, index_n_heads=2, hc_mult=2,
+                linear_head_dim=8, linear_num_heads=2, layer_types=["linear_attention", "indexed_attention"],
+                mlp_layer_types=["sparse", "sparse"],
+            ) | dict(qk_rope_head_dim=0, head_dim=0),
+        ),
+        Family(
+            "unlimited_ocr", UnlimitedOcrTextConfig, UnlimitedOcrTextModel, "text",
+            dict(
+                _MOE, n_routed_experts=4, n_shared_experts=1, sliding_window=5, mlp_layer_types=["sparse", "sparse"],
+            ) | dict(num_key_value_heads=4),
+        ),
+    )
+}  # fmt: skip
+# Its experts are left (docs/experts.md), so that no replacement is to be tested.
+LEFT = ("muse_spark",)
 MODES: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "beams": dict(do_sample=False, num_beams=3),
@@ -150,10 +192,10 @@ def rounded(engine: infuse.InferenceEngine, model: nn.Module) -> nn.Module:
 @pytest.mark.slow  # imports every model of transformers
 def test_every_mixture_is_made_tiny() -> None:
     """In this file, in those of other families, or by test_experts.py from the names of its config's numbers."""
-    made = {family.model.__module__.split(".")[2] for family in (*ALONE.values(), *MIXTURES, *CALLED.values())}
-    made |= {family.model.__module__.split(".")[2] for family in (*CONVERTED.values(), *SEEING.values())}
+    here = (*ALONE.values(), *TEXT.values(), *MIXTURES, *CALLED.values(), *CONVERTED.values(), *SEEING.values())
+    made = {family.model.__module__.split(".")[2] for family in here}
     made |= {model.__module__.split(".")[2] for _, model in architectures().values()}
-    assert {module.split(".")[2] for module in classes().values()} - made == set(NOT_MADE)
+    assert {module.split(".")[2] for module in classes().values()} - made == set(LEFT)
 
 
 # ---- experts alone
@@ -181,6 +223,17 @@ def test_experts_alone_in_16_bits(name: str) -> None:
     engine = infuse.init_inference(ALONE[name].make(), dtype="bf16", verify="strict", replace_with_kernel_inject=False)
     assert any(isinstance(module, Experts) for module in engine.module.modules())
     assert bool(torch.isfinite(first(engine, inputs(ALONE[name]))).all())
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_experts_of_text_layers(name: str) -> None:
+    family = TEXT[name]
+    model, given = family.make(), inputs(family, padding="left")
+    for dtype in ("fp32", "bf16"):  # in bf16 by the rule of the proof
+        engine = infuse.init_inference(family.make(), dtype=dtype, verify="strict", replace_with_kernel_inject=False)
+        assert sum(isinstance(one, Experts) for one in engine.module.modules()) == len(list(experts_in(model)))
+        if dtype == "fp32":
+            assert_close(first(engine, given), first(model, given))
 
 
 # ---- blocks
