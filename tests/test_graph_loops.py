@@ -173,6 +173,7 @@ def test_other_steps_between(monkeypatch: pytest.MonkeyPatch) -> None:
         given = padded(batch=1, padding=None, seed=seed)
         given["input_ids"][:, 5:] = given["input_ids"][:, :4]
         same("llama", engine, **given, prompt_lookup_num_tokens=3, max_new_tokens=40)
+        same("llama", engine, **given, assistant_model=made("llama"), max_new_tokens=20)
     assert backend.replays and set(steps) - {1, PROMPT}
     same("llama", engine, **padded(), prefill_chunk_size=4, max_new_tokens=20, num_beams=2)
 

@@ -7,7 +7,7 @@ attribute or a hook of the module itself, so it works however the module is call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.loop import decode
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
+from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
 from infuse.graphs.forward import Forward, explained
 from infuse.graphs.graphed_cache import GraphedCache
@@ -40,13 +41,15 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
-# Arguments that select other modes than greedy search and sampling, or other results than token ids. Those that need
-# the tokenizer are included, because transformers' `generate` drops it if a callable decodes.
-_NOT_PLAIN = (
-    "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids",
-    "return_dict_in_generate", "prefill_chunk_size", "assistant_early_exit", "is_assistant", "use_mtp", "synced_gpus",
-    "stop_strings", "token_healing",
+# Arguments for which transformers' own loops run. Those that need the tokenizer are included, because transformers'
+# `generate` drops it if a callable decodes.
+_NOT_OURS = (
+    "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "prefill_chunk_size", "is_assistant", "use_mtp",
+    "speculation_type", "assistant_ensemble_weight", "synced_gpus", "stop_strings", "token_healing",
+    "output_attentions", "output_hidden_states",
 )  # fmt: skip
+_SPECULATE = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
+_ASSISTANTS = ("assistant_model", "tokenizer", "assistant_tokenizer")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     given = _SIGNATURE.bind(self, *args, **kwargs).arguments
     _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
     del kwargs["self"]
+    if (assistant := kwargs.get("assistant_model")) is not None:
+        kwargs["assistant_model"] = getattr(assistant, "module", assistant)  # of an engine, its model
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
@@ -161,9 +166,10 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
         cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if graphed is None else graphed
         kwargs["past_key_values"] = cache
-        if asked.is_plain_search():
-            ours = partial(decode, streamer=kwargs.get("streamer"), group=installed.group)
-            kwargs["custom_generate"] = ours
+        if loop := asked.own_loop():
+            streamer, assistants = kwargs.get("streamer"), {name: kwargs.get(name) for name in _ASSISTANTS}
+            more = {"assistants": assistants} if loop is speculate else {}
+            kwargs["custom_generate"] = partial(loop, streamer=streamer, group=installed.group, **more)
     result = None
     try:
         result = type(self).generate(self, **kwargs)
@@ -208,14 +214,18 @@ class _Asked:
         """Whether the caller has not configured the cache, and the mode supports a passed one."""
         if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
             return False
-        if self._kwargs.get("assistant_model") is not None or self._kwargs.get("custom_generate") is not None:
+        if self._kwargs.get("custom_generate") is not None:
             return False
         return self.value("use_cache") is not False and self.value("cache_implementation") is None
 
-    def is_plain_search(self) -> bool:
-        """Whether our own loop can run this: greedy search or sampling that returns only token ids."""
+    def own_loop(self) -> Callable[..., Any] | None:
+        """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
-        return one and not any(self.value(name) for name in _NOT_PLAIN)
+        if not one or any(self.value(name) for name in _NOT_OURS):
+            return None
+        if any(self.value(name) is not None for name in _SPECULATE):
+            return None if self._kwargs.get("inputs_embeds") is not None else speculate
+        return None if self.value("return_dict_in_generate") else decode
 
     def rows(self) -> int:
         """Return the batch size: prompts times the larger of beams and returned sequences for each."""

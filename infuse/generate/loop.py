@@ -13,6 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation import EosTokenCriteria, GenerationMixin
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
 
 from infuse.generate.choose import Processed, ends_of
 from infuse.parallel.group import LOCAL, Group
@@ -39,7 +44,7 @@ def decode(
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
-    steps = _Steps(model, input_ids, model_kwargs, limit_tokens)
+    steps = Steps(model, input_ids, model_kwargs, limit_tokens)
     while True:
         scores = steps.scores(copy=bool(processed))
         if processed:
@@ -53,7 +58,7 @@ def decode(
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
         input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
         if streamer is not None:
-            streamer.put(_ordinary(tokens).cpu())
+            streamer.put(ordinary(tokens).cpu())
         done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
         for criterion in asked:
             unfinished = unfinished & ~criterion(input_ids, None)
@@ -62,49 +67,74 @@ def decode(
             all_run = False
         if done or (not all_run and not bool(unfinished.any())):
             break
-        steps.advance(tokens, input_ids)
+        steps.advance(tokens[:, None], input_ids)
     if streamer is not None:
         streamer.end()
     assert input_ids.shape[1] > prompt_tokens
-    return _ordinary(input_ids)
+    return ordinary(input_ids)
 
 
 @torch.inference_mode(False)
-def _ordinary(tensor: Tensor) -> Tensor:
+def ordinary(tensor: Tensor) -> Tensor:
     """Clone to a normal tensor, without the restrictions of inference tensors."""
     return tensor.clone()
 
 
-class _Steps:
-    """The model's inputs, updated step by step."""
+class Steps:
+    """The model's inputs, updated step by step. A step runs the tokens that the cache does not hold yet.
 
-    def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None):
-        self.model, self.kwargs, self._limit_tokens = model, kwargs, limit_tokens
+    `speculates`: the cache may be cropped between steps, so that a step's tokens may begin before the last one's end.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        limit_tokens: int | None,
+        *,
+        speculates: bool = False,
+    ):
+        self.model, self.kwargs, self._limit_tokens, self._speculates = model, kwargs, limit_tokens, speculates
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
+        self._first_position: Tensor | None = None  # of each row
+        # Columns of the mask minus columns of ids: more than none for a prompt of embeddings.
+        sized = [kwargs[name] for name in ("attention_mask", "position_ids") if isinstance(kwargs.get(name), Tensor)]
+        self._more_columns = sized[0].shape[-1] - input_ids.shape[1] if sized else 0
 
     def scores(self, copy: bool) -> Tensor:
         """Run the step and return the next token's float32 scores [B, vocabulary]; `copy`: they may be changed."""
+        return self.logits()[:, -1].to(dtype=torch.float32, copy=copy)
+
+    def logits(self, tokens: int = 1) -> Tensor:
+        """Run the step and return logits of at least its last `tokens`, [B, tokens or more, vocabulary]."""
+        if tokens != self.inputs.get("logits_to_keep", tokens):
+            self.inputs["logits_to_keep"] = tokens
         outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-        return outputs.logits[:, -1].to(dtype=torch.float32, copy=copy)
+        return outputs.logits
 
-    def advance(self, tokens: Tensor, input_ids: Tensor) -> None:
-        """Prepare the inputs of the next step."""
+    def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:
+        """Prepare the next step: it runs `tokens_BT`, the last of `input_ids`. The cache holds all before them."""
+        columns = input_ids.shape[1] + self._more_columns
         if self.follows:
-            self.inputs["input_ids"] = tokens[:, None]
-            if "position_ids" in self.inputs:
-                self.inputs["position_ids"] = self.inputs["position_ids"] + 1
+            self.inputs["input_ids"] = tokens_BT
+            if self._first_position is not None:
+                indices = torch.arange(columns - tokens_BT.shape[1], columns, device=tokens_BT.device)
+                self.inputs["position_ids"] = self._first_position + indices
             if self.mask is not None:
-                self.mask = F.pad(self.mask, (0, 1), value=1)
-                self.inputs["attention_mask"] = self.mask
+                self.inputs["attention_mask"] = self.mask = F.pad(self.mask, (0, columns - self.mask.shape[1]), value=1)
             return
-        self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **self.kwargs)
-        self.follows = self._can_follow(tokens)
+        if self._speculates:
+            self.kwargs = _resized(self.kwargs, columns)
+        tokens = tokens_BT.shape[1]
+        self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=tokens, **self.kwargs)
+        self.follows = self._can_follow(tokens_BT, columns)
 
-    def _can_follow(self, tokens: Tensor) -> bool:
+    def _can_follow(self, tokens_BT: Tensor, columns: int) -> bool:
         """Whether the next steps' inputs can be derived from those that the model prepared for this decode step."""
         inputs = self.inputs
         prepare = type(self.model).prepare_inputs_for_generation
@@ -117,9 +147,9 @@ class _Steps:
                 return False
         unknown = [name for name, value in inputs.items() if name not in _FOLLOWED and isinstance(value, Tensor)]
         ids, mask, positions = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("position_ids")
-        if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens[:, None]):
+        if unknown or not isinstance(ids, Tensor) or not torch.equal(ids, tokens_BT):
             return False
-        if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != 1):
+        if positions is not None and (not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]):
             return False
         if isinstance(mask, Tensor):
             if mask.dim() != 2:
@@ -127,4 +157,12 @@ class _Steps:
             # Drop a mask that hides nothing: the model then skips building its own from it.
             self.mask = None if bool(mask.all()) and positions is not None else mask
             inputs["attention_mask"] = self.mask
+        self._first_position = None if positions is None else positions[..., -1:] - (columns - 1)
         return True
+
+
+def _resized(kwargs: dict[str, Any], columns: int) -> dict[str, Any]:
+    """Extend masks, positions and token types to `columns`, or cut them, as transformers' assisted decoding does."""
+    kwargs = _prepare_attention_mask(kwargs, columns, is_encoder_decoder=False)
+    kwargs = _prepare_position_ids(kwargs, columns, is_encoder_decoder=False)
+    return _prepare_token_type_ids(kwargs, columns)

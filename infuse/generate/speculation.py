@@ -1,0 +1,205 @@
+"""Speculative decoding: one step of the model verifies several candidates (Leviathan et al. 2023, algorithm 1).
+
+Candidates come from transformers' generators (generate/candidates.py). The cache is cropped in place where they are
+rejected. Greedy search returns the tokens of plain decoding; sampling draws from the same distribution.
+
+Suffixes: B batch (1), T tokens, N candidates + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from infuse.generate.candidates import keep_schedule, make_generator, most_candidates
+from infuse.generate.choose import Processed, ends_of
+from infuse.generate.loop import Steps, ordinary
+from infuse.parallel.group import LOCAL, Group
+
+
+@torch.inference_mode()
+def speculate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    inputs_tensor: Tensor | None = None,
+    streamer: Any = None,
+    group: Group = LOCAL,
+    assistants: Mapping[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Return prompt [1, T] and answer, or transformers' record of them. `generate` calls this, prepared.
+
+    `assistants`: assistant_model, tokenizer and assistant_tokenizer as given to `generate`.
+    """
+    if input_ids.shape[0] > 1:
+        raise ValueError("assisted generate is only supported for batch_size = 1")
+    given = {name: value for name, value in (assistants or {}).items() if value is not None}
+    # transformers leaves this out if a callable decodes.
+    mode = generation_config.get_generation_mode(given.get("assistant_model"))
+    model._validate_generation_mode(mode, generation_config, given)
+    generator = make_generator(
+        model, input_ids, logits_processor, generation_config=generation_config, inputs_tensor=inputs_tensor,
+        model_kwargs=model_kwargs, assistant_model=given.get("assistant_model"),
+        target_tokenizer=given.get("tokenizer"), assistant_tokenizer=given.get("assistant_tokenizer"),
+    )  # fmt: skip
+    limit_tokens, ends, asked = ends_of(stopping_criteria)
+    search = _Search(model, input_ids, model_kwargs, limit_tokens, logits_processor, generation_config, group)
+    done = False
+    while not done:
+        candidates_BT, draft_BTV = search.candidates(generator)
+        tokens = search.tokens(candidates_BT, draft_BTV)
+        tokens, done = search.append(tokens, ends, asked)
+        if streamer is not None:
+            streamer.put(torch.tensor([tokens]))
+        generator.update_candidate_strategy(search.ids, search.scores_BNV, len(tokens) - 1)
+    if streamer is not None:
+        streamer.end()
+    keep_schedule(generator)
+    return search.result()
+
+
+class _Search:
+    """The tokens so far, and the step that verifies candidates for the next ones."""
+
+    scores_BNV: Tensor  # float32, of the last step
+
+    def __init__(
+        self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], limit_tokens: int | None, processors: Any,
+        config: Any, group: Group,
+    ):  # fmt: skip
+        self.ids, self._limit_tokens, self._config, self._group = input_ids, limit_tokens, config, group
+        self._steps = Steps(model, input_ids, kwargs, limit_tokens, speculates=True)
+        self._cache, self._processed = kwargs["past_key_values"], Processed(processors)
+        self._most, self._device, self._begun = most_candidates(model), model.device, False
+        self._rows: list[Tensor] = []  # processed scores of the last step, [1, V] each
+        self._raw_BNV: Tensor | None = None
+        self._scores: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def candidates(self, generator: Any) -> tuple[Tensor, Tensor | None]:
+        """Return candidates [1, T], of which there may be none, and the scores that they were drawn from, if any."""
+        length = self.ids.shape[1]
+        ids, draft_BTV = generator.get_candidates(self.ids)
+        most = ids.shape[1] - length
+        for bound in (self._most, None if self._limit_tokens is None else self._limit_tokens - length - 1):
+            most = most if bound is None else min(most, bound)
+        found = self._group.broadcast_object(ids[0, length : length + most].tolist(), "the candidates")
+        ids = torch.tensor([found], dtype=torch.long, device=self._device)
+        return ids, None if draft_BTV is None else draft_BTV[:, :most].to(self._device)
+
+    def tokens(self, candidates_BT: Tensor, draft_BTV: Tensor | None) -> list[int]:
+        """Run the step; return the accepted candidates and the token after them. Rank 0 decides for all ranks."""
+        ids, candidates = torch.cat((self.ids, candidates_BT), dim=1), candidates_BT[0].tolist()
+        logits_BNV = self._verify(ids, candidates)
+        if self._config.output_logits:
+            self._raw_BNV = logits_BNV.float()
+        scores_BNV = logits_BNV.to(torch.float32, copy=bool(self._processed) or self._config.output_scores)
+        self.scores_BNV, self._rows = scores_BNV, []
+        tokens: list[int] = []
+        if not self._config.do_sample:
+            tokens = self._likeliest(ids, candidates)
+        else:
+            p_NV = torch.cat([self._row(ids, n) for n in range(len(candidates) + 1)]).softmax(dim=-1)
+            if self._group.rank == 0 and draft_BTV is not None and candidates:
+                tokens = accepted(p_NV, draft_BTV[0].softmax(dim=-1), candidates_BT[0])
+            elif self._group.rank == 0:
+                tokens = _until_differs(torch.multinomial(p_NV, num_samples=1)[:, 0].tolist(), candidates)
+        return self._group.broadcast_object(tokens, "the tokens")
+
+    def _verify(self, ids: Tensor, candidates: list[int]) -> Tensor:
+        """Return the logits after the last token and after each candidate, [1, N, V]."""
+        count = len(candidates)
+        if self._begun:
+            self._steps.advance(ids[:, -count - 1 :], ids)
+            return self._steps.logits(count + 1)[:, -count - 1 :]
+        self._begun = True
+        logits_BNV = self._steps.logits()[:, -1:]  # the prompt runs alone, so that it rounds as in plain decoding
+        certain = not self._config.do_sample and not self._processed and self._group.size == 1
+        if not candidates or (certain and int(logits_BNV.argmax()) != candidates[0]):
+            return logits_BNV
+        self._steps.advance(ids[:, -count:], ids)
+        return torch.cat((logits_BNV, self._steps.logits(count)[:, -count:]), dim=1)
+
+    def _row(self, ids: Tensor, n: int) -> Tensor:
+        """The processed scores of the token after `n` candidates, [1, V]."""
+        row = self.scores_BNV[:, n]
+        if self._processed:
+            row = self._processed(ids[:, : self.ids.shape[1] + n], row)
+        self._rows.append(row)
+        return row
+
+    def _likeliest(self, ids: Tensor, candidates: list[int]) -> list[int]:
+        if not self._processed and not self._config.output_scores:
+            return _until_differs(self.scores_BNV[0].argmax(dim=-1).tolist(), candidates)
+        tokens: list[int] = []
+        while tokens == candidates[: len(tokens)] and len(tokens) <= len(candidates):
+            tokens.append(int(self._row(ids, len(tokens)).argmax()))
+        return tokens
+
+    def append(self, tokens: list[int], ends: set[int], asked: list[Any]) -> tuple[list[int], bool]:
+        """Append tokens up to one that ends the answer and drop the others. Return those, and whether it has ended.
+
+        Criteria are asked after each token, as in plain decoding; transformers asks after several.
+        """
+        before, done, count = self.ids.shape[1], False, 0
+        ids = torch.cat((self.ids, torch.tensor([tokens], device=self.ids.device)), dim=1)
+        while not done:
+            count += 1
+            done = tokens[count - 1] in ends or before + count == self._limit_tokens
+            for criterion in asked:
+                done = bool(criterion(ids[:, : before + count], None)) or done
+            if count == len(tokens):
+                break
+        self.ids = ids[:, : before + count]
+        if rejected := self.scores_BNV.shape[1] - count:
+            self._cache.crop(-rejected)
+        if self._config.return_dict_in_generate and self._config.output_scores:
+            self._scores += map(ordinary, self._rows[:count])
+        if self._config.return_dict_in_generate and self._raw_BNV is not None:
+            self._logits += (ordinary(self._raw_BNV[:, n]) for n in range(count))
+        return tokens[:count], done
+
+    def result(self) -> Any:
+        """The token ids, or transformers' record of them with scores and logits if they were asked for."""
+        config = self._config
+        if not config.return_dict_in_generate:
+            return ordinary(self.ids)
+        made: dict[str, Any] = {"sequences": ordinary(self.ids), "past_key_values": self._cache}
+        if config.output_scores:
+            made["scores"] = tuple(self._scores)
+        if config.output_logits:
+            made["logits"] = tuple(self._logits)
+        return GenerateDecoderOnlyOutput(**made)
+
+
+def _until_differs(chosen: list[int], candidates: list[int]) -> list[int]:
+    """The chosen tokens up to the first that is not the candidate in its place."""
+    same = 0
+    while same < len(candidates) and chosen[same] == candidates[same]:
+        same += 1
+    return chosen[: same + 1]
+
+
+def accepted(p_NV: Tensor, q_TV: Tensor, candidates_T: Tensor) -> list[int]:
+    """Accept each candidate x with the chance p(x) / q(x), up to the first rejection; then draw from what q lacks of p.
+
+    The tokens are distributed as p if the candidates are as q. Draws the random numbers that transformers draws.
+    """
+    index = candidates_T[:, None]
+    ratio_T = (p_NV[:-1].gather(1, index) / q_TV.gather(1, index))[:, 0]
+    rejected = (torch.rand_like(ratio_T) > ratio_T).nonzero()[:, 0].tolist()
+    count = rejected[0] if rejected else len(candidates_T)
+    rest_V = p_NV[count]
+    if rejected:
+        lacking_V = (rest_V - q_TV[count]).clamp(min=0)
+        total = lacking_V.sum()
+        if bool(total > 0):  # else p and q differ by rounding only
+            rest_V = lacking_V / total
+    return [*candidates_T[:count].tolist(), int(torch.multinomial(rest_V, num_samples=1))]
