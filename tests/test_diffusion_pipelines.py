@@ -244,8 +244,8 @@ def test_what_is_no_pipeline_of_diffusers() -> None:
     for wrong in (dict(checkpoint="somewhere"), dict(save_mp_checkpoint_path="somewhere")):
         with pytest.raises(ConfigError, match="these belong to single models"):
             infuse.init_inference(pipe, **wrong)
-    with pytest.raises(NotAvailable, match="several ranks"):
-        infuse.init_inference(pipe, tensor_parallel={"tp_size": 2})
+    with pytest.raises(NotAvailable, match="no experts"):
+        infuse.init_inference(pipe, moe={"ep_size": 2})
 
 
 def tiny_gpt() -> Any:

@@ -58,7 +58,7 @@ class Prepared:
 
 def planned(model: nn.Module, settings: InferenceConfig, in_pipeline: bool = False) -> Plan:
     """The plan for `model`, which is not changed."""
-    device = Device.of(settings.device or _device_of(model))
+    device = Device.of(settings.device or device_of(model))
     return make_plan(model, settings, device, settings.ranks.mesh(), in_pipeline=in_pipeline)
 
 
@@ -67,7 +67,7 @@ def prepared(
     *, in_pipeline: bool = False,
 ) -> Prepared:  # fmt: skip
     """Decide and prove the replacements in a live `model`, which is moved to its device and set to evaluation."""
-    device = Device.of(settings.device or _device_of(model))
+    device = Device.of(settings.device or device_of(model))
     decided = make_plan(model, settings, device, mesh, in_pipeline=in_pipeline)
     _move(model, device.torch_device)
     model.eval()
@@ -91,7 +91,7 @@ class InferenceEngine(nn.Module):
         check_model(model)
         source, _, save_path = settings.checkpoint_files
         check_weights(model, from_checkpoint=source is not None)
-        device = Device.of(settings.device or _device_of(model))
+        device = Device.of(settings.device or device_of(model))
         timeout_s = settings.tensor_parallel.timeout_s
         mesh, self.group = join(settings.ranks, device.torch_device, timeout_s)
         if save_path:
@@ -205,7 +205,7 @@ class InferenceEngine(nn.Module):
                 "load_model_with_checkpoint: the layers of r_module are replaced already; give the original model"
             )
         with interrupts.held_back():
-            load_values(r_module, self.settings, self.plan.dtype, _device_of(self.module))
+            load_values(r_module, self.settings, self.plan.dtype, device_of(self.module))
 
     def destroy(self) -> None:
         """Free the memory even if the module is still referenced: it loses its weights, and calls raise InfuseError."""
@@ -327,5 +327,5 @@ def _move(model: nn.Module, device: torch.device) -> None:
         model.to(device)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -12,11 +12,11 @@ from infuse import interrupts
 from infuse.architectures.component_inputs import is_component
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
-from infuse.engine.model import InferenceEngine, check_weights, planned, prepared, tell
+from infuse.device import Device
+from infuse.engine.model import InferenceEngine, check_weights, device_of, planned, prepared, tell
 from infuse.errors import ConfigError, NotAvailable
 from infuse.logs import progress_bars
-from infuse.parallel.group import LOCAL
-from infuse.parallel.mesh import ONE
+from infuse.parallel.join import join
 from infuse.plan.plan import Plan, Report
 
 _PER_MODEL = "these belong to single models: give them to init_inference(pipe.{name}, ...)"
@@ -86,11 +86,11 @@ class PipelineEngine:
     """The pipeline with its models replaced. A call is the pipeline's own, and so are all other attributes.
 
     `pipeline` is the user's, `engines` has the engine of each model, `plan` what was done to them, `settings` the
-    configuration. Attributes that are set, such as a scheduler, are set on the pipeline. If something cannot be decided
-    or proven for one model, no model is changed.
+    configuration, `group` the ranks that share all models. Attributes that are set, such as a scheduler, are set on the
+    pipeline. If something cannot be decided or proven for one model, no model is changed.
     """
 
-    _OWN = frozenset({"pipeline", "engines", "plan", "settings"})
+    _OWN = frozenset({"pipeline", "engines", "plan", "settings", "group"})
 
     def __init__(self, pipe: Any, config: Any = None, **kwargs: Any):
         settings = InferenceConfig.make(config, **kwargs)
@@ -98,15 +98,19 @@ class PipelineEngine:
         _check(pipe, models, settings)
         for model in models.values():
             check_weights(model, from_checkpoint=False)
+        first = next(iter(models.values()))
+        device = Device.of(settings.device or device_of(first)).torch_device
+        mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
         with progress_bars(settings.progress) as progress, interrupts.held_back():
-            for model in models.values():
-                planned(model, settings, in_pipeline=True)  # a wrong key shows before any proof
-            ready = {
-                name: prepared(model, settings, LOCAL, ONE, progress, in_pipeline=True)
-                for name, model in models.items()
-            }
-            engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}
-        self.pipeline, self.settings, self.engines = pipe, settings, engines
+            with group.on_all_or_none("init_inference"):
+                for model in models.values():
+                    planned(model, settings, in_pipeline=True)  # a wrong key shows before any proof
+                ready = {
+                    name: prepared(model, settings, group, mesh, progress, in_pipeline=True)
+                    for name, model in models.items()
+                }
+                engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}
+        self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group
         self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()})
         tell({name: (one.decided, engines[name].plan) for name, one in ready.items()})
 
@@ -159,11 +163,8 @@ def _check(pipe: Any, models: Mapping[str, nn.Module], settings: InferenceConfig
     given = {"checkpoint": source, "save_mp_checkpoint_path": save, "injection_policy": settings.injection_policy}
     if wrong := [key for key, value in given.items() if value]:
         raise ConfigError(f"{', '.join(wrong)}: given for a {type(pipe).__name__}; {_PER_MODEL.format(name=where)}")
-    if settings.tp_size > 1 or settings.ep_size > 1 or settings.ranks.mesh().size > 1:
-        raise NotAvailable(
-            f"several ranks for a {type(pipe).__name__}: in this version ranks share single models, "
-            f"init_inference(pipe.{where}, tensor_parallel=...)"
-        )
+    if settings.ep_size > 1:
+        raise NotAvailable(f"moe.ep_size for a {type(pipe).__name__}: its models have no experts; give tp_size")
     if not models:
         raise ConfigError(f"a {type(pipe).__name__} was given that holds no model: load its components first")
     paths = [path for model in models.values() for path, module in model.named_modules() if _has_pattern(module)]
