@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -23,8 +24,11 @@ import infuse
 from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.model_inputs import RandomTensors
+from infuse.architectures.unet import ConvShape
 from infuse.device import Device
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.layers.diffusion import buffers, convolution
+from infuse.layers.diffusion.convolution import Conv
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule, TransformerBlock
 from infuse.layers.parts import make_part
@@ -166,6 +170,68 @@ def test_upsampling_follows_its_weights() -> None:
         before = new(x)
         module.conv.weight.mul_(2), module.conv.bias.mul_(2)  # the new one has the same
         torch.testing.assert_close(new(x), 2 * before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["_in_strips", "_as_product"])
+def test_convolutions_of_small_and_large_images(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of two rows, a rest, one row; poisoned memory; sums written over a given tensor or over the residual."""
+    monkeypatch.setattr(convolution, "_STRIP_BYTES", 2 * 7 * 6 * dtype.itemsize)
+    monkeypatch.setattr(convolution, "_LEAST_WEIGHT_BYTES", 1)
+    monkeypatch.setattr(convolution, "MAPPED_BYTES", 1 if way == "_in_strips" else 1 << 40)
+    torch.manual_seed(0)
+    for kernel, rows in itertools.product((1, 3), (1, 2, 5, 8)):
+        conv = Conv(ConvShape(5, 6, kernel, True)).to(dtype).to(memory_format=LAST)
+        x, residual = image(5, rows, 7).to(dtype), image(6, rows, 7).to(dtype)
+        wanted = nn.functional.conv2d(x.double(), conv.weight.double(), conv.bias.double(), padding=kernel // 2)
+        room = torch.full_like(residual, torch.nan)
+        if way == "_in_strips" or (kernel == 3 and dtype == torch.bfloat16):
+            assert conv._way(x).__name__ == way
+        near = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-5)
+        for found, exact in (
+            (conv(x), wanted), (conv.plus(x, residual, room), wanted + residual),
+            (conv.plus(x, sum_ := residual.clone(), sum_), wanted + residual),
+        ):  # fmt: skip
+            assert found.is_contiguous(memory_format=LAST)
+            torch.testing.assert_close(found.double(), exact, **near)
+
+
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_blocks_of_large_images(shortcut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory is lent by one owner, and a result is not written over by the next call."""
+    for module in (convolution, buffers):
+        monkeypatch.setattr(module, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(convolution, "_STRIP_BYTES", 500)
+    torch.manual_seed(0)
+    block = ResnetBlock2D(in_channels=32, out_channels=16 if shortcut else 32, temb_channels=None, groups=8).eval()
+    larger = Upsample2D(block.out_channels, use_conv=True).eval()
+    model = nn.Sequential(*(replaced(one.to(memory_format=LAST)) for one in (block, larger)))
+    convolution.share_memory(model)
+    images = [image(32), image(32)]
+    with torch.no_grad():
+        wanted = [larger(block(one, None)) for one in images]
+        found = [model[1](model[0](one, None)) for one in images]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+    held = model[1].conv.memory
+    assert held is model[0].conv1.memory and len(held._lent) == 2 and held._idle
+    del found, one
+    assert not held._lent and not held._idle
+
+
+def test_buffers_are_lent_again_only_after_the_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "MAPPED_BYTES", 1)
+    held = buffers.Buffers()
+    first, other = (held.image((1, 8, 4, 4), torch.float32) for _ in range(2))
+    assert first.is_contiguous(memory_format=LAST) and first.data_ptr() % 64 == 0 != first.data_ptr() - other.data_ptr()
+    view, place = first[:, 2:, 1], first.data_ptr()
+    del first
+    third = held.like(other)
+    assert third is not None and third.data_ptr() != place and held.like(torch.ones(3)) is None
+    del view
+    assert held.image((1, 8, 3, 4), torch.float32).data_ptr() == place
+    assert held.image((1, 1, 1, 2), torch.float32).data_ptr() != place  # too large for it
+    assert pickle.loads(pickle.dumps(held))._idle == []
 
 
 # ---- attention ----

@@ -33,6 +33,7 @@ from infuse.architectures.unet import ConvShape, GroupNormShape, bind_conv, bind
 _PROCESSORS = "diffusers.models.attention_processor."
 _ATTENTION, _BLOCK = f"{_PROCESSORS}Attention", "diffusers.models.attention.BasicTransformerBlock"
 BLOCKS = "transformer_blocks"  # the name of the list of blocks
+MODULATED = ("modulated_norm", "gated_add", "gated_add_norm")
 # The processors that compute softmax(q k^T * scale + mask) v: by the width's root, or by the module's own scale.
 _FUSED, _PLAIN = f"{_PROCESSORS}AttnProcessor2_0", f"{_PROCESSORS}AttnProcessor"
 _ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out")
@@ -182,7 +183,8 @@ class TransformerBlockShape(ModuleShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*super().ops, "layer_norm", "add_layer_norm")))
+        norms = MODULATED if self.modulated else ("layer_norm", "add_layer_norm")
+        return tuple(dict.fromkeys((*super().ops, *norms)))
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,9 @@ def _bind_block(binder: Binder, path: str) -> TransformerBlockShape:
         binder.differ(f"{at('only_cross_attention')} is True")
     modulated, crosses = kind == "ada_norm_single", getattr(block, "attn2", None) is not None
     if modulated:
+        for part in ("norm1", "norm2"):
+            if getattr(getattr(block, part, None), "elementwise_affine", False):
+                binder.differ(f"{at(part)} has weights beside its modulation")
         binder.claim(at("scale_shift_table"))
         binder.fills.append(Fill(at("scale_shift_table"), (at("scale_shift_table"),)))
     for part, wanted in (("attn1", _ATTENTION), ("attn2", _ATTENTION), ("ff", FEED_FORWARD.layer)):

@@ -16,6 +16,7 @@ from torch import nn
 
 from infuse.architectures.component_inputs import is_component
 from infuse.errors import UnsupportedCall
+from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.plan import Plan
 from infuse.plan.step import MODULE
 
@@ -36,9 +37,10 @@ _PLAIN = frozenset({"FeedForward"})  # no cache hooks these
 
 
 def install_changes(model: nn.Module, plan: Plan) -> None:
-    """Install these methods on a component of diffusers in which whole modules were replaced."""
+    """Install these methods on a component of diffusers in which whole modules were replaced, which share memory."""
     if not is_component(model) or all(step.depth != MODULE for step in plan.steps):
         return
+    share_memory(model)
     for name, why in _REFUSED.items():
         if hasattr(type(model), name):
             setattr(model, name, partial(_refuse, type(model).__name__, name, why))

@@ -22,7 +22,7 @@ from infuse.architectures.part import Matrix, named
 from infuse.architectures.unet import ConvShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_unknown
-from infuse.layers.diffusion.convolution import GroupNorm, laid_as, make_conv
+from infuse.layers.diffusion.convolution import Conv, GroupNorm, laid_as
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct, product, untouched
@@ -149,7 +149,7 @@ class TransformerBlock(InferenceModule):
         super().__init__()
         bodies = surroundings.bodies
         for name in ("norm1", "norm2", "norm3"):
-            norm = getattr(shape, name)
+            norm = None if shape.modulated else getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
         for name in ("attn1", "attn2"):
             attention = getattr(shape, name)
@@ -158,6 +158,10 @@ class TransformerBlock(InferenceModule):
         self.ff = MLP(shape.ff, replace(surroundings, name=named(surroundings.name, "ff")))
         table = nn.Parameter(torch.empty(6, shape.attn1.hidden), requires_grad=False) if shape.modulated else None
         self.register_parameter("scale_shift_table", table)
+        self._eps = shape.norm1.eps, shape.norm1.eps if shape.norm2 is None else shape.norm2.eps  # of modulated norms
+        self._norm = ops.modulated_norm.bound(bodies.get("modulated_norm", ops.REFERENCE))
+        self._add = ops.gated_add.bound(bodies.get("gated_add", ops.REFERENCE))
+        self._add_norm = ops.gated_add_norm.bound(bodies.get("gated_add_norm", ops.REFERENCE))
 
     def forward(
         self,
@@ -193,16 +197,17 @@ class TransformerBlock(InferenceModule):
         """The block of PixArt: shift, scale and gate of attn1 and of the feed-forward come from the time step."""
         parts: dict[str, Any] = self._modules
         table: Any = self._parameters["scale_shift_table"]
-        attn1, attn2, norm1, norm2, ff = (parts[name] for name in ("attn1", "attn2", "norm1", "norm2", "ff"))
-        shift1, scale1, gate1, shift2, scale2, gate2 = (table[None] + timestep.reshape(x.shape[0], 6, -1)).chunk(
-            6, dim=1
-        )
-        y = torch.addcmul(shift1, norm1(x), 1 + scale1)
-        x = torch.addcmul(x, gate1, attn1.attended(y, None, mask, None))
-        if attn2 is not None:
+        attn1, attn2, ff = parts["attn1"], parts["attn2"], parts["ff"]
+        vectors = (table[None] + timestep.reshape(x.shape[0], 6, -1)).unbind(dim=1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = vectors
+        branch = attn1.attended(self._norm(x, scale1, shift1, self._eps[0]), None, mask, None)
+        if attn2 is None:
+            x, y = self._add_norm(branch, gate1, x, scale2, shift2, self._eps[1])
+        else:
+            x = self._add(branch, gate1, x)
             x = attn2.attended(x, text, text_mask, x)
-        y = torch.addcmul(shift2, norm2(x), 1 + scale2)
-        return torch.addcmul(x, gate2, ff(y))
+            y = self._norm(x, scale2, shift2, self._eps[1])
+        return self._add(ff(y), gate2, x)
 
 
 class ImageTransformer(InferenceModule):
@@ -216,7 +221,7 @@ class ImageTransformer(InferenceModule):
         self.norm = GroupNorm(shape.norm, surroundings.bodies)
 
         def projection(one: Matrix | ConvShape) -> nn.Module:
-            return surroundings.linear(one) if isinstance(one, Matrix) else make_conv(one)
+            return surroundings.linear(one) if isinstance(one, Matrix) else Conv(one)
 
         self.proj_in = projection(shape.proj_in)
         blocks = enumerate(shape.blocks)

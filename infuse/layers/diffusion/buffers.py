@@ -1,0 +1,65 @@
+"""Memory of large images on CPUs, which modules of one model reuse while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+# glibc maps allocations of this size anew each time. Touching 64 MiB for the first time takes 20 ms, a fifth of the
+# convolution that fills it; pages of 2 MiB made it worse (145 ms, on a machine whose memory was in use).
+MAPPED_BYTES = 1 << 25
+_ALIGNED = 64
+
+
+class Buffers:
+    """Lends memory for images. What comes back is kept as long as anything else is lent, so never after a call."""
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
+        self._lent: dict[int, tuple[Any, weakref.ref]] = {}
+        self._numbers = count()
+
+    def image(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised image `sizes` [B, C, H, W] with channels last."""
+        size = prod(sizes) * dtype.itemsize
+        if size < MAPPED_BYTES or is_compiling():
+            return torch.empty(sizes, dtype=dtype, memory_format=torch.channels_last)
+        batch, channels, rows, columns = sizes
+        flat = torch.from_numpy(self._take(size)).view(dtype)
+        return flat.view(batch, rows, columns, channels).permute(0, 3, 1, 2)
+
+    def like(self, x: Tensor) -> Tensor | None:
+        """`image` for another one like x if that is large and has channels last; else None."""
+        if x.device.type != "cpu" or x.nbytes < MAPPED_BYTES or x.dim() != 4:
+            return None
+        return self.image(x.shape, x.dtype) if x.is_contiguous(memory_format=torch.channels_last) else None
+
+    def _take(self, size: int) -> Any:
+        import numpy as np  # a tensor of it holds the array, whose end tells that of the tensor and of all its views
+
+        fitting = [i for i, held in enumerate(self._idle) if size <= held.nbytes <= 2 * size]
+        if fitting:
+            held = self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
+        else:
+            wide = np.empty(size + _ALIGNED, np.uint8)
+            held = wide[-wide.ctypes.data % _ALIGNED :][:size]
+        lent, number = held[:size], next(self._numbers)
+        self._lent[number] = held, weakref.ref(lent, partial(self._back, number))
+        return lent
+
+    def _back(self, number: int, _: weakref.ref) -> None:
+        held, _ = self._lent.pop(number)
+        self._idle.append(held)
+        if not self._lent:
+            self._idle.clear()
+
+    def __reduce__(self) -> tuple:  # copies and pickles of a module start empty
+        return Buffers, ()
