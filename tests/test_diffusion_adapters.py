@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusion_pipelines import images, made
 from peft import LoraConfig, get_peft_model_state_dict
-from test_diffusion_pipelines import CLOSE, distance, injected
+from test_diffusion_pipelines import CLOSE, distance, injected, original
 
 from infuse.errors import UnsupportedCall
 from infuse.plan.step import MODULE
@@ -40,7 +40,7 @@ def lora(folder: Path, name: str = "sd15", targets: Any = ATTENTION, seed: int =
 def test_lora_before(name: str, targets: list[str], tmp_path: Path) -> None:
     """Scales, fusing and unloading work on the replaced linears."""
     files = lora(tmp_path, name, targets)
-    plain, pipe = images(made(name), name), made(name)
+    plain, pipe = original(name), made(name)
     pipe.load_lora_weights(files, adapter_name="one")
     wanted = images(pipe, name)
     assert distance(wanted, plain) > 10 * CLOSE
@@ -72,9 +72,8 @@ def test_fused_lora_leaves_plain_modules(tmp_path: Path) -> None:
 
 def test_lora_after(tmp_path: Path) -> None:
     """Whole modules refuse it before anything changes; linears alone take it."""
-    files, pipe = lora(tmp_path), made("sd15")
-    plain = images(pipe, "sd15")
-    engine = injected(pipe)
+    files, plain = lora(tmp_path), original("sd15")
+    engine = injected(made("sd15"))
     with pytest.raises(UnsupportedCall, match="load_lora_adapter: .* first and call init_inference then"):
         engine.load_lora_weights(files)
     assert distance(images(engine, "sd15"), plain) <= CLOSE
@@ -96,8 +95,7 @@ class Doubling:
 
 
 def test_unknown_processors_are_left_with_the_reason() -> None:
-    pipe = made("sd15")
-    usual = images(pipe, "sd15")
+    pipe, usual = made("sd15"), original("sd15")
     pipe.unet.set_attn_processor(Doubling())
     wanted = images(pipe, "sd15")
     assert distance(wanted, usual) > 10 * CLOSE
@@ -109,33 +107,42 @@ def test_unknown_processors_are_left_with_the_reason() -> None:
 
 
 def test_processors_set_afterwards_are_refused() -> None:
-    engine = injected(made("sd15"))
+    engine = injected(made("sd15"), verify="off")
     for change in (lambda: engine.unet.set_attn_processor(AttnProcessor()), engine.unet.fuse_qkv_projections):
         with pytest.raises(UnsupportedCall, match="attention modules"):
             change()
 
 
+def first_block() -> Any:
+    return FirstBlockCacheConfig(threshold=10.0)
+
+
+def magnitudes() -> Any:
+    return MagCacheConfig(threshold=10.0, retention_ratio=0.3, num_inference_steps=3, mag_ratios=[1.0, 0.9, 0.9])
+
+
+@pytest.mark.parametrize("config", [first_block, magnitudes])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_the_cache_of_the_first_block(when: str) -> None:
-    """With a large threshold the later blocks run once, as in the original."""
-    name, config = "flux", FirstBlockCacheConfig(threshold=10.0)
+def test_caches_over_steps(when: str, config: Any) -> None:
+    """With a large threshold the later blocks, or all of them, run in some steps alone, as in the original."""
+    name = "flux"
     pipe = made(name)
-    whole = images(pipe, name, num_inference_steps=3)
-    pipe.transformer.enable_cache(config)
+    whole = original(name, num_inference_steps=3)
+    pipe.transformer.enable_cache(config())
     wanted = images(pipe, name, num_inference_steps=3)
     assert distance(wanted, whole) > CLOSE
     if when == "after":
         pipe.transformer.disable_cache()
     engine = injected(pipe)
     if when == "after":
-        engine.transformer.enable_cache(config)
+        engine.transformer.enable_cache(config())
     assert distance(images(engine, name, num_inference_steps=3), wanted) <= CLOSE
     engine.transformer.disable_cache()
     assert distance(images(engine, name, num_inference_steps=3), whole) <= CLOSE
 
 
 def test_caches_inside_of_replaced_blocks_are_refused_by_name() -> None:
-    engine = injected(made("flux"))
+    engine = injected(made("flux"), verify="off")
     config = PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, current_timestep_callback=lambda: engine.current_timestep
     )

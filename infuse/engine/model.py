@@ -56,19 +56,23 @@ class Prepared:
     proven: Proven
 
 
-def planned(model: nn.Module, settings: InferenceConfig, in_pipeline: bool = False) -> Plan:
-    """The plan for `model`, which is not changed."""
+def planned(
+    model: nn.Module, settings: InferenceConfig, mesh: Mesh | None = None, *, in_pipeline: bool = False
+) -> Plan:
+    """The plan for `model`, which is not changed, for a rank of `mesh` (None: rank 0)."""
     device = Device.of(settings.device or device_of(model))
-    return make_plan(model, settings, device, settings.ranks.mesh(), in_pipeline=in_pipeline)
+    return make_plan(model, settings, device, mesh or settings.ranks.mesh(), in_pipeline=in_pipeline)
 
 
 def prepared(
     model: nn.Module, settings: InferenceConfig, group: Group, mesh: Mesh, progress: Progress | None,
-    *, in_pipeline: bool = False,
+    decided: Plan | None = None,
 ) -> Prepared:  # fmt: skip
-    """Decide and prove the replacements in a live `model`, which is moved to its device and set to evaluation."""
+    """Decide (None: nobody has) and prove the replacements in a live `model`, which is moved to its device and set to
+    evaluation.
+    """
     device = Device.of(settings.device or device_of(model))
-    decided = make_plan(model, settings, device, mesh, in_pipeline=in_pipeline)
+    decided = decided or make_plan(model, settings, device, mesh)
     _move(model, device.torch_device)
     model.eval()
     if is_component(model):

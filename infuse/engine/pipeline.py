@@ -79,7 +79,9 @@ def pipeline_plan(pipe: Any, settings: InferenceConfig) -> PipelinePlan:
     """The plan of each model of `pipe`, in which nothing is changed."""
     models = models_of(pipe)
     _check(pipe, models, settings)
-    return PipelinePlan(type(pipe).__name__, {name: planned(model, settings, True) for name, model in models.items()})
+    return PipelinePlan(
+        type(pipe).__name__, {name: planned(model, settings, in_pipeline=True) for name, model in models.items()}
+    )
 
 
 class PipelineEngine:
@@ -103,10 +105,10 @@ class PipelineEngine:
         mesh, group = join(settings.ranks, device, settings.tensor_parallel.timeout_s)
         with progress_bars(settings.progress) as progress, interrupts.held_back():
             with group.on_all_or_none("init_inference"):
-                for model in models.values():
-                    planned(model, settings, in_pipeline=True)  # a wrong key shows before any proof
+                # a wrong key shows before any proof
+                plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}
                 ready = {
-                    name: prepared(model, settings, group, mesh, progress, in_pipeline=True)
+                    name: prepared(model, settings, group, mesh, progress, plans[name])
                     for name, model in models.items()
                 }
                 engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}

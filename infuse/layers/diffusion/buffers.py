@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 # glibc maps allocations of this size anew each time. Touching 64 MiB for the first time takes 20 ms, a fifth of the
-# convolution that fills it; pages of 2 MiB made it worse (145 ms, on a machine whose memory was in use).
+# convolution that fills it; with large pages 146 ms, on a machine whose memory was in use.
 MAPPED_BYTES = 1 << 25
-_ALIGNED = 64
 
 
 class Buffers:
@@ -43,14 +42,13 @@ class Buffers:
         return self.image(x.shape, x.dtype) if x.is_contiguous(memory_format=torch.channels_last) else None
 
     def _take(self, size: int) -> Any:
-        import numpy as np  # a tensor of it holds the array, whose end tells that of the tensor and of all its views
-
+        # A tensor of an array holds the array, which thus ends with the last view of the tensor. The memory is
+        # PyTorch's: NumPy asks for large pages.
         fitting = [i for i, held in enumerate(self._idle) if size <= held.nbytes <= 2 * size]
         if fitting:
             held = self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
         else:
-            wide = np.empty(size + _ALIGNED, np.uint8)
-            held = wide[-wide.ctypes.data % _ALIGNED :][:size]
+            held = torch.empty(size, dtype=torch.uint8).numpy()
         lent, number = held[:size], next(self._numbers)
         self._lent[number] = held, weakref.ref(lent, partial(self._back, number))
         return lent
