@@ -102,12 +102,34 @@ class _Inputs:
 
     def timestep(self) -> Tensor:
         first = 0.5 if "img_ids" in self.names else 501.0  # flux: of 1
-        return self.make("values", (self.batch,)).float().mul(0).add(first)
+        made = self.make("values", (self.batch,))
+        return (made if self.is_hunyuan else made.float()).mul(0).add(first)
+
+    @property
+    def is_hunyuan(self) -> bool:
+        """Hunyuan-DiT: two texts of fixed lengths, sizes, a style, and positions that its pipeline makes."""
+        return "text_embedding_mask_t5" in self.names
+
+    def text_of_t5(self) -> Tensor | None:
+        return self.values(self.of("text_len_t5"), self.of("cross_attention_dim_t5")) if self.is_hunyuan else None
+
+    def mask_of(self, length: str) -> Tensor | None:
+        mask = self.make("mask", (self.batch, self.of(length, 1)))
+        mask[0, -1:] = 0
+        return mask if self.is_hunyuan else None
+
+    def turns(self) -> tuple[Tensor, Tensor] | None:
+        if not self.is_hunyuan:
+            return None
+        tokens = (self.height // self.patch[0]) * (self.width // self.patch[0])
+        angles = self.make("values", (tokens, self.of("attention_head_dim") // 2)).float().repeat_interleave(2, dim=1)
+        return angles.cos(), angles.sin()
 
     def text(self) -> Tensor | None:
         for name in ("joint_attention_dim", "caption_channels", "text_dim", "encoder_hid_dim", "cross_attention_dim"):
             if (width := self.of(name)) is not None:
-                return self.values(self.size.text, width if isinstance(width, int) else width[0])
+                length = self.of("text_len") if self.is_hunyuan else self.size.text
+                return self.values(length, width if isinstance(width, int) else width[0])
         return None
 
     def text_mask(self) -> Tensor | None:
@@ -177,6 +199,12 @@ _ARGUMENTS: Mapping[str, Callable[[_Inputs], Any]] = MappingProxyType(
         "controlnet_cond": _Inputs.condition,
         "class_labels": _Inputs.labels,
         "timestep_cond": lambda inputs: inputs.like("time_cond_proj_dim"),
+        "text_embedding_mask": lambda inputs: inputs.mask_of("text_len"),
+        "encoder_hidden_states_t5": _Inputs.text_of_t5,
+        "text_embedding_mask_t5": lambda inputs: inputs.mask_of("text_len_t5"),
+        "image_meta_size": lambda inputs: inputs.values(6).abs() * 100 if inputs.is_hunyuan else None,
+        "style": lambda inputs: inputs.make("mask", (inputs.batch,)) * 0 if inputs.is_hunyuan else None,
+        "image_rotary_emb": _Inputs.turns,
         "num_frames": lambda inputs: 1,
         "height": lambda inputs: inputs.height,
         "width": lambda inputs: inputs.width,

@@ -14,6 +14,7 @@ from infuse.architectures.feed_forward import FEED_FORWARD, bind_feed_forward
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
 from infuse.architectures.norm import LAYER, Norm, NormShape
+from infuse.architectures.normed_attention import HUNYUAN, HUNYUAN_ATTENTION, NormedAttentionShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import (
     COLUMN,
@@ -36,6 +37,7 @@ BLOCKS = "transformer_blocks"  # the name of the list of blocks
 MODULATED = ("modulated_norm", "gated_add", "gated_add_norm")
 # The processors that compute softmax(q k^T * scale + mask) v: by the width's root, or by the module's own scale.
 _FUSED, _PLAIN = f"{_PROCESSORS}AttnProcessor2_0", f"{_PROCESSORS}AttnProcessor"
+_SANA = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"  # as _FUSED, without norm and residual
 _ABSENT = ("norm_q", "norm_k", "norm_cross", "spatial_norm", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out")
 
 
@@ -86,7 +88,11 @@ def bind_image_attention(binder: Binder, path: str, name: str) -> ImageAttention
     """Bind the attention module at `path`; its tensors go to `name` in the new module."""
     module = binder.module(path)
     processor = class_path(getattr(module, "processor", None))
-    if processor not in (_FUSED, _PLAIN):
+    if processor == _SANA:
+        for part in ("group_norm", "residual_connection"):
+            if getattr(module, part, None):
+                binder.differ(f"it has {named(path, part)}, which {processor.rpartition('.')[2]} leaves out")
+    elif processor not in (_FUSED, _PLAIN):
         binder.differ(f"the processor of {path or 'the attention'} is {processor}, which is not known")
     for part in _ABSENT:
         if getattr(module, part, None) is not None:
@@ -119,7 +125,7 @@ def bind_image_attention(binder: Binder, path: str, name: str) -> ImageAttention
         head_width=width,
         qkv_bias=bias,
         out_bias=out.bias,
-        scale=1 / math.sqrt(max(width, 1)) if processor == _FUSED else _number(binder, module, "scale"),
+        scale=1 / math.sqrt(max(width, 1)) if processor in (_FUSED, _SANA) else _number(binder, module, "scale"),
         group_norm=norm,
         residual=bool(getattr(module, "residual_connection", False)),
         rescale=_number(binder, module, "rescale_output_factor"),
@@ -152,7 +158,9 @@ class ImageAttentionModuleShape(ModuleShape):
 class ImageAttention:
     """The attention module itself."""
 
-    def bind(self, binder: Binder, name: str) -> ImageAttentionModuleShape:
+    def bind(self, binder: Binder, name: str) -> ImageAttentionModuleShape | NormedAttentionShape:
+        if class_path(getattr(binder.layer, "processor", None)) == HUNYUAN:
+            return HUNYUAN_ATTENTION.bind(binder, name)
         return ImageAttentionModuleShape(bind_image_attention(binder, "", name))
 
 

@@ -14,6 +14,7 @@ from infuse.architectures.feed_forward import FeedForwardShape
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageTransformerShape, TransformerBlockShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
+from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
@@ -21,6 +22,7 @@ from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
 from infuse.layers.diffusion.image_attention import ImageAttentionModule, ImageTransformer, TransformerBlock
 from infuse.layers.diffusion.joint import JointBlock, SingleBlock
+from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.surroundings import Surroundings
@@ -38,6 +40,7 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
         UpsampleShape: Upsample,
         JointShape: JointBlock,
         SingleShape: SingleBlock,
+        NormedAttentionShape: NormedAttention,
     }
 )
 

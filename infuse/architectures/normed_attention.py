@@ -1,0 +1,132 @@
+"""Attention of diffusers with norms of queries and keys and rotation: LTX-Video, Wan, Hunyuan-DiT.
+
+The norms go over all heads at once or over each head. All its matrices are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
+from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
+from infuse.architectures.part import Matrix, Parameter, PartShape
+
+_TRANSFORMERS = "diffusers.models.transformers."
+HUNYUAN = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
+_LTX, _WAN = f"{_TRANSFORMERS}transformer_ltx.LTX", f"{_TRANSFORMERS}transformer_wan.Wan"
+_NORMS: Mapping[type[nn.Module], str] = {nn.RMSNorm: RMS, nn.LayerNorm: LAYER}
+_ABSENT = ("group_norm", "spatial_norm", "norm_cross", "add_k_proj", "add_v_proj", "add_q_proj", "to_add_out")
+
+
+@dataclass(frozen=True)
+class NormedAttentionShape(ModuleShape):
+    """Attention over itself or over a text of `context` columns; `turns` is the name of the rotation's argument.
+
+    `masks`: it takes masks as diffusers' Attention does. `text_turns`: over a text, queries alone are rotated.
+    """
+
+    hidden: int
+    context: int
+    heads: int
+    head_width: int
+    qkv_bias: bool
+    out_bias: bool
+    q_norm: NormShape | None
+    k_norm: NormShape | None
+    turns: str
+    masks: bool
+    text_turns: bool
+
+    @property
+    def own(self) -> tuple[Matrix, ...]:
+        width = self.heads * self.head_width
+        return (
+            Matrix("q", width, self.hidden, self.qkv_bias),
+            Matrix("k", width, self.context, self.qkv_bias),
+            Matrix("v", width, self.context, self.qkv_bias),
+            Matrix("out", self.hidden, width, self.out_bias),
+        )
+
+    @property
+    def parts(self) -> Mapping[str, PartShape]:
+        return {name: one for name in ("q_norm", "k_norm") if (one := getattr(self, name)) is not None}
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.own
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (*super().parameters, *(parameter for matrix in self.own for parameter in matrix.parameters))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*super().ops, "rotary", "attention")))
+
+
+@dataclass(frozen=True)
+class NormedAttention:
+    """The attention module with this processor."""
+
+    processor: str
+    turns: str
+    masks: bool = True
+    text_turns: bool = False
+
+    def bind(self, binder: Binder, name: str) -> NormedAttentionShape:
+        module = binder.layer
+        processor = getattr(module, "processor", None)
+        if (found := class_path(processor)) != self.processor:
+            binder.differ(f"its processor is {found.rpartition('.')[2]}, not {self.processor.rpartition('.')[2]}")
+        for key in ("_attention_backend", "_parallel_config"):
+            if getattr(processor, key, None) is not None:
+                binder.differ(f"its processor has {key} {getattr(processor, key)!r}")
+        for part in _ABSENT:
+            if getattr(module, part, None) is not None:
+                binder.differ(f"it has {part}")
+        for key in ("fused_projections", "residual_connection"):
+            if getattr(module, key, False):
+                binder.differ(f"{key} is True")
+        if (scale := getattr(module, "rescale_output_factor", 1.0)) != 1.0:
+            binder.differ(f"rescale_output_factor is {scale}, not 1")
+        if [type(one) for one in getattr(module, "to_out", None) or ()] != [nn.Linear, nn.Dropout]:
+            binder.differ("to_out is not [Linear, Dropout]")
+        paths = ("to_q", "to_k", "to_v")
+        q, k, v = (binder.linear(path) for path in paths)
+        out, heads = binder.linear("to_out.0"), int(getattr(module, "heads", 0)) or 1
+        width = q.rows // heads
+        if {q.rows, k.rows, v.rows, out.columns} != {heads * width} or k.columns != v.columns or out.rows != q.columns:
+            binder.differ(
+                f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows and to_out {out.columns} columns; heads {heads}"
+            )
+        bias = binder.all_or_no_bias(paths, [q, k, v])
+        for target, path in zip(("q", "k", "v"), paths, strict=True):
+            binder.fill_linear(target, (path,), bias)
+        binder.fill_linear("out", ("to_out.0",), out.bias)
+        norms = [_norm(binder, f"norm_{one}", f"{one}_norm", (width, heads * width)) for one in "qk"]
+        return NormedAttentionShape(
+            q.columns, k.columns, heads, width, bias, out.bias, norms[0], norms[1], self.turns, self.masks,
+            self.text_turns,
+        )  # fmt: skip
+
+
+def _norm(binder: Binder, path: str, name: str, widths: tuple[int, ...]) -> NormShape | None:
+    """Bind the norm at `path` over one of these widths; None if there is none."""
+    norm = getattr(binder.layer, path, None)
+    if norm is None:
+        return None
+    if type(norm) not in _NORMS or norm.normalized_shape not in [(width,) for width in widths]:
+        binder.differ(f"{path} is {norm}, which is not known")
+        return None
+    return Norm(path, _NORMS[type(norm)]).bind(binder, name)
+
+
+HUNYUAN_ATTENTION = NormedAttention(HUNYUAN, "image_rotary_emb", text_turns=True)
+MODULES = (
+    ModuleSpec(f"{_LTX}Attention", NormedAttention(f"{_LTX}VideoAttnProcessor", "image_rotary_emb")),
+    ModuleSpec(f"{_WAN}Attention", NormedAttention(f"{_WAN}AttnProcessor", "rotary_emb", masks=False)),
+)

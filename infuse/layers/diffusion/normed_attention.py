@@ -1,0 +1,102 @@
+"""Attention with norms of queries and keys and rotation, over tokens of an image or a video, or over a text.
+
+Suffixes: B batch, T tokens, L tokens attended to, C width, N heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.architectures.normed_attention import NormedAttentionShape
+from infuse.errors import UnsupportedCall
+from infuse.layers.contract import refuse_unknown
+from infuse.layers.diffusion.derived import Derived
+from infuse.layers.diffusion.image_attention import spread_mask
+from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
+from infuse.layers.linear import direct, untouched
+from infuse.layers.norm import Norm
+from infuse.layers.surroundings import Surroundings
+
+
+class NormedAttention(InferenceModule):
+    """forward(hidden_states [B, T, C], encoder_hidden_states [B, L, C'], attention_mask, rotation) -> [B, T, C].
+
+    The rotation is (cos, sin) in neighbouring pairs: [T, D] or [B or 1, T, 1, D] for all heads, or [B, T, N D].
+    """
+
+    def __init__(self, shape: NormedAttentionShape, surroundings: Surroundings):
+        super().__init__()
+        self.shape, bodies = shape, surroundings.bodies
+        for matrix in shape.own:
+            self.add_module(matrix.target, surroundings.linear(matrix))
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(shape, name)
+            self.add_module(name, None if norm is None else Norm(norm, bodies))
+        self._turn = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
+        self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
+        self._of_text = Derived()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        shape, name = self.shape, self.shape.turns
+        turns = args[0] if args else kwargs.pop(name, None)
+        if args[1:] or kwargs:
+            refuse_unknown("attention", args[1:], kwargs, ("encoder_hidden_states", "attention_mask", name))
+        if torch.is_grad_enabled() and is_recorded(self, hidden_states):
+            given = (encoder_hidden_states, attention_mask, turns)
+            return unrecorded(NormedAttention.forward, self, hidden_states, *given)
+        crosses, batch = encoder_hidden_states is not None, hidden_states.shape[0]
+        if crosses and turns is not None and not shape.text_turns:
+            raise UnsupportedCall(f"{name} was given for attention over a text, whose keys have no positions here")
+        parts: dict[str, Any] = self._modules
+        q = self._heads(direct(parts["q"], hidden_states), parts["q_norm"], turns)
+        if encoder_hidden_states is None:
+            k, v = self._keys(hidden_states, turns)
+        else:
+            k, v = self._once(encoder_hidden_states)
+        mask = attention_mask
+        if mask is not None:
+            if not shape.masks:
+                raise UnsupportedCall(
+                    "attention_mask was given, which this attention is never called with by its model"
+                )
+            mask = spread_mask(mask, batch, shape.heads, k.shape[2])
+        out = self._attend(q, k, v, mask, None, shape.head_width**-0.5, False, 0, 0.0)
+        return direct(parts["out"], out.flatten(2))
+
+    def _keys(self, x_BLC: Tensor, turns: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, L, D]."""
+        parts: dict[str, Any] = self._modules
+        k, v = direct(parts["k"], x_BLC), direct(parts["v"], x_BLC)
+        return self._heads(k, parts["k_norm"], turns), self._heads(v, None, None)
+
+    def _once(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a text, computed once for each text and each weight."""
+        parts = [one for name in ("k", "v", "k_norm") if (one := self._modules[name]) is not None]
+        if not all(map(untouched, parts)) or (torch.is_grad_enabled() and is_recorded(self, text)):
+            return self._keys(text, None)
+        held = [t for one in parts for t in (*one._parameters.values(), *one._buffers.values()) if t is not None]
+        return self._of_text.of((text, *held), lambda: self._keys(text, None))  # type: ignore[no-any-return]
+
+    def _heads(self, x_BTC: Tensor, norm: nn.Module | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x [B, T, N D], normalised and rotated, as [B, N, T, D]."""
+        shape, (batch, length, width) = self.shape, x_BTC.shape
+        x = x_BTC
+        if norm is not None:
+            wide = norm.shape.width == width  # type: ignore[union-attr]
+            x = direct(norm, x if wide else x.view(batch, length, shape.heads, shape.head_width))
+        if turns is not None:
+            cos, sin = (one[:, :, 0] if one.dim() == 4 else one if one.dim() == 3 else one[None] for one in turns)
+            heads = width // cos.shape[-1]
+            x = self._turn(x.reshape(batch, length, heads, -1), cos.contiguous(), sin.contiguous(), True)
+        return x.reshape(batch, length, shape.heads, shape.head_width).transpose(1, 2)
