@@ -147,6 +147,17 @@ def test_generate_equals_transformers(folder):
     assert "tokens/s" in err
 
 
+def test_generate_with_candidates(folder):
+    """The same text in fewer steps: the model itself is always right, in 8 bits often."""
+    arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32")
+    for more in (("--lookup", 4), ("--draft", folder), ("--draft", folder, "--draft-quant", "int8")):
+        out, err = run(*arguments, *more)
+        assert out.rstrip("\n") == greedy(folder, 12).rstrip("\n")
+        assert "tokens a step" in err or more[0] == "--lookup"
+    for wrong in (("--draft", folder, "--lookup", 4), ("--draft-quant", "int8"), ("--draft", folder, "--tp", 2)):
+        assert "--draft" in run(*arguments, *wrong, code=2)[1]
+
+
 def test_generate_samples_the_same_with_the_same_seed(folder):
     arguments = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--dtype", "float32")
     sampling = ("--sample", "--temperature", 1.5, "--top-p", 0.95, "--seed")

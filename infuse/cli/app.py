@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
-from infuse.cli.messages import FAILED, WRONG_USE, bar, fail, remarks, without_tracebacks
+from infuse.cli.messages import FAILED, WRONG_USE, Counted, bar, fail, remarks, without_tracebacks
 from infuse.cli.model_folder import copy_rest, empty_model, load_generative, read_config, read_tokenizer, start_engine
 from infuse.cli.ranks import as_ranks, rank_device
 
@@ -107,6 +107,15 @@ def generate(
         float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
+    lookup: Annotated[
+        int | None, typer.Option(min=1, help="Verify up to so many tokens at once that followed the same words before.")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(metavar="MODEL_DIR", help="Folder of a faster model that proposes tokens to verify.")
+    ] = None,
+    draft_quant: Annotated[
+        str | None, typer.Option(help="Format of the draft's weights. The model itself in int4 is a good draft.")
+    ] = None,
     tp: Ranks = None,
     ep: ExpertRanks = None,
     dtype: DtypeName = None,
@@ -117,6 +126,8 @@ def generate(
     """Continue a prompt; the text appears as it comes."""
     if not sample and (temperature, top_p, seed) != (None, None, None):
         fail("--temperature, --top-p and --seed need --sample", WRONG_USE)
+    if (draft_quant and draft is None) or (draft is not None and (lookup or tp or ep)):
+        fail("--draft-quant needs --draft, and --draft excludes --lookup, --tp and --ep", WRONG_USE)
     config = read_config(model_dir, weights=True)
     if not as_ranks((tp or 1) * (ep or 1)):
         return
@@ -130,17 +141,34 @@ def generate(
         if prompt_tokens == 0:
             fail("the prompt has no tokens; give at least one character", WRONG_USE)
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep))
+        more: dict[str, Any] = {"prompt_lookup_num_tokens": lookup}
+        if draft is not None:
+            more = _assisted(draft, config, tokenizer, _settings(dtype, draft_quant, verify, device, tp, ep))
         if seed is not None:
             torch.manual_seed(seed)
-        given = {"temperature": temperature, "top_p": top_p}
-        sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        more |= {"temperature": temperature, "top_p": top_p, "do_sample": sample, "max_new_tokens": max_new_tokens}
+        more = {name: value for name, value in more.items() if value is not None}
+        streamer = Counted(transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         start = time.perf_counter()
-        sampling |= {"do_sample": sample, "max_new_tokens": max_new_tokens, "streamer": streamer}
-        ids = engine.generate(**inputs.to(engine.module.device), **sampling)
-        seconds, new_tokens = time.perf_counter() - start, ids.shape[1] - prompt_tokens
-        rate = f"{new_tokens / seconds:.1f} tokens/s, the prompt included"
-        remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {rate}")
+        ids = engine.generate(**inputs.to(engine.module.device), **more, streamer=streamer)
+        _tell_speed(ids.shape[1] - prompt_tokens, time.perf_counter() - start, streamer.pieces)
+
+
+def _tell_speed(new_tokens: int, seconds: float, pieces: int) -> None:
+    """`pieces`: how many came, of which the prompt is the first."""
+    rate = f"{new_tokens / seconds:.1f} tokens/s, the prompt included"
+    if new_tokens > pieces - 1:
+        rate += f"; {new_tokens / (pieces - 1):.2f} tokens a step"
+    remarks().print(f"{new_tokens} tokens in {seconds:.2f} s: {rate}")
+
+
+def _assisted(draft: Path, config: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` for a draft model. One of another vocabulary needs both tokenizers."""
+    own = read_config(draft, weights=True)
+    more: dict[str, Any] = {"assistant_model": start_engine(draft, own, settings)}
+    if own.get_text_config().vocab_size != config.get_text_config().vocab_size:
+        more |= {"tokenizer": tokenizer, "assistant_tokenizer": read_tokenizer(draft)}
+    return more
 
 
 @app.command()

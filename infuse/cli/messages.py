@@ -57,3 +57,17 @@ def bar(items: Iterable[Any], description: str) -> Iterable[Any]:
 def remarks() -> Console:
     """Standard error of rank 0."""
     return Console(stderr=True, quiet=is_rank() and os.environ["RANK"] != "0")
+
+
+class Counted:
+    """Passes pieces of text on to a streamer of transformers and counts them: one for each step."""
+
+    def __init__(self, streamer: Any):
+        self._streamer, self.pieces = streamer, 0
+
+    def put(self, value: Any) -> None:
+        self.pieces += 1
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        self._streamer.end()
