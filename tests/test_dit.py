@@ -15,6 +15,7 @@ from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inpu
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.layers.diffusion import joint
 from infuse.layers.diffusion.joint import JointBlock, SingleBlock
 from infuse.plan.step import MODULE
 
@@ -93,6 +94,21 @@ def test_formats_of_all_matrices(name: str, format: str) -> None:
     inside = [step for step in engine.plan.steps if step.depth == MODULE]
     assert inside and all(len(step.formats) == len(step.shape.matrices) for step in inside)
     assert 0 < error(run(model), wanted) < 0.06
+
+
+def test_a_single_block_by_parts_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than one, unequal ones, and one for each row."""
+    model = transformer("flux")
+    infuse.init_inference(model, dtype=torch.float32)
+    block, width = model.single_transformer_blocks[0], 32
+    x, text, temb = torch.randn(2, 5, width), torch.randn(2, 3, width), torch.randn(2, width)
+    with torch.no_grad():
+        wanted = block(x, text, temb)
+        for rows in (1, 3, 7):
+            monkeypatch.setattr(joint, "_PART_BYTES", rows * block.image.out.in_features * 4)
+            assert all(error(one, other) < 1e-6 for one, other in zip(block(x, text, temb), wanted, strict=True))
+        empty = block(x[:, :0], text[:, :0], temb)
+    assert [one.shape for one in empty] == [(2, 0, width)] * 2
 
 
 def test_a_text_that_ends_in_the_last_block() -> None:

@@ -231,7 +231,7 @@ def test_buffers_are_lent_again_only_after_the_last_view(monkeypatch: pytest.Mon
     del view
     assert held.image((1, 8, 3, 4), torch.float32).data_ptr() == place
     assert held.image((1, 1, 1, 2), torch.float32).data_ptr() != place  # too large for it
-    assert pickle.loads(pickle.dumps(held))._idle == []
+    assert pickle.loads(pickle.dumps(held))._idle == {}
 
 
 # ---- attention ----

@@ -22,7 +22,7 @@ class Buffers:
     """Lends memory for images. What comes back is kept as long as anything else is lent, so never after a call."""
 
     def __init__(self) -> None:
-        self._idle: list[Any] = []
+        self._idle: dict[int, Any] = {}  # each change is one step, so that several threads may run the model
         self._lent: dict[int, tuple[Any, weakref.ref]] = {}
         self._numbers = count()
 
@@ -30,7 +30,7 @@ class Buffers:
         """An uninitialised image `sizes` [B, C, H, W] with channels last."""
         size = prod(sizes) * dtype.itemsize
         if size < MAPPED_BYTES or is_compiling():
-            return torch.empty(sizes, dtype=dtype, memory_format=torch.channels_last)
+            return torch.empty(sizes, dtype=dtype, device="cpu", memory_format=torch.channels_last)
         batch, channels, rows, columns = sizes
         flat = torch.from_numpy(self._take(size)).view(dtype)
         return flat.view(batch, rows, columns, channels).permute(0, 3, 1, 2)
@@ -44,18 +44,17 @@ class Buffers:
     def _take(self, size: int) -> Any:
         # A tensor of an array holds the array, which thus ends with the last view of the tensor. The memory is
         # PyTorch's: NumPy asks for large pages.
-        fitting = [i for i, held in enumerate(self._idle) if size <= held.nbytes <= 2 * size]
-        if fitting:
-            held = self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
-        else:
-            held = torch.empty(size, dtype=torch.uint8).numpy()
+        fitting = [(one.nbytes, number) for number, one in list(self._idle.items()) if size <= one.nbytes <= 2 * size]
+        held = self._idle.pop(min(fitting)[1], None) if fitting else None
+        if held is None:
+            held = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
         lent, number = held[:size], next(self._numbers)
         self._lent[number] = held, weakref.ref(lent, partial(self._back, number))
         return lent
 
     def _back(self, number: int, _: weakref.ref) -> None:
         held, _ = self._lent.pop(number)
-        self._idle.append(held)
+        self._idle[number] = held
         if not self._lent:
             self._idle.clear()
 

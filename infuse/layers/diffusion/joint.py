@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.dit import HeadsShape, JointShape, ModulationShape, SingleShape
@@ -22,6 +23,7 @@ from infuse.layers.mlp import MLP
 from infuse.layers.surroundings import Surroundings
 
 _LARGEST = 65504  # of float16; Flux clips to it
+_PART_BYTES = 1 << 24
 
 
 class Modulation(nn.Module):
@@ -158,16 +160,33 @@ class SingleBlock(InferenceModule):
         parts: dict[str, Any] = self._modules
         x = torch.cat((text, hidden_states), dim=1)
         shift, scale, gate = parts["modulation"](temb)
-        y, heads = self._norm(x, scale, shift, self.shape.eps), parts["image"]
-        if takes_around(heads.up):
-            inner = product(heads.up, y, None, None, self.shape.activation)
-        else:
-            inner = self._act(direct(heads.up, y), self.shape.activation)
-        made = direct(heads.out, torch.cat((self._attention((heads, y), None, turns), inner), dim=2))
+        made = self._branches(parts["image"], self._norm(x, scale, shift, self.shape.eps), turns)
         x = self._add(made, gate, x)
         if x.dtype == torch.float16:
             x = x.clip(-_LARGEST, _LARGEST)
         return x[:, : text.shape[1]], x[:, text.shape[1] :]
+
+    def _branches(self, heads: Heads, y_BTC: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The output projection of attention and MLP side by side.
+
+        On CPUs by some rows at a time, so that both stay in the caches: 1536 x 15360 values are 45 MiB of new memory.
+        """
+        parts: dict[str, Any] = heads._modules
+        up, out, act = parts["up"], parts["out"], self.shape.activation
+        fused = takes_around(up)
+
+        def inner(y: Tensor) -> Tensor:
+            return product(up, y, None, None, act) if fused else self._act(direct(up, y), act)
+
+        attended = self._attention((heads, y_BTC), None, turns)
+        in_parts = y_BTC.device.type == "cpu" and fused and takes_around(out) and out._combine is None
+        if not in_parts or is_compiling():
+            return direct(out, torch.cat((attended, inner(y_BTC)), dim=2))
+        most = max(_PART_BYTES // (self.shape.image.matrices[-1].inputs * y_BTC.element_size()), 1)
+        rows = y_BTC.flatten(0, 1)
+        each = -(-len(rows) // -(-max(len(rows), 1) // most))  # as equal as possible
+        pairs = zip(attended.flatten(0, 1).split(max(each, 1)), rows.split(max(each, 1)), strict=True)
+        return torch.cat([direct(out, torch.cat((one, inner(y)), dim=1)) for one, y in pairs]).view_as(y_BTC)
 
 
 def _made(part: Any, surroundings: Surroundings) -> nn.Module:
