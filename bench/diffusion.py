@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -97,7 +98,7 @@ CASES: Mapping[str, Case] = {
     "sdxl": Case("SDXL UNet, 64 x 64", lambda: empty(diffusers.UNet2DConditionModel, **_SDXL), _sdxl),
     "flux": Case(
         "Flux: one double and one single block, 1024 + 512 tokens",
-        lambda: diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True), _flux,
+        lambda: empty(diffusers.FluxTransformer2DModel, num_layers=1, num_single_layers=1, guidance_embeds=True), _flux,
     ),
     "sd3": Case(
         "SD3: two blocks, 1024 + 333 tokens",
@@ -157,8 +158,8 @@ def operations(case: Case, rows: int) -> int:
     return counter.get_total_flops()
 
 
-def shares(run: Callable[[], object]) -> str:
-    """Shares of the time of one run by kind of work."""
+def shares(run: Callable[[], object]) -> dict[str, float]:
+    """Shares of the time of one run by kind of work, from 0 to 1."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
     spent = dict.fromkeys((*KINDS, "other"), 0.0)
@@ -167,14 +168,15 @@ def shares(run: Callable[[], object]) -> str:
         kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
         spent[kind] += event.self_cpu_time_total
     total = sum(spent.values())
-    return ", ".join(f"{kind} {time / total:.0%}" for kind, time in spent.items() if time / total >= 0.005)
+    return {kind: time / total for kind, time in spent.items()}
 
 
 def _keep(results: dict[int, Tensor], number: int, run: Callable[[], Tensor]) -> None:
     results[number] = run()
 
 
-def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) -> None:
+def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) -> list[dict[str, Any]]:
+    """Add the rows of one case to the table, and return them as bench/pictures.py reads them."""
     torch.manual_seed(0)
     eager = case.make().to(DTYPE).eval()
     channels_last(eager)
@@ -196,13 +198,17 @@ def measured(case: Case, args: argparse.Namespace, rate: float, table: Table) ->
     kept = [partial(_keep, results, number, run) for number, run in enumerate(runs)]
     seconds = in_turns(kept, args.repeats)
     work, wanted = operations(case, args.rows), results[0].float()
+    rows = []
     for number, (name, run, taken) in enumerate(zip(models, runs, seconds, strict=True)):
         error = float((results[number].float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        spent = shares(run) if args.shares else {}
         table.add_row(
             case.title, name, f"{median(taken) * 1e3:.0f}", f"{max(taken) / min(taken):.2f}",
             f"{median(seconds[0]) / median(taken):.2f}", f"{work / median(taken) / rate:.2f}", f"{error:.1e}",
-            shares(run) if args.shares else "",
+            ", ".join(f"{kind} {part:.0%}" for kind, part in spent.items() if part >= 0.005),
         )  # fmt: skip
+        rows.append(dict(case=case.title, name=name.partition(" (")[0], ms=median(taken) * 1e3, shares=spent))
+    return rows
 
 
 def main() -> None:
@@ -214,17 +220,21 @@ def main() -> None:
     parser.add_argument("--verify", default="sample", help="off: save the time of the proofs")
     parser.add_argument("--compile", action="store_true", help="torch.compile of diffusers' model beside it")
     parser.add_argument("--shares", action="store_true", help="the time by kind of work")
+    parser.add_argument("--json", type=Path, help="write times and shares to this file, for bench/pictures.py")
     parser.add_argument("--plan", action="store_true", help="print the plans")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rate = matmul_rate(DTYPE)
     what = f"one step, {args.rows} rows, bfloat16: x is the ratio to the first row, share that of the matmul rate"
+    found: list[dict[str, Any]] = []
     for name in args.cases:  # each is shown as soon as it is measured
         table = Table(title=what)
         for heading in ("model", "", "ms", "spread", "x", "share", "error", "time by kind"):
             table.add_column(heading, justify="left" if heading in ("model", "", "time by kind") else "right")
-        measured(CASES[name], args, rate, table)
+        found += measured(CASES[name], args, rate, table)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         remarks = f"diffusers {diffusers.__version__}; bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"
         show(markdown(table, remarks), args.out)
 
