@@ -17,6 +17,7 @@ _STRICT = "_keep_in_fp32_modules_strict"
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
 # 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.
 _PART_VALUES = 1 << 20
+_ONEDNN_VALUES = 1 << 22  # of a weight; oneDNN keeps 12 MB for its own code, which smaller models notice
 
 
 class CastsOnUse(nn.Module):
@@ -236,7 +237,23 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """linear(x) with its weight cast to `dtype` part by part."""
     rows = max(1, min(-(-linear.out_features // _PARTS), _PART_VALUES // max(linear.in_features, 1)))
     x = x.to(dtype)  # T5 casts x to the dtype of the stored weight
-    out = torch.cat([F.linear(x, part.to(dtype)) for part in linear.weight.split(rows)], dim=-1)
+    # One buffer for all parts: memory that is given back and taken again costs a page fault for every 4 KiB.
+    wide = torch.empty(rows, linear.in_features, dtype=dtype, device=x.device)
+    parts = linear.weight.detach().split(rows)
+    multiply = _by_onednn if _favours_onednn(linear, x) else F.linear
+    outs = [multiply(x, wide[: len(part)].copy_(part)) for part in parts]
+    del wide
+    out = torch.cat(outs, dim=-1)
     out = out if linear.bias is None else out + linear.bias
     combine = vars(linear).get("_combine")  # combines this rank's part with those of the other ranks
     return out if combine is None else combine(out)
+
+
+def _favours_onednn(linear: nn.Linear, x: Tensor) -> bool:
+    """Whether to use oneDNN in float32: on AMD, MKL, which F.linear calls, takes three times as long."""
+    large = linear.weight.numel() >= _ONEDNN_VALUES
+    return large and x.dtype == torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

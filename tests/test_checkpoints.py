@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import infuse
 import infuse.deepspeed as deepspeed
 from infuse.layers.block import Block
+from infuse.layers.linear import Quantized
+from infuse.weights import fill
 from infuse.weights.loader import CheckpointLoader
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
@@ -411,3 +413,21 @@ def test_former_names_are_read(name: str, tmp_path: Path) -> None:
     assert not any(key.endswith(FORMER[name]) for key in model.state_dict())
     engine = infuse.init_inference(on_meta(name), checkpoint=str(tmp_path), dtype="fp32", progress=False)
     assert torch.allclose(outputs(engine, name), outputs(model, name), atol=1e-5)
+
+
+def test_a_load_quantizes_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The swap takes what the proof has made; the embedding shares its head's weight in both."""
+    BY_NAME["llama"].make(tie_word_embeddings=True).save_pretrained(tmp_path)
+    seen: list[tuple[str, ...]] = []
+    quantized = fill.quantized
+
+    def counted(one: Any, *rest: Any) -> Any:
+        seen.append(one.sources)
+        return quantized(one, *rest)
+
+    monkeypatch.setattr(fill, "quantized", counted)
+    model = on_meta("llama", tie_word_embeddings=True)
+    keys = {"dtype": "bf16", "quant": "int8:row", "verify": "strict", "progress": False}
+    infuse.init_inference(model, checkpoint=str(tmp_path), **keys)
+    own = {module.data.data_ptr() for module in model.modules() if isinstance(module, Quantized)}
+    assert len(seen) == len(own) == 4 * BY_NAME["llama"].values["num_hidden_layers"] + 1

@@ -14,11 +14,13 @@ import pytest
 import torch
 from forked import Program
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import infuse
+from infuse.cli import model_folder
 from infuse.cli.app import app
 from infuse.cli.bench import Speed, table
 from infuse.device import Device
@@ -239,6 +241,18 @@ def test_no_weights(copy, command):
     (copy / "model.safetensors").unlink()
     name, *options = command
     assert "no weights" in run(name, copy, *options, code=2)[1]
+
+
+def test_the_original_is_never_loaded_as_a_whole(folder, monkeypatch):
+    monkeypatch.setattr(model_folder, "load_generative", None)
+    assert run("generate", folder, "--prompt", "x", "--max-new-tokens", 2, "--quant", "int8")
+
+
+def test_weights_that_only_transformers_reads(copy):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name.removeprefix("model."): one for name, one in tensors.items()}, copy / "model.safetensors")
+    remarks = run("generate", copy, "--prompt", PROMPT, "--max-new-tokens", 4)[1]
+    assert "4 tokens in" in remarks
 
 
 def test_broken_weights_are_a_failure(copy):

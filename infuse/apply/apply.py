@@ -29,7 +29,10 @@ Progress = Callable[[int, int, str], None]  # done, total, description
 
 @dataclass(frozen=True)
 class Proven:
-    """A plan whose steps were proven; `carry_out` makes the replacements in the source's model."""
+    """A plan whose steps were proven; `carry_out` makes the replacements in the source's model.
+
+    `modules`: of a checkpoint, those that were proven, so that their tensors are not made twice.
+    """
 
     plan: Plan
     source: LayerSource
@@ -37,6 +40,7 @@ class Proven:
     accepted: list[Step]
     left: list[Left]
     notes: list[str]
+    modules: list[tuple[Step, nn.Module]]
 
     @property
     def model(self) -> nn.Module:
@@ -46,7 +50,8 @@ class Proven:
     def carry_out(self, progress: Progress | None = None) -> Plan:
         """Return the plan as executed, with refused steps among `left`."""
         model, source, dtype = self.model, self.source, self.plan.dtype
-        swaps = Swaps(self.builder, self.accepted)
+        swaps = Swaps(self.builder, self.accepted, self.modules)
+        self.modules.clear()
         for done, step in enumerate(self.accepted):
             source.step()
             swaps.swap(step)
@@ -95,4 +100,4 @@ def _proven(
     source.begin(progress)
     proofs = Proofs(plan, config, builder)
     proofs.run(progress)
-    return Proven(plan, source, builder, *proofs.accepted(), proofs.notes)
+    return Proven(plan, source, builder, *proofs.accepted(), proofs.notes, proofs.modules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,27 +30,36 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.shards.save import packed_fill
-from infuse.weights.fill import fill_module, fill_saved, is_there
+from infuse.weights.fill import fill_module, fill_saved, is_there, moves
 from infuse.weights.loader import LayerSource
 from infuse.weights.reader import place_of
 
 
 class Made:
-    """Modules that hold tensors made from shared weights, by key of `Sharing`."""
+    """Modules that hold tensors made from shared weights, by key of `Sharing`; and `proven` modules, by their steps.
 
-    def __init__(self, sharing: Sharing):
-        self._sharing = sharing
+    A proven module gives its tensors to the first module that is made for its step.
+    """
+
+    def __init__(self, sharing: Sharing, proven: Iterable[tuple[Step, nn.Module]] = ()):
+        self._sharing, self._proven = sharing, {(step.path, step.depth): module for step, module in proven}
         self._held: dict[Hashable, tuple[nn.Module, str]] = {}
 
     def share(self, step: Step, module: nn.Module) -> Sequence[Fill]:
         """Give `module` the tensors already made, and return the fills that remain."""
-        left = []
+        left, proven = [], self._proven.pop((step.path, step.depth), None)
         for fill in step.fills:
-            held = self._held.get(self._sharing.key(step, fill))
+            owner, leaf = place_of(module, fill.target)
+            held = self._held.get(key := self._sharing.key(step, fill))
+            is_made = not moves(fill) and (fill.format is not None or leaf in owner._parameters)
+            if held is None and proven is not None and is_made:
+                held = place_of(proven, fill.target)
+                if key is not None:
+                    self._held[key] = held
             if held is None:
                 left.append(fill)
                 continue
-            (owner, leaf), (other, its) = place_of(module, fill.target), held
+            other, its = held
             if isinstance(owner, Quantized) and fill.format is not None:
                 assert isinstance(other, Quantized), fill
                 owner.share(other)
@@ -97,6 +106,13 @@ class Builder:
         if made is not None:
             made.remember(step, module, fills)
         return module
+
+    def sharing(self, step: Step, head: nn.Module) -> nn.Module:
+        """Build the embedding that shares the weight of `head`."""
+        new: Any = build(step, self.dtype, self.group)
+        new.share(head)
+        adopt(new.train(False), self.source.model.get_submodule(step.path))
+        return new
 
 
 def build(step: Step, dtype: torch.dtype, group: Group = LOCAL) -> nn.Module:

@@ -49,6 +49,7 @@ class Proofs:
     interpretations: dict[tuple, int] = field(default_factory=dict)
     callers: dict[str, Caller] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    modules: list[tuple[Step, nn.Module]] = field(default_factory=list)  # those that the swaps can use
 
     @property
     def model(self) -> nn.Module:
@@ -183,7 +184,12 @@ class Proofs:
             wanted = compare.expected(self.model.get_submodule(step.path), cases, dtype, _routers(step), step.exact)
             if structure and (mismatch := self._structure(step, cases, wanted)):
                 return mismatch
-            return compare.result_mismatch(self.builder.built(step, dtype), step, cases, wanted, dtype)
+            heads = [head for other, head in self.modules if step.shares and other.path == step.shares]
+            new = self.builder.sharing(step, heads[0]) if heads else self.builder.built(step, dtype)
+            mismatch = compare.result_mismatch(new, step, cases, wanted, dtype)
+        if mismatch is None and not self.builder.source.is_live and not heads:  # beside a live model it takes memory
+            self.modules.append((step, new))
+        return mismatch
 
     def _structure(self, step: Step, cases: list[Case], wanted: compare.Expected) -> str | None:
         return compare.structure_mismatch(self.builder.built(step.plain, dtype=None), cases, wanted)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from infuse.apply.adopt import adopt
-from infuse.apply.build import Builder, Made, build
+from infuse.apply.build import Builder, Made
 from infuse.architectures.adapters import merging_refused
 from infuse.architectures.split import SplitShape
 from infuse.layers.hook import install_hook
@@ -23,9 +22,9 @@ from infuse.weights.state import keep_names
 class Swaps:
     """The swaps of `steps` in the source's model. Layers that share weights also share the tensors made from them."""
 
-    def __init__(self, builder: Builder, steps: Sequence[Step]):
+    def __init__(self, builder: Builder, steps: Sequence[Step], proven: Iterable[tuple[Step, nn.Module]] = ()):
         self._builder, self._source, self._model = builder, builder.source, builder.source.model
-        self._made = Made(Sharing(self._model, steps))
+        self._made = Made(Sharing(self._model, steps), proven)
         replaced = [self._model.get_submodule(step.path) for step in steps if step.shape is not None]
         self._places = places_of(replaced, self._model)  # some models use one layer in several places
 
@@ -52,7 +51,7 @@ class Swaps:
                 dtype = torch.float32 if fill.exact else self._builder.dtype
                 self._source.hand_on(parameters[fill.sources[0]], dtype)
         if step.shares:
-            new = self._sharing(step, old)
+            new = self._builder.sharing(step, self._model.get_submodule(step.shares))  # it has been swapped in
         else:
             new = self._builder.built(step, self._builder.dtype, self._made)
         self._keep_names(step, new, old)
@@ -61,13 +60,6 @@ class Swaps:
                 self._source.put(owner._modules, name, new)
                 for method, refusal in merging_refused(owner, step.formats).items():
                     self._source.put(vars(owner), method, refusal)
-
-    def _sharing(self, step: Step, old: nn.Module) -> nn.Module:
-        """Build the embedding that shares the weight of its head, which has already been swapped in."""
-        new: Any = build(step, self._builder.dtype, self._builder.group)
-        new.share(self._model.get_submodule(step.shares))
-        adopt(new.train(False), old)
-        return new
 
     def _keep_names(self, step: Step, new: nn.Module, old: nn.Module) -> None:
         dtype, bodies = self._builder.dtype, dict(step.bodies)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infuse.cli.messages import FAILED, WRONG_USE, bar, fail
+from infuse.cli.messages import FAILED, WRONG_USE, bar, fail, remarks
 
 if TYPE_CHECKING:
     import torch
@@ -61,13 +61,25 @@ def empty_model(model_dir: Path, config: Any) -> Any:
 
 
 def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
-    """The engine of a generative model, from its weights or its shards. Each rank reads its own part."""
-    import infuse
+    """The engine of a generative model, from its weights or its shards. Each rank reads its own part.
 
-    if not (model_dir / SHARDS).is_file() and settings.keys().isdisjoint(("tensor_parallel", "moe")):
-        return infuse.init_inference(load_generative(model_dir, config), **settings)
-    model = _generative(empty_model(model_dir, config))
-    return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
+    Layer by layer, so that the original is never in memory as a whole. If only transformers can read the weights, one
+    rank takes the model as transformers loads it.
+    """
+    import infuse
+    from infuse.errors import CheckpointError
+
+    known = config.dtype is not None  # otherwise transformers takes the dtype of the first weight
+    alone = not (model_dir / SHARDS).is_file() and settings.keys().isdisjoint(("tensor_parallel", "moe"))
+    try:
+        if known or not alone:
+            model = _generative(empty_model(model_dir, config))
+            return infuse.init_inference(model, checkpoint=str(model_dir), **settings)
+    except CheckpointError as error:
+        if not alone:
+            raise
+        remarks().print(f"transformers reads the weights, as a whole: {error}", markup=False, highlight=False)
+    return infuse.init_inference(load_generative(model_dir, config), **settings)
 
 
 def _generative(model: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class Case:
     Each of `caches` creates a fresh cache: the original runs on the first, its replacement on all of them. If
     `refusable`, the new module may refuse the calls by name (UnsupportedCall) instead of computing them. `whole`: the
     calls of a whole module, all results of which are compared; its arguments keep dtypes that differ from the first's.
+    `rows`: one call [1, N, ...] of a module that computes each of the N rows alone.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Case:
     caches: tuple[Callable[[], Cache] | None, ...]
     refusable: bool = False
     whole: bool = False
+    rows: bool = False
 
 
 def recorded_cases(
@@ -119,7 +121,8 @@ def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:
     if matrix.op == "embedding":
         index = torch.randint(matrix.outputs, (1, 30), generator=generator)
         return [_one_call(torch.cat((torch.tensor([[0, matrix.outputs - 1]]), index), dim=1), device)]
-    return [_one_call(torch.randn(1, rows, matrix.inputs, generator=generator), device) for rows in (1, 7, 33)]
+    xs = (torch.randn(1, rows, matrix.inputs, generator=generator) for rows in (1, 7, 33))
+    return [replace(_one_call(x, device), rows=True) for x in xs]
 
 
 def expert_cases(shape: ExpertsShape, device: torch.device) -> list[Case]:

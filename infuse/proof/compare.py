@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,11 +96,16 @@ def expected(
     """Run the original. Parameters of `exact_names` stay in float32 in any `dtype`."""
     routers = routers or {}
     paths, exact, routes = routers.values(), [], []
+    together = _together(cases)
     with in_dtype(layer, torch.float32):
-        for case in cases:
+        for case in [together] if together else cases:
             with recorded(layer, paths) as seen:
                 exact.append(outputs(layer, case, torch.float32, case.caches[0]))
             routes.append(seen)
+    if together:  # without routers
+        ((whole,),) = exact
+        exact = [[rows] for rows in whole.split([case.calls[0].hidden.shape[1] for case in cases])]
+        routes *= len(cases)
     if dtype == torch.float32:
         return Expected(exact, [[0.0] * len(row) for row in exact], routers, routes, routes)
     rounded = []
@@ -111,6 +116,15 @@ def expected(
         rounded_routes = [repeated(layer, paths, seen, dtype) for seen in routes]
     errors = [[distance(a, b) for a, b in zip(x, y, strict=True)] for x, y in zip(rounded, exact, strict=True)]
     return Expected(exact, errors, routers, routes, rounded_routes)
+
+
+def _together(cases: list[Case]) -> Case | None:
+    """The calls of all cases as one, which casts the weights only once; None if their rows are not independent."""
+    if not all(case.rows for case in cases):
+        return None
+    calls = [call for case in cases for call in case.calls]
+    hidden = torch.cat([call.hidden for call in calls], dim=1)
+    return replace(cases[0], calls=(replace(calls[0], hidden=hidden),))
 
 
 def attempted(look: Callable[[], str | None]) -> str | None:

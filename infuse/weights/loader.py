@@ -6,6 +6,7 @@ filled, or while the old one has to run. All other tensors are read once and pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,9 @@ from infuse.weights.saved_shards import SavedShards
 from infuse.weights.undo import put
 
 CAST_VALUES = 1 << 20  # cast tables in parts of this many values, to avoid holding a second copy
+# How much proofs may keep of what they read, in bytes for each value of the checkpoint: what the result takes in int4.
+# They run the same first layers a dozen times, and new pages take longer than reading.
+KEPT_BYTES = 4.25 / 8
 _Spot = tuple[nn.Module, str]
 
 
@@ -106,6 +110,8 @@ class CheckpointLoader(LayerSource):
         self._undo = ExitStack()
         self._names: dict[int, str] = {}  # keyed by id of the placeholder, as is _spots
         self._spots: dict[int, list[_Spot]] = {}
+        self._room_bytes = int(KEPT_BYTES * sum(math.prod(one.shape) for one in reader.tensors.values()))
+        self._kept: dict[tuple[str, torch.dtype | None], Tensor] = {}
 
     def __enter__(self) -> CheckpointLoader:
         names: dict[int, str] = {}
@@ -164,6 +170,7 @@ class CheckpointLoader(LayerSource):
 
     def step(self) -> None:
         interrupts.check()  # everything can still be restored
+        self._kept.clear()
 
     def finish(self) -> None:
         """Read and place the parameters still on meta, which belong to layers that are kept."""
@@ -184,7 +191,7 @@ class CheckpointLoader(LayerSource):
                     if held is None or not held.is_meta:
                         continue
                     if id(held) not in made:
-                        value = self._value(self._names[id(held)], held.dtype if as_placed else None)
+                        value = self._for_proofs(self._names[id(held)], held.dtype if as_placed else None)
                         made[id(held)] = nn.Parameter(value, requires_grad=held.requires_grad)
                     undo.callback(owner._parameters.__setitem__, leaf, held)
                     owner._parameters[leaf] = made[id(held)]
@@ -244,6 +251,17 @@ class CheckpointLoader(LayerSource):
         found = owner._parameters[leaf]
         assert found is not None
         return found
+
+    def _for_proofs(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """Read the tensor `name`, or return it again if there was room to keep it."""
+        dtype = None if dtype == self._reader.tensors[name].dtype else dtype
+        value = self._kept.get((name, dtype))
+        if value is None:
+            value = self._value(name, dtype)
+            if value.nbytes <= self._room_bytes:
+                self._room_bytes -= value.nbytes
+                self._kept[name, dtype] = value
+        return value
 
     def _value(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Read the tensor `name`; cast it in parts if needed."""

@@ -99,23 +99,34 @@ void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t 
   torch::stable::parallel_for(0, index.numel(), 8, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
-// Consecutive codes of a row → the order in a word (panels.h), and back.
-uint32_t word_of_nibbles(uint32_t x) {  // nibble j → bit 4 * (j / 2) + 16 * (j % 2)
-  const auto gathered = [](uint32_t even) {
-    even &= 0x0f0f0f0f;
-    even = (even | even >> 4) & 0x00ff00ff;
-    return (even | even >> 8) & 0xffff;
-  };
-  return gathered(x) | gathered(x >> 4) << 16;
-}
-uint32_t nibbles_of_word(uint32_t x) {
-  const auto spread = [](uint32_t half) {
-    half = (half | half << 8) & 0x00ff00ff;
-    return (half | half << 4) & 0x0f0f0f0f;
-  };
-  return spread(x & 0xffff) | spread(x >> 16) << 4;
-}
-uint32_t middle_bytes_swapped(uint32_t x) { return (x & 0xff0000ff) | (x & 0xff00) << 8 | (x & 0xff0000) >> 8; }
+// Consecutive codes of a row → the order in a word (panels.h), and back; for one word or a vector of words.
+struct WordOfNibbles {  // nibble j → bit 4 * (j / 2) + 16 * (j % 2)
+  template <class W>
+  W operator()(W x) const {
+    const auto gathered = [](W even) {
+      even &= 0x0f0f0f0fu;
+      even = (even | even >> 4) & 0x00ff00ffu;
+      return (even | even >> 8) & 0xffffu;
+    };
+    return gathered(x) | gathered(x >> 4) << 16;
+  }
+};
+struct NibblesOfWord {
+  template <class W>
+  W operator()(W x) const {
+    const auto spread = [](W half) {
+      half = (half | half << 8) & 0x00ff00ffu;
+      return (half | half << 4) & 0x0f0f0f0fu;
+    };
+    return spread(x & 0xffffu) | spread(x >> 16) << 4;
+  }
+};
+struct MiddleBytesSwapped {
+  template <class W>
+  W operator()(W x) const {
+    return (x & 0xff0000ffu) | (x & 0xff00u) << 8 | (x & 0xff0000u) >> 8;
+  }
+};
 
 // Sixteen 6-bit codes, 12 bytes → the three words of a unit (panels.h), and back.
 struct Sixes {
@@ -148,9 +159,10 @@ Sixes sixes_of_words(const uint32_t* words) {
 }
 
 // Calls run(offset of a unit in the rows, offset of its first word in the panels), in bytes, for all rows and all units
-// of `bytes` bytes.
+// of 6-bit codes.
 template <class F>
-void over_units(int64_t rows, int64_t words, int64_t bytes, const F& run) {
+void over_sixes(int64_t rows, int64_t words, const F& run) {
+  constexpr int64_t bytes = 12;
   const int64_t units = words * 4 / bytes;
   torch::stable::parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -171,7 +183,53 @@ uint32_t word_at(const uint8_t* p) {
 }
 void put_word(uint8_t* p, uint32_t word) { std::memcpy(p, &word, 4); }
 
-constexpr int64_t kSixesBytes = 12, kWordBytes = 4 * kPanelRows;  // of a unit in its row; of one word for a whole panel
+constexpr int64_t kWordBytes = 4 * kPanelRows;  // of one word for a whole panel
+
+// Four words, in the 16 bytes of a vector on every machine.
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+// Four rows of four words at `from`, `stride` bytes apart → four columns at `to`, each word changed by `change`.
+template <class F>
+void turn(const uint8_t* from, int64_t stride, uint8_t* to, int64_t to_stride, const F& change) {
+  const auto lower = [](Four a, Four b) { return Four{a[0], b[0], a[1], b[1]}; };
+  const auto upper = [](Four a, Four b) { return Four{a[2], b[2], a[3], b[3]}; };
+  Four rows[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(&rows[i], from + i * stride, sizeof(Four));
+  const Four a = lower(rows[0], rows[2]), b = lower(rows[1], rows[3]);
+  const Four c = upper(rows[0], rows[2]), d = upper(rows[1], rows[3]);
+  const Four columns[4] = {change(lower(a, b)), change(upper(a, b)), change(lower(c, d)), change(upper(c, d))};
+  for (int i = 0; i < 4; ++i) std::memcpy(to + i * to_stride, &columns[i], sizeof(Four));
+}
+
+// Moves all words between rows, `row_bytes` long, and panels. TO_PANELS: from the rows; otherwise from the panels.
+template <bool TO_PANELS, class F>
+void move_words(const uint8_t* from, uint8_t* to, int64_t rows, int64_t words, const F& change) {
+  const int64_t row_bytes = 4 * words;
+  const auto in_rows = [&](int64_t panel, int64_t r, int64_t w) { return (panel * kPanelRows + r) * row_bytes + 4 * w; };
+  const auto in_panels = [&](int64_t panel, int64_t r, int64_t w) { return (panel * words + w) * kWordBytes + 4 * r; };
+  torch::stable::parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t there = std::min(kPanelRows, rows - panel * kPanelRows);
+      const int64_t turned = there == kPanelRows ? words / 4 * 4 : 0;
+      for (int64_t w = 0; w < turned; w += 4) {
+        for (int64_t r = 0; r < kPanelRows; r += 4) {
+          const int64_t row = in_rows(panel, r, w), in_panel = in_panels(panel, r, w);
+          if constexpr (TO_PANELS) {
+            turn(from + row, row_bytes, to + in_panel, kWordBytes, change);
+          } else {
+            turn(from + in_panel, kWordBytes, to + row, row_bytes, change);
+          }
+        }
+      }
+      for (int64_t w = turned; w < words; ++w) {
+        for (int64_t r = 0; r < there; ++r) {
+          const int64_t row = in_rows(panel, r, w), in_panel = in_panels(panel, r, w);
+          put_word(to + (TO_PANELS ? in_panel : row), change(word_at(from + (TO_PANELS ? row : in_panel))));
+        }
+      }
+    }
+  });
+}
 
 // Converts codes as infuse/quant stores them, rows of bytes, to panels; missing rows of `to` must be zero already.
 // Returns false if an fp8 code is NaN.
@@ -179,7 +237,7 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
   if (Code(code) == Code::fp6) {
-    over_units(data.size(0), to.size(1), kSixesBytes, [&](int64_t row, int64_t panel) {
+    over_sixes(data.size(0), to.size(1), [&](int64_t row, int64_t panel) {
       const uint64_t a = word_at(from + row), b = word_at(from + row + 4), c = word_at(from + row + 8);
       uint32_t words[3];
       words_of_sixes({a | (b & 0xffff) << 32, b >> 16 | c << 16}, words);
@@ -187,24 +245,18 @@ bool pack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return true;
   }
-  // one loop per format, so that the conversion is inlined
-  if (is_nibble(Code(code)) || Code(code) == Code::int8) {
-    const auto pack = [&](const auto& change) {
-      over_units(data.size(0), to.size(1), 4,
-                 [&](int64_t row, int64_t panel) { put_word(into + panel, change(word_at(from + row))); });
-    };
-    if (is_nibble(Code(code))) {
-      pack([](uint32_t x) { return word_of_nibbles(x); });
-    } else {
-      pack([](uint32_t x) { return middle_bytes_swapped(x); });
-    }
+  const int64_t rows = data.size(0), words = to.size(1);
+  if (is_nibble(Code(code))) {
+    move_words<true>(from, into, rows, words, WordOfNibbles());
     return true;
   }
+  move_words<true>(from, into, rows, words, MiddleBytesSwapped());
+  if (Code(code) == Code::int8) return true;
   std::atomic<bool> numbers{true};  // no magnitude is 0x7f, which is NaN
-  over_units(data.size(0), to.size(1), 4, [&](int64_t row, int64_t panel) {
-    const uint32_t word = word_at(from + row);
-    put_word(into + panel, middle_bytes_swapped(word));
-    if (((word & 0x7f7f7f7f) + 0x01010101) & 0x80808080) numbers.store(false, std::memory_order_relaxed);
+  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    uint32_t above = 0;
+    for (int64_t w = begin * words; w < end * words; ++w) above |= (word_at(from + 4 * w) & 0x7f7f7f7f) + 0x01010101;
+    if (above & 0x80808080) numbers = false;
   });
   return numbers;
 }
@@ -213,7 +265,7 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
   const uint8_t* from = static_cast<const uint8_t*>(data.const_data_ptr());
   uint8_t* into = static_cast<uint8_t*>(to.mutable_data_ptr());
   if (Code(code) == Code::fp6) {
-    over_units(to.size(0), data.size(1), kSixesBytes, [&](int64_t row, int64_t panel) {
+    over_sixes(to.size(0), data.size(1), [&](int64_t row, int64_t panel) {
       uint32_t words[3];
       for (int w = 0; w < 3; ++w) words[w] = word_at(from + panel + w * kWordBytes);
       const Sixes codes = sixes_of_words(words);
@@ -223,9 +275,12 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
     });
     return;
   }
-  const auto change = is_nibble(Code(code)) ? nibbles_of_word : middle_bytes_swapped;
-  over_units(to.size(0), data.size(1), 4,
-             [&](int64_t row, int64_t panel) { put_word(into + row, change(word_at(from + panel))); });
+  const int64_t rows = to.size(0), words = data.size(1);
+  if (is_nibble(Code(code))) {
+    move_words<false>(from, into, rows, words, NibblesOfWord());
+  } else {
+    move_words<false>(from, into, rows, words, MiddleBytesSwapped());
+  }
 }
 
 }  // namespace
