@@ -26,9 +26,21 @@ import transformers
 from rich.table import Table
 
 import infuse
+from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
-from infuse.profile.probe import Bandwidth, MemoryReader, matmul_rate
-from report import in_turns, markdown, memory_bytes, probed, show
+from infuse.profile.probe import Bandwidth, MemoryReader
+from report import (
+    Bound,
+    bound,
+    in_turns,
+    instruction,
+    markdown,
+    memory_bytes,
+    probed,
+    product_rates,
+    save,
+    show,
+)
 
 # Llama-3.2-1B; and one whose arithmetic is nothing, so that what remains is host time.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,6 +103,22 @@ def cache_bytes(shape: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
     """What a decode step reads of a cache that holds so many tokens of one row."""
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     return 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width * tokens * dtype.itemsize
+
+
+def bounds(
+    entry: Contestant, shape: dict[str, Any], products: int, args: argparse.Namespace, rates: dict[str, float],
+    read: dict[int, float],
+) -> dict[int, Bound]:  # fmt: skip
+    """The bounds of a step, by the rows of a batch, from the read bandwidth around it; 0: of the prefill.
+
+    `products`: multiplications of one token in the layers; its logits are as many as the embedding has values.
+    """
+    by, logits = instruction(entry.name, rates), shape["vocab_size"] * shape["hidden_size"]
+    found = {0: bound(entry.weight_bytes, read[1], 2 * (products * args.prefill + logits), rates, by)}
+    for rows, bandwidth in read.items():
+        step_bytes = entry.weight_bytes + rows * cache_bytes(shape, entry.dtype, args.context + args.new // 2)
+        found[rows] = bound(step_bytes, bandwidth, 2 * rows * (products + logits), rates, by)
+    return found
 
 
 def resident(pipe: Connection, shape: dict[str, Any], dtype: torch.dtype, format: str) -> None:
@@ -166,13 +194,15 @@ def decode_steps(
 def report(args: argparse.Namespace) -> str:
     shape = SHAPES[args.shape]
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)
-    rate = matmul_rate(torch.bfloat16)
-    what = "ratios to the first row; share of the read bandwidth (GB/s) probed around the steps, of weights and cache"
+    products, rates = multiplications(entries[0].model), product_rates()
+    what = "ratios to the first row; share of the bound that is named: of an instruction in registers, or of the read "
+    what += "bandwidth (GB/s) around the steps, of weights and cache"
     table = Table(title=f"{args.shape}, {args.context} + {args.new} tokens: {what}")
     headings = (
         "",
         f"prefill {args.prefill}, s",
         "x",
+        "share",
         "batch 1, ms",
         "spread",
         "x",
@@ -180,6 +210,7 @@ def report(args: argparse.Namespace) -> str:
         "share",
         f"batch {args.batch}, ms",
         "x",
+        "share",
         "weights, GB",
         "init, s",
     )
@@ -188,26 +219,34 @@ def report(args: argparse.Namespace) -> str:
     run = prefill(args.prefill)
     prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
     ones, bandwidths = decode_steps(entries, 1, args.context, args.new, args.repeats)
-    many, _ = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
+    many, around = decode_steps(entries, args.batch, args.context, args.new, args.repeats)
     first = [median(row[0]) for row in (prefills, ones, many)]
-    for entry, p, one, eight, bandwidth in zip(entries, prefills, ones, many, bandwidths, strict=True):
-        step_bytes = entry.weight_bytes + cache_bytes(shape, entry.dtype, args.context + args.new // 2)
-        share = step_bytes / median(one) / bandwidth.median
+    rows = []
+    for i, (entry, p, one, eight, bandwidth) in enumerate(zip(entries, prefills, ones, many, bandwidths, strict=True)):
+        read = {1: bandwidth.median, args.batch: around[i].median}
+        least = bounds(entry, shape, products, args, rates, read)
+        row = {"name": entry.name, "prefill_s": median(p), "step_s": {1: median(one), args.batch: median(eight)}}
+        named = {batch or "prefill": (bound.seconds, bound.by) for batch, bound in least.items()}
+        rows.append({**row, "bounds": named, "weight_bytes": entry.weight_bytes})
         table.add_row(
             entry.name,
             f"{median(p):.3f}",
             f"{first[0] / median(p):.2f}",
+            least[0].share(median(p)),
             f"{median(one) * 1e3:.2f}",
             f"{min(one) * 1e3:.2f}-{max(one) * 1e3:.2f}",
             f"{first[1] / median(one):.2f}",
             f"{bandwidth.median / 1e9:.1f}",
-            f"{share:.2f}",
+            least[1].share(median(one)),
             f"{median(eight) * 1e3:.2f}",
             f"{first[2] / median(eight):.2f}",
+            least[args.batch].share(median(eight)),
             f"{entry.weight_bytes / 1e9:.2f}",
             f"{entry.seconds_to_load:.1f}",
         )
-    remarks = [probed(max(bandwidths, key=lambda b: b.best), {torch.bfloat16: rate})]
+    best = max(bandwidths, key=lambda b: b.best)
+    save(args.json, args.shape, rows, {"read": best.best, **rates})
+    remarks = [probed(best, rates)]
     if args.memory:
         remarks += [residents(shape, getattr(torch, name), ["", *args.formats]) for name in args.dtypes]
     return markdown(table, "; ".join(remarks))
@@ -223,6 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--memory", action="store_true", help="what is resident after init_inference, each in a fresh process"
     )
+    parser.add_argument("--json", type=Path, help="write the figures to this file, for bench/plot.py")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     show(report(args), args.out)

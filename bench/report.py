@@ -1,13 +1,16 @@
-"""What benchmarks share: timing in turns, the head of a report, and the file that it is appended to."""
+"""What benchmarks share: timing in turns, bounds, the head of a report, and the files that it is written to."""
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,7 +20,9 @@ from rich.table import Table
 import infuse
 from infuse.device import cpu_features
 from infuse.native import isa
-from infuse.profile.probe import Bandwidth
+from infuse.profile.probe import Bandwidth, instruction_rates, matmul_rate
+
+MATMUL = "bfloat16 matmul"
 
 
 def in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
@@ -40,12 +45,43 @@ def memory_bytes(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def probed(bandwidth: Bandwidth, rates: dict[torch.dtype, float]) -> str:
-    """The bounds of this run in one line; `rates` are floating-point operations per second of F.linear."""
+def product_rates() -> dict[str, float]:
+    """Operations per second of each instruction in registers, and of F.linear, which also has to load and store."""
+    return {**instruction_rates(), MATMUL: matmul_rate(torch.bfloat16)}
+
+
+def instruction(name: str, rates: Mapping[str, float]) -> str:
+    """The one of `rates` that bounds the products of a contestant, which is named by its dtype or format."""
+    order = ["AMX bf16", "bf16 dot", "float32 FMA", MATMUL]
+    if name.endswith("float32"):
+        order = order[2:]
+    elif name.endswith(":a8") and "AMX bf16" not in rates:  # with AMX we leave activations in 16 bits
+        order = ["VNNI", *order]
+    return next(one for one in order if one in rates)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least seconds that the machine allows, and which of its rates says so."""
+
+    seconds: float
+    by: str
+
+    def share(self, taken: float) -> str:
+        return f"{self.seconds / taken:.2f} {self.by}"
+
+
+def bound(read_bytes: float, bytes_per_second: float, operations: float, rates: Mapping[str, float], by: str) -> Bound:
+    """Reading and multiplying overlap: the bound is the slower of the two."""
+    found = (Bound(read_bytes / bytes_per_second, "read"), Bound(operations / rates[by], by))
+    return max(found, key=lambda one: one.seconds)
+
+
+def probed(bandwidth: Bandwidth, rates: Mapping[Any, float]) -> str:
+    """The bounds of this run in one line; `rates`: operations per second of an instruction, or of F.linear by dtype."""
     read = f"read {bandwidth.best / 1e9:.1f} GB/s (median {bandwidth.median / 1e9:.1f}) by {bandwidth.reader}"
-    return ", ".join(
-        ["probed: " + read, *(f"{str(dtype)[6:]} matmul {rate / 1e12:.2f} TFLOP/s" for dtype, rate in rates.items())]
-    )
+    named = {f"{str(one)[6:]} matmul" if isinstance(one, torch.dtype) else one: rate for one, rate in rates.items()}
+    return ", ".join(["probed: " + read, *(f"{name} {rate / 1e12:.2f} TFLOP/s" for name, rate in named.items())])
 
 
 def markdown(table: Table, remarks: str) -> str:
@@ -53,15 +89,27 @@ def markdown(table: Table, remarks: str) -> str:
     console = Console(width=150, no_color=True)
     with console.capture() as captured:
         console.print(table)
-    machine = (
-        f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}; "
-        f"kernels: {isa() or 'none'}"
-    )
+    return f"{date.today()}: `python {' '.join(sys.argv)}`\n\n{machine()}\n\n{remarks}\n\n```\n{captured.get()}```\n"
+
+
+def machine() -> str:
+    """The machine and the versions."""
+    threads, features = torch.get_num_threads(), " ".join(cpu_features())
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, infuse {infuse.__version__}"
-    return (
-        f"{date.today()}: `python {' '.join(sys.argv)}`\n\n{machine}; {versions}\n\n{remarks}\n\n"
-        f"```\n{captured.get()}```\n"
-    )
+    return f"{platform.machine()}, {threads} threads, {features}; kernels: {isa() or 'none'}; {versions}"
+
+
+def save(path: Path | None, title: str, rows: list[dict[str, Any]], rates: Mapping[str, float]) -> None:
+    """Write figures for bench/plot.py; no path: nothing.
+
+    A row has "name", "prefill_s", "step_s" by the rows of a batch, and "bounds": of "prefill" and of each step, a pair
+    of seconds and the name of the rate.
+    """
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = {"date": str(date.today()), "command": f"python {' '.join(sys.argv)}", "machine": machine(), "title": title}
+    path.write_text(json.dumps({**told, "rates": rates, "rows": rows}, indent=1) + "\n")
 
 
 def show(text: str, out: Path | None) -> None:

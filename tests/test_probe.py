@@ -66,10 +66,19 @@ def test_a_probe_is_bytes_by_time(huge_pages: bool) -> None:
     assert found.reader == reader.name and (isa() or "torch.sum") in found.reader
 
 
+@built
+def test_the_rates_are_those_of_the_instructions_there_are() -> None:
+    found = probe.instruction_rates(repeats=1, rounds=1000)
+    has = {"generic": (), "avx2": (0,), "avx512": (0, 2), "avx512_bf16": (0, 1, 2), "avx512_amx": (0, 1, 2, 3)}
+    assert list(found) == [probe.INSTRUCTIONS[number] for number in has[str(isa())]]
+    assert all(rate > 1e9 for rate in found.values())
+
+
 def test_without_kernels_torch_reads_and_the_probe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "kernels", lambda: "there are none")
     found = probe.read_bandwidth(size_bytes=1 << 20, repeats=2)
     assert found.reader == "torch.sum (there are none)" and found.best > 0
+    assert probe.instruction_rates() == {}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Probe the machine's limits, read bandwidth and matmul rate: the bounds for every measured speed.
+"""Probe the machine's limits, the bounds for every measured speed: read bandwidth, matmul rate, rates of instructions.
 
 Probe in the same run as the figures, ideally in turns with them, because virtual machines share memory bandwidth: one
 2-core guest had 23, 30 and 55 GB/s for ten seconds to minutes each, without any stolen CPU time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -75,6 +76,28 @@ def matmul_rate(dtype: torch.dtype, n: int = 2048, *, device: torch.device | str
     # Random values: zeros draw less power, so GPUs multiply them faster than real matrices.
     x, weight = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
     return 2 * n**3 / median(_seconds(lambda: F.linear(x, weight), torch.device(device), repeats))
+
+
+# What products multiply with, in the order of `enum class Instruction` in src/kernels.h.
+INSTRUCTIONS = ("float32 FMA", "bf16 dot", "VNNI", "AMX bf16")
+_ROUNDS = 1 << 21  # of 14 instructions (AMX: 4): a few milliseconds
+
+
+def instruction_rates(*, repeats: int = 5, rounds: int = _ROUNDS) -> dict[str, float]:
+    """Measure operations per second of each of INSTRUCTIONS in the registers of all threads: the best of `repeats`.
+
+    Only those that the kernels' instruction set has; empty without kernels.
+    """
+    found = kernels()
+    if isinstance(found, str):
+        return {}
+    rates = {}
+    for number, name in enumerate(INSTRUCTIONS):
+        if not (operations := found.multiply_registers.default(number, 1)):
+            continue
+        run = partial(found.multiply_registers.default, number, rounds)
+        rates[name] = operations * rounds / min(_seconds(run, torch.device("cpu"), repeats))
+    return rates
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> list[float]:

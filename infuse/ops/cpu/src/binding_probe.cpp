@@ -1,4 +1,4 @@
-// PyTorch operators that describe the binary, and the memory read that probes time.
+// PyTorch operators that describe the binary, and the memory read and products that probes time.
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -37,6 +37,16 @@ int64_t read_bytes(Tensor x) {
   return int64_t(result.load());
 }
 
+// Multiplies in the registers of all of PyTorch's threads, and returns how many operations that are.
+double multiply_registers(int64_t instruction, int64_t rounds) {
+  const auto multiply = kernels().multiply_registers;
+  std::atomic<int64_t> operations{0};
+  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) operations += int64_t(multiply(Instruction(instruction), rounds));
+  });
+  return double(operations.load());
+}
+
 #if defined(__clang__)
 constexpr char kCompiler[] = "clang " __clang_version__;
 #elif defined(__GNUC__)
@@ -53,6 +63,7 @@ std::string torch_version() { return TORCH_VERSION; }
 
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"read_bytes(Tensor x) -> int", TORCH_BOX(&read_bytes)},
+    {"multiply_registers(int instruction, int rounds) -> float", TORCH_BOX(&multiply_registers)},
     {"levels() -> str", TORCH_BOX(&levels)},
     {"compiler() -> str", TORCH_BOX(&compiler)},
     {"torch_version() -> str", TORCH_BOX(&torch_version)})

@@ -35,6 +35,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
       INFUSE_ISA::router_kernels(),
       INFUSE_ISA::quantize,
       INFUSE_ISA::read_bytes,
+      INFUSE_ISA::multiply_registers,
       INFUSE_ISA::sum_arrays,
   };
   return table;

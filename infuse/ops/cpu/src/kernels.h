@@ -79,6 +79,9 @@ struct SumArgs {
   Type type;
 };
 
+// Instructions that multiply and add, in the order of INSTRUCTIONS in infuse/profile/probe.py.
+enum class Instruction { float_fma, bf16_dot, byte_dot, amx_bf16 };
+
 struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);  // rows [begin, end)
@@ -92,6 +95,7 @@ struct Kernels {
   RouterKernels router;
   QuantizeKernel quantize;
   uint64_t (*read_bytes)(const void* data, int64_t bytes);  // probe.h
+  double (*multiply_registers)(Instruction, int64_t rounds);
   void (*sum_arrays)(const SumArgs&, int64_t begin, int64_t end);  // shared.h; elements [begin, end)
 };
 
