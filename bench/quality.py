@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ import transformers
 
 import infuse
 from infuse.device import cpu_features
+from infuse.layers.cache import KVCache
 from infuse.plan.formats import held_bytes, matrices_made
 from infuse.plan.plan import Plan
 
@@ -42,7 +44,7 @@ FORMATS = (
 )  # fmt: skip
 # The most that perplexity may grow against float32, in percent, for the formats that a short name stands for.
 LIMITS: Mapping[str, float] = MappingProxyType(
-    {"bfloat16": 0.1, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0}
+    {"bfloat16": 0.1, "int8 cache": 0.2, "int8:64": 0.2, "fp8": 0.6, "fp6:64": 1.0, "int4:64": 4.0}
 )
 FAMILIES = ("int8 asymmetric", "int8", "int8 a8", "fp8", "fp6", "int4 asymmetric", "int4", "int4 a8", "bfloat16")
 
@@ -82,17 +84,25 @@ def bits(plan: Plan) -> float:
 
 
 def scores(folder: Path, text: str, formats: Sequence[str], dtype: str, window: int, stride: int) -> Iterator[Score]:
-    """float32 first, then bfloat16, then each format with activations in `dtype`."""
+    """float32 first, then bfloat16, float32 over a KV cache in int8, then each format with activations in `dtype`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     exact = 0.0
-    for name in ("float32", "bfloat16", *formats):
+    for name in ("float32", "bfloat16", "int8 cache", *formats):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         keys = dict(dtype=name) if name in ("float32", "bfloat16") else dict(dtype=dtype, quant=name)
+        if name == "int8 cache":
+            keys = dict(dtype="float32", kv_cache="int8")
         engine = infuse.init_inference(model, progress=False, **keys)
-        nats, tokens = total_nats(engine, tokenizer, text, window, stride)
+        scored = partial(over_int8_cache, engine) if name == "int8 cache" else engine
+        nats, tokens = total_nats(scored, tokenizer, text, window, stride)
         found = math.exp(nats / tokens)
         exact = exact or found
         yield Score(name, bits(engine.plan), found, 100 * (found / exact - 1))
+
+
+def over_int8_cache(engine: Any, ids: torch.Tensor) -> Any:
+    """The model's output for ids whose keys and values go through a cache in int8."""
+    return engine(ids, past_key_values=KVCache(format="int8"))
 
 
 def table(found: Sequence[Score]) -> str:

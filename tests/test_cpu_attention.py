@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infuse import ops
 from infuse.native import isa, kernels
+from infuse.ops.cache_rows import SCALE_BYTES, dequantize_rows, quantize_rows, values_of
 
 REASON = kernels() if isinstance(kernels(), str) else ""
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -46,7 +47,7 @@ def cached(batch: int, kv_heads: int, length: int, width: int, dtype: torch.dtyp
 def check(dtype: torch.dtype, *args: object) -> None:
     q, k, v = args[:3]
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    wanted = ops.attention.reference(q.float(), k.float(), v.float(), *args[3:])
+    wanted = ops.attention.reference(q.float(), values_of(k).float(), values_of(v).float(), *args[3:])
     found = attended(*args)
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, wanted, dtype, f"{tuple(q.shape)} over {tuple(k.shape)}")
@@ -138,49 +139,46 @@ def test_attention_with_masks(dtype: torch.dtype, threads: int) -> None:
                 check(dtype, q, k, v, added, None, 0.2, tokens == 1, 0, 0.0)
 
 
-BY_TILES = pytest.mark.skipif(bool(REASON) or isa() not in TILED, reason="tiles of queries need bf16 instructions")
-
-
-@BY_TILES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 32, 33, 64, 80, 128])
-def test_many_queries_go_by_tiles(width: int, threads: int) -> None:
+def test_many_queries_go_by_tiles(width: int, dtype: torch.dtype, threads: int) -> None:
     for batch, heads, kv_heads, tokens, length in (
         (2, 4, 2, 9, 9), (1, 8, 2, 70, 70), (2, 3, 3, 130, 130), (1, 4, 1, 40, 300), (1, 71, 1, 20, 20)
     ):  # fmt: skip
-        q = torch.randn(batch, tokens, heads, width).bfloat16().transpose(1, 2)
-        k, v = (cached(batch, kv_heads, length, width, torch.bfloat16) for _ in range(2))
+        q = torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
+        k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
         for causal in (False, True):
             for window in (0, 7, 100):
                 sinks = torch.linspace(-1, 3, heads) if window == 7 else None
-                check(torch.bfloat16, q, k, v, None, None, width**-0.5, causal, window, 0.0, sinks)
+                check(dtype, q, k, v, None, None, width**-0.5, causal, window, 0.0, sinks)
 
 
-@BY_TILES
-def test_tiles_with_masks(threads: int) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_with_masks(dtype: torch.dtype, threads: int) -> None:
     batch, heads, kv_heads, width = 3, 4, 2, 32
     for tokens, length in ((9, 130), (40, 40), (17, 400)):
-        q = torch.randn(batch, heads, tokens, width).bfloat16()
-        k, v = (cached(batch, kv_heads, length, width, torch.bfloat16) for _ in range(2))
-        bias = torch.randn(1, heads, 1, length).bfloat16()
+        q = torch.randn(batch, heads, tokens, width).to(dtype)
+        k, v = (cached(batch, kv_heads, length, width, dtype) for _ in range(2))
+        bias = torch.randn(1, heads, 1, length).to(dtype)
         for mask in masks(batch, heads, tokens, length):
-            check(torch.bfloat16, q, k, v, mask, None, 0.2, False, 0, 0.0)
-            check(torch.bfloat16, q, k, v, mask, bias, 0.2, True, 7, 3.0)
+            check(dtype, q, k, v, mask, None, 0.2, False, 0, 0.0)
+            check(dtype, q, k, v, mask, bias, 0.2, True, 7, 3.0)
             added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-            check(torch.bfloat16, q, k, v, added, None, 0.2, False, 0, 0.0)
+            check(dtype, q, k, v, added, None, 0.2, False, 0, 0.0)
             mask = mask.clone()
             mask[..., 0] = True  # a row of -infinity alone is NaN for the reference, zeros here
             hidden = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-            check(torch.bfloat16, q, k, v, hidden, None, 0.2, False, 0, 0.0)
+            check(dtype, q, k, v, hidden, None, 0.2, False, 0, 0.0)
 
 
-@BY_TILES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
-def test_what_is_not_finite_passes_through_tiles(value: float) -> None:
+def test_what_is_not_finite_passes_through_tiles(value: float, dtype: torch.dtype) -> None:
     for which in range(3):
         for place in (0, 70, 199):
-            args = [torch.randn(2, heads, tokens, 32).bfloat16() for heads, tokens in ((4, 20), (2, 200), (2, 200))]
+            args = [torch.randn(2, heads, tokens, 32).to(dtype) for heads, tokens in ((4, 20), (2, 200), (2, 200))]
             args[which][1, 1, min(place, args[which].shape[2] - 1), 3] = value
-            check(torch.bfloat16, *args, None, None, 0.2, False, 0, 0.0)
+            check(dtype, *args, None, None, 0.2, False, 0, 0.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
@@ -192,8 +190,6 @@ def test_sinks_of_all_sizes(tokens: int) -> None:
     nothing = torch.zeros(2, 1, tokens, length)
     nothing[1] = -float("inf")
     for dtype in DTYPES:
-        if tokens > 8 and (dtype != torch.bfloat16 or isa() not in TILED):
-            continue
         given = [tensor.to(dtype) for tensor in (q, k, v)]
         for mask in (None, nothing, nothing == 0):
             finite = sinks.clamp(min=-300) if mask is nothing else sinks  # scores of -infinity alone are NaN in softmax
@@ -229,7 +225,8 @@ def test_attention_declines_what_it_does_not_take() -> None:
     attend = kernels().attention.default
     rest = (None, None, 0.25, True, 0, 0.0)
     assert attend(q, k, k, *rest) is not None
-    assert attend(torch.randn(1, 2, 9, 16), k, k, *rest) is None  # a prefill
+    wide = torch.randn(1, 2, 9, 520)
+    assert attend(wide, wide, wide, *rest) is None
     assert attend(q.double(), k.double(), k.double(), *rest) is None
     assert attend(q, k.bfloat16(), k.bfloat16(), *rest) is None
     assert attend(q, k.transpose(2, 3).contiguous().transpose(2, 3), k, *rest) is None
@@ -237,8 +234,109 @@ def test_attention_declines_what_it_does_not_take() -> None:
     assert attend(q, k[:, :, :0], k[:, :, :0], *rest) is None
     assert attend(q, k, k, *rest, torch.randn(3)) is None
     assert attend(q, k, k, *rest, torch.randn(2).double()) is None
-    long = torch.randn(1, 2, 9, 16)
-    assert_near(ops.attention.body("cpu")(long, k, k, *rest), ops.attention.reference(long, k, k, *rest), torch.float32)
+    assert_near(
+        ops.attention.body("cpu")(wide, wide, wide, *rest),
+        ops.attention.reference(wide, wide, wide, *rest),
+        torch.float32,
+    )
+
+
+# ---- int8 caches ----
+
+
+def rows_of(batch: int, kv_heads: int, length: int, width: int) -> Tensor:
+    """A view of rows in a longer storage, whose codes and scales beyond it must not be used."""
+    storage = torch.full((batch, kv_heads, length + 3, width + SCALE_BYTES), -1, dtype=torch.int8)  # scales are NaN
+    storage[:, :, :length] = quantize_rows(torch.randn(batch, kv_heads, length, width))
+    return storage[:, :, :length]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 24, 33, 64, 80, 256, 600])
+def test_attention_over_an_int8_cache(width: int, dtype: torch.dtype, threads: int) -> None:
+    for batch, heads, kv_heads, tokens in ((1, 4, 1, 1), (3, 6, 2, 1), (1, 3, 3, 1), (2, 10, 2, 3), (1, 2, 1, 8)):
+        for length in (1, 17, 65, 500):
+            q = torch.randn(batch, heads, tokens, width, dtype=dtype)
+            k, v = (rows_of(batch, kv_heads, length, width) for _ in range(2))
+            mask = torch.rand(batch, 1, tokens, length) < 0.7
+            if length >= tokens:
+                check(dtype, q, k, v, None, None, width**-0.5, True, 0, 0.0, torch.linspace(-1, 4, heads).to(dtype))
+            check(dtype, q, k, v, None, None, width**-0.5, False, 5, 2.0)
+            check(dtype, q, k, v, mask, torch.randn(1, heads, 1, length), width**-0.5, False, 0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 33, 64, 80])
+def test_many_queries_over_an_int8_cache(width: int, dtype: torch.dtype, threads: int) -> None:
+    for batch, heads, kv_heads, tokens, length in ((2, 4, 2, 9, 9), (1, 8, 2, 70, 130), (1, 3, 3, 40, 301)):
+        q = torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
+        k, v = (rows_of(batch, kv_heads, length, width) for _ in range(2))
+        for causal, window in ((True, 0), (False, 0), (True, 7)):
+            rest = (None, None, width**-0.5, causal, window, 0.0)
+            rounds = dtype == torch.bfloat16 and isa() in TILED  # to what the tiles multiply
+            values = (dequantize_rows(rows, dtype if rounds else torch.float32).float() for rows in (k, v))
+            wanted = ops.attention.reference(q.float(), *values, *rest)
+            assert_near(attended(q, k, v, *rest), wanted, dtype, f"{width} {causal} {window}")
+
+
+def test_an_int8_cache_split_over_threads() -> None:
+    for _ in thread_counts(2, 5):
+        q = torch.randn(1, 8, 1, 64).bfloat16()
+        k, v = (rows_of(1, 2, 6000, 64) for _ in range(2))
+        found = attended(q, k, v, None, None, 0.125, True, 0, 0.0)
+        wanted = exact(q, dequantize_rows(k), dequantize_rows(v), torch.ones(6000, dtype=torch.bool), 0.125)
+        assert_near(found, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_passes_through_an_int8_cache(dtype: torch.dtype, value: float) -> None:
+    for tokens in (1, 20):
+        for which in range(3):
+            args = [torch.randn(2, heads, count, 32) for heads, count in ((4, tokens), (2, 200), (2, 200))]
+            args[which][1, 1, -1, 3] = value
+            q, k, v = args[0].to(dtype), *map(quantize_rows, args[1:])
+            check(dtype, q, k, v, None, None, 0.2, False, 0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_append_to_an_int8_cache(dtype: torch.dtype, threads: int) -> None:
+    """Bit for bit like the reference, and nothing else is written."""
+    for batch, tokens, width in ((1, 1, 64), (3, 2, 80), (2, 300, 33), (1, 3, 6)):
+        qkv = torch.randn(batch, tokens, 4 + 2 * 2, width, dtype=dtype)
+        qkv[0, 0, 4] = 0
+        qkv[0, -1, 5, -1] = 1e4
+        qkv[0, 0, 6] = 1e-42
+        found = [torch.full((batch, 310, 2, width + SCALE_BYTES), 77, dtype=torch.int8).transpose(1, 2) for _ in "kv"]
+        wanted = [one.clone() for one in found]
+        q = kernels().rotary_append.default(qkv, None, None, *found, 5, 4, False)
+        assert torch.equal(q, ops.rotary_append.reference(qkv, None, None, *wanted, 5, 4, False))
+        assert all(map(torch.equal, found, wanted))
+        rotated = [torch.empty_like(one) for one in wanted]
+        turns = torch.rand(1, tokens, width // 2 * 2, dtype=dtype)
+        kernels().rotary_append.default(qkv, turns, turns, *rotated, 5, 4, False)
+        ops.rotary_append.reference(qkv, turns, turns, *wanted, 5, 4, False)
+        a, b = (dequantize_rows(one[0][:, :, 5 : 5 + tokens]) for one in (rotated, wanted))
+        assert_near(a, b, torch.bfloat16)  # a value that rounds to another neighbour moves its code by one
+
+
+def test_an_int8_cache_of_what_is_not_finite() -> None:
+    qkv = torch.randn(1, 3, 4, 16)
+    for token, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        qkv[0, token, 2, 5] = value
+    keys, values = (torch.zeros(1, 1, 3, 20, dtype=torch.int8) for _ in "kv")
+    kernels().rotary_append.default(qkv, None, None, keys, values, 0, 2, False)
+    assert dequantize_rows(keys).isnan().all() and torch.equal(values, quantize_rows(qkv[:, :, 3:].transpose(1, 2)))
+
+
+def test_rows_of_another_width_are_declined() -> None:
+    q, k = torch.randn(1, 2, 1, 16), rows_of(1, 2, 9, 16)
+    rest = (None, None, 0.25, True, 0, 0.0)
+    assert kernels().attention.default(q, k, rows_of(1, 2, 9, 15), *rest) is None
+    assert kernels().attention.default(q, k, torch.randn(1, 2, 9, 16), *rest) is None
+    qkv = torch.randn(1, 1, 6, 16)
+    assert kernels().rotary_append.default(qkv, None, None, k, rows_of(1, 2, 9, 15), 0, 2, False) is None
+    assert kernels().rotary_append.default(qkv, None, None, k, torch.zeros(1, 2, 9, 16), 0, 2, False) is None
 
 
 # ---- rotary ----

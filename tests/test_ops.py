@@ -52,10 +52,10 @@ def written(name: str) -> list[int]:
 
 
 def own(args: tuple, poisoned: list[int]) -> tuple:
-    """The arguments as copies; those at `poisoned` full of NaN."""
+    """The arguments as copies; those at `poisoned` full of NaN, or of 77 if they hold integers."""
     copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
     for i in poisoned:
-        copies[i].fill_(float("nan"))
+        copies[i].fill_(float("nan") if copies[i].is_floating_point() else 77)
     return tuple(copies)
 
 

@@ -30,7 +30,7 @@ from infuse.proof import compare
 from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases, routed_cases
 from infuse.proof.components import component_cases
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
-from infuse.proof.sessions import block_sessions, decodes, model_sessions
+from infuse.proof.sessions import block_sessions, model_sessions
 from infuse.shards.save import packed_paths
 
 COMPONENT = "the whole component"  # instead of the path of the model around a step
@@ -131,7 +131,7 @@ class Proofs:
                 by_owner.setdefault((COMPONENT, False), []).append(step.path)
             elif step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
-                by_owner.setdefault((owner, decodes(step)), []).append(step.path)
+                by_owner.setdefault((owner, step.decodes), []).append(step.path)
             elif isinstance(step.shape, RoutedShape):
                 found[step.path] = routed_cases(step.shape.hidden, self.builder.source.device)
             elif isinstance(whole := step.whole or step.shape, ExpertsShape):
@@ -149,7 +149,9 @@ class Proofs:
                     if owner == COMPONENT:
                         recorded = component_cases(model, layers)
                     else:
-                        sessions = model_sessions(model) if owner is None else block_sessions(model, on_cache)
+                        sessions = model_sessions(model)
+                        if owner is not None:
+                            sessions = block_sessions(model, on_cache, self.config.kv_cache)
                         recorded = recorded_cases(model, layers, sessions)
             except CheckpointError:
                 raise

@@ -47,6 +47,10 @@ Verify = Annotated[
     Literal["sample", "all", "strict", "off"],
     typer.Option(help="Which layers are proven against the original before they are swapped."),
 ]
+KvCache = Annotated[
+    Literal["int8"] | None,
+    typer.Option("--kv-cache", help="Format of keys and values while generating. Default: the dtype."),
+]
 Ranks = Annotated[
     int | None, typer.Option("--tp", min=1, help="Ranks that share each layer, started here. Default: one process.")
 ]
@@ -81,6 +85,7 @@ def show_plan(
     ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
+    kv_cache: KvCache = None,
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
@@ -89,7 +94,7 @@ def show_plan(
     with without_tracebacks():
         import infuse
 
-        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep)))
+        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep, kv_cache)))
 
 
 @app.command()
@@ -120,6 +125,7 @@ def generate(
     ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
+    kv_cache: KvCache = None,
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
@@ -140,10 +146,10 @@ def generate(
         prompt_tokens = inputs["input_ids"].shape[1]
         if prompt_tokens == 0:
             fail("the prompt has no tokens; give at least one character", WRONG_USE)
-        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep, kv_cache))
         more: dict[str, Any] = {"prompt_lookup_num_tokens": lookup}
         if draft is not None:
-            more = _assisted(draft, config, tokenizer, _settings(dtype, draft_quant, verify, device, tp, ep))
+            more = _assisted(draft, config, tokenizer, _settings(dtype, draft_quant, verify, device, tp, ep, kv_cache))
         if seed is not None:
             torch.manual_seed(seed)
         more |= {"temperature": temperature, "top_p": top_p, "do_sample": sample, "max_new_tokens": max_new_tokens}
@@ -185,6 +191,7 @@ def bench(
     ep: ExpertRanks = None,
     dtype: DtypeName = None,
     quant: QuantName = None,
+    kv_cache: KvCache = None,
     verify: Verify = "sample",
     device: DeviceName = None,
 ) -> None:
@@ -201,7 +208,7 @@ def bench(
         import torch
 
         products = multiplications(empty_model(model_dir, config))
-        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep))
+        engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep, kv_cache))
         model: Any = engine.module
         engine.group.share_random_state()  # all ranks draw the same prompts
         models = {"infuse": model}
@@ -295,7 +302,13 @@ def env() -> None:
 
 
 def _settings(
-    dtype: str | None, quant: str | None, verify: str, device: str | None, tp: int | None, ep: int | None
+    dtype: str | None,
+    quant: str | None,
+    verify: str,
+    device: str | None,
+    tp: int | None,
+    ep: int | None,
+    kv_cache: str | None = None,
 ) -> dict[str, Any]:
     """The options as keyword arguments of init_inference and plan."""
     import torch
@@ -304,6 +317,8 @@ def _settings(
     given: dict[str, Any] = {"dtype": dtype, "quant": quant, "verify": verify, "device": device}
     if tp or ep:
         given["device"] = rank_device(device)
+    if kv_cache:
+        given["kv_cache"] = kv_cache
     if tp:
         given["tensor_parallel"] = {"tp_size": tp}
     if ep:

@@ -76,7 +76,8 @@ class InferenceConfig(Section):
     pre-allocates and caps). dtype int8 means int8 weights and 16-bit activations. infuse's own keys: verify (which
     steps are proven before the swap), device (None: where the model is), progress (None: bars on a terminal only),
     skip_padding (True: encoder layers return zeros at the padding instead of computing it) and experts ("mmap": experts
-    saved in our shards are mapped from their file instead of read). The caller's dict is not changed.
+    saved in our shards are mapped from their file instead of read) and kv_cache ("int8": generate keeps keys and values
+    in int8; None: in the compute dtype). The caller's dict is not changed.
     """
 
     aliases = MappingProxyType(
@@ -136,6 +137,7 @@ class InferenceConfig(Section):
     progress: bool | None = None
     skip_padding: bool = False
     experts: Literal["memory", "mmap"] = "memory"
+    kv_cache: Literal["int8"] | None = None
 
     def __init__(self, config: Any = None, /, **kwargs: Any):
         try:

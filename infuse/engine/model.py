@@ -35,7 +35,6 @@ from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
 from infuse.plan.step import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.profile.profiler import ForwardTimes, Profile
-from infuse.proof.sessions import decodes
 from infuse.shards.save import check_folder, save
 
 if TYPE_CHECKING:
@@ -237,9 +236,10 @@ class InferenceEngine(nn.Module):
             self.module,
             limit_tokens=None if is_component(self.module) else settings.max_out_tokens,
             min_new_tokens=settings.min_out_tokens,
-            caches=any(decodes(step) for step in self.plan.steps),
+            caches=any(step.decodes for step in self.plan.steps),
             graphs=self._graphs(settings, device),
             group=self.group,
+            kv_cache=settings.kv_cache,
         )
 
     def _graphs(self, settings: InferenceConfig, device: Device) -> GraphUse | None:

@@ -68,7 +68,7 @@ class Draft:
     def __init__(self, generator: Any, input_ids: Tensor):
         self._generator, self._config, model = generator, generator.generation_config, generator.assistant_model
         installed, capacity_tokens = model._infuse, generator.main_model_max_length
-        self._cache, self._group = KVCache(capacity_tokens, installed.limit_tokens), installed.group
+        self._cache, self._group = KVCache(capacity_tokens, installed.limit_tokens, installed.kv_cache), installed.group
         self._device = model.device
         kept = [one for one in generator.logits_processor if not isinstance(one, MinNewTokensLengthLogitsProcessor)]
         self._processed = Processed(LogitsProcessorList(kept))

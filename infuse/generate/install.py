@@ -61,6 +61,7 @@ class Installed:
     caches: bool
     buckets: BucketPool | None = None
     group: Group = LOCAL
+    kv_cache: str | None = None  # format of our cache
 
 
 @dataclass(frozen=True)
@@ -85,22 +86,24 @@ def install(
     caches: bool,
     graphs: GraphUse | None = None,
     group: Group = LOCAL,
+    kv_cache: str | None = None,
 ) -> list[RemovableHandle]:
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
-    Return the hooks' handles. `caches`: the layers support our cache. Pass `graphs` only if the collectives of `group`
-    can be captured.
+    Return the hooks' handles. `caches`: the layers support our cache; `kv_cache` is its format. Pass `graphs` only if
+    the collectives of `group` can be captured.
     """
     buckets = None
     if graphs is not None:
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
         if graphs.steps and caches:
-            buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group)
+            buckets = BucketPool(backend, graphs.keep_bytes, limit_tokens, Places(module), group, kv_cache)
         for part in map(module.get_submodule, graphs.inside or ("",)):
             own: Any = vars(part).get("forward")
             part.forward = Forward(part, own, backend if graphs.forward else None)  # type: ignore[assignment]
             part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
-    module._infuse = Installed(limit_tokens, min_new_tokens, caches, buckets, group)  # type: ignore[assignment]
+    installed = Installed(limit_tokens, min_new_tokens, caches, buckets, group, kv_cache)
+    module._infuse = installed  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
         # Not a bound method, which would unpickle as the class's own.
@@ -164,7 +167,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = min(total, prompt + _PREPARED_TOKENS)
         if installed.buckets is not None and _can_replay(self):
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
-        cache = KVCache(installed.limit_tokens or prepared, installed.limit_tokens) if graphed is None else graphed
+        capacity, limit = installed.limit_tokens or prepared, installed.limit_tokens
+        cache = KVCache(capacity, limit, installed.kv_cache) if graphed is None else graphed
         kwargs["past_key_values"] = cache
         if loop := asked.own_loop():
             streamer, assistants = kwargs.get("streamer"), {name: kwargs.get(name) for name in _ASSISTANTS}

@@ -25,11 +25,12 @@ class Bucket:
         backend: Backend,
         capacity_tokens: int,
         limit_tokens: int | None = None,
+        format: str | None = None,
         *,
         weights: Callable[[], Hashable] | None = None,
         warn: FirstError | None = None,
     ):
-        self.cache = KVCache(capacity_tokens, limit_tokens)
+        self.cache = KVCache(capacity_tokens, limit_tokens, format)
         self.limit_tokens = limit_tokens
         self._step = _Step(self.cache, weights)
         self.graphs = GraphRunner(self._step, backend, state=self._step.state, warn=warn)

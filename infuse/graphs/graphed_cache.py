@@ -28,7 +28,7 @@ class GraphedCache(KVCache):
         self._takes_mask: bool | None = None
         self.bucket: Bucket | None = pool.take(batch, tokens)
         with pool.backend.turn():  # wait for earlier uses of the bucket on other streams
-            super().__init__(self.bucket.capacity_tokens, self.bucket.limit_tokens)
+            super().__init__(self.bucket.capacity_tokens, self.bucket.limit_tokens, pool.format)
         self.layers = self.bucket.cache.layers
 
     @interrupts.held_back()
@@ -53,7 +53,7 @@ class GraphedCache(KVCache):
             (slot.reorder_cache if self.bucket is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy holds the tokens without the bucket
-        return _plain, (self._make_slot, [slot.copied() for slot in self.layers])
+        return _plain, (self._make_slot, [slot.copied() for slot in self.layers], self.format)
 
     # -- decode steps
 
@@ -100,7 +100,7 @@ class GraphedCache(KVCache):
         return inputs
 
 
-def _plain(make_slot: Callable[[], KVSlot], layers: list[KVSlot]) -> KVCache:
-    cache = KVCache()
+def _plain(make_slot: Callable[[], KVSlot], layers: list[KVSlot], format: str | None) -> KVCache:
+    cache = KVCache(format=format)
     cache._make_slot, cache.layers = make_slot, layers  # type: ignore[assignment]
     return cache

@@ -18,7 +18,7 @@ class BucketPool:
     """The idle buckets of one model, up to `limit_bytes`, the most recently used last.
 
     `weights` returns what graphs depend on besides their arguments. The ranks of a `group` agree on which buckets they
-    keep when the next call begins.
+    keep when the next call begins. `format` is that of the caches.
     """
 
     def __init__(
@@ -28,7 +28,9 @@ class BucketPool:
         limit_tokens: int | None = None,
         weights: Callable[[], Hashable] | None = None,
         group: Group = LOCAL,
+        format: str | None = None,
     ):
+        self.format = format
         self.backend, self.limit_bytes, self.limit_tokens, self.group = backend, limit_bytes, limit_tokens, group
         self.idle: list[Bucket] = []
         self._weights = weights
@@ -49,7 +51,9 @@ class BucketPool:
             if found is not None:
                 self.idle.remove(found)
         if found is None:
-            return Bucket(self.backend, wanted[1], self.limit_tokens, weights=self._weights, warn=self._warn)
+            return Bucket(
+                self.backend, wanted[1], self.limit_tokens, self.format, weights=self._weights, warn=self._warn
+            )
         found.reset()
         return found
 
@@ -66,8 +70,7 @@ class BucketPool:
         """Return a bucket of twice the capacity with the same tokens, and take `bucket` back."""
         larger = self.take(bucket.batch, 2 * bucket.capacity_tokens)
         for index, source in enumerate(bucket.cache.layers):
-            keys, values = source.held()
-            larger.cache.slot(index).update(keys, values)
+            larger.cache.slot(index).take(source)
         self.give_back(bucket)
         return larger
 

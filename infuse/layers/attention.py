@@ -22,6 +22,7 @@ from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
 from infuse.layers.surroundings import Surroundings
+from infuse.ops.cache_rows import values_of
 
 
 class Attention(nn.Module):
@@ -136,11 +137,12 @@ class Attention(nn.Module):
                 )
         q, k, v = self._rotated(qkv_BTND, inputs, self._modules["positions"])  # type: ignore[arg-type]
         passed = {keyword: attribute(self, name) for keyword, name in shape.passes}
+        k, v = values_of(k, q.dtype), values_of(v, q.dtype)
         out_BTHD, weights = attend(self, q, k, v, inputs.mask, dropout=0.0, scaling=shape.scale, **passed, **more)
         return out_BTHD.reshape(*qkv_BTND.shape[:2], -1).contiguous(), weights
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q and k and append k and v to the cache. Return q [B, H, T, D] and all k and v [B, K, L, D]."""
+        """Rotate q and k and append k and v to the cache. Return q [B, H, T, D] and all k and v as they are stored."""
         shape, turns = self.shape, positions.turns(inputs)
         cache: Any = inputs.cache
         cos, sin = turns if turns is not None else (None, None)

@@ -1,7 +1,8 @@
 """KVCache: keys and values in preallocated, growing storage, behind transformers' Cache protocol.
 
 Each layer's storage is [B, K, S, D]; `keys` and `values` are views of its first `length` tokens. All tokens are kept,
-so cropping back is always possible; the model's mask applies sliding windows.
+so cropping back is always possible; the model's mask applies sliding windows. A cache of format "int8" stores rows of
+ops/cache_rows.py instead, [B, K, S, D + 4]: our attention reads them as they are, all others get dequantized values.
 
 A CUDA graph must not depend on a host number that changes at every step. For a capture, `hold_place` gives the slots a
 device tensor with the next token's index. Attention then reads all S keys, and a mask hides the unused ones.
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from infuse import memory
 from infuse.errors import ContextLimitError, InfuseError, UnsupportedCall
+from infuse.ops.cache_rows import SCALE_BYTES, dequantize_rows, quantize_rows
 
 _ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
 
@@ -28,8 +31,9 @@ class KVSlot(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         self.length = 0
+        self.format, self.dtype = format, torch.float32  # dtype: of the layer's keys and values
         self.row_lengths: Tensor | None = None
         self.place: Tensor | None = None
         self.count: Tensor | None = None
@@ -45,12 +49,18 @@ class KVSlot(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Keys so far, [B, K, length, D]."""
-        return None if self.key_storage is None else self.key_storage[:, :, : self.length]
+        """Keys so far, [B, K, length, D]; dequantized if they are stored in another format."""
+        return None if self.key_storage is None else self._readable(self.key_storage[:, :, : self.length])
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.value_storage is None else self.value_storage[:, :, : self.length]
+        return None if self.value_storage is None else self._readable(self.value_storage[:, :, : self.length])
+
+    def _readable(self, stored: Tensor) -> Tensor:
+        return stored if self.format is None else dequantize_rows(stored, self.dtype)
+
+    def _stored(self, states: Tensor) -> Tensor:
+        return states if self.format is None else quantize_rows(states)
 
     def reserve(self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor) -> int:
         """Make room for `tokens` more, in the dtype and on the device of `like`. Return the index of the first.
@@ -66,14 +76,13 @@ class KVSlot(CacheLayerMixin):
         if storage is None:
             self._grow(batch, needed, kv_heads, width, like)
             return self.length
-        rows, heads, room, held_width = storage.shape
-        alike = (
-            heads == kv_heads and held_width == width and storage.dtype == like.dtype and storage.device == like.device
-        )
+        rows, heads, room, _ = storage.shape
+        held_width = storage.shape[3] - (0 if self.format is None else SCALE_BYTES)
+        alike = heads == kv_heads and held_width == width and self.dtype == like.dtype and storage.device == like.device
         if self.length and rows != batch:  # a batch of one would be broadcast silently
             raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
         if self.length and not alike:
-            held = f"{heads} heads of {held_width} in {storage.dtype} on {storage.device}"
+            held = f"{heads} heads of {held_width} in {self.dtype} on {storage.device}"
             given = f"{kv_heads} heads of {width} in {like.dtype} on {like.device}"
             what = f"the cache was filled with {held}, and this layer makes {given}"
             raise UnsupportedCall(f"past_key_values: {what}; fill a new cache with this model, or reset() this one")
@@ -88,21 +97,32 @@ class KVSlot(CacheLayerMixin):
         if self.limit_tokens is not None:
             capacity = min(capacity, self.limit_tokens)
         with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
-            keys, values = (like.new_empty(batch, kv_heads, capacity, width) for _ in range(2))
+            dtype, row = (like.dtype, width) if self.format is None else (torch.int8, width + SCALE_BYTES)
+            shape = batch, kv_heads, capacity, row
+            keys, values = (memory.empty(shape, dtype, like.device) for _ in range(2))
         if self.length:
-            assert self.keys is not None and self.values is not None
-            keys[:, :, : self.length] = self.keys
-            values[:, :, : self.length] = self.values
-        self.key_storage, self.value_storage = keys, values
+            for new, old in zip((keys, values), self.held(), strict=True):
+                new[:, :, : self.length] = old
+        self.key_storage, self.value_storage, self.dtype = keys, values, like.dtype
         self.is_initialized = True
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values so far, [B, K, length, D] each. The storage must exist."""
+        """Keys and values so far as they are stored, [B, K, length, D] each. The storage must exist."""
         assert self.key_storage is not None and self.value_storage is not None
         return self.key_storage.narrow(2, 0, self.length), self.value_storage.narrow(2, 0, self.length)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
+
+    def take(self, other: KVSlot) -> None:
+        """Append the tokens of another slot, as they are stored there in the same format."""
+        assert other.format == self.format and other.key_storage is not None
+        batch, kv_heads, _, width = other.key_storage.shape
+        like = torch.empty(0, dtype=other.dtype, device=other.key_storage.device)
+        start = self.reserve(batch, other.length, kv_heads, width - (0 if self.format is None else SCALE_BYTES), like)
+        self.advance(other.length)
+        for mine, its in zip(self.held(), other.held(), strict=True):
+            mine[:, :, start:] = its
 
     def copied(self) -> KVSlot:
         """Copy the tokens to new storage, without room for more."""
@@ -137,8 +157,8 @@ class KVSlot(CacheLayerMixin):
         # Clear the places that shorter rows skip: a mask hides them, but NaN would survive it.
         for storage in (self.key_storage, self.value_storage):
             storage[:, :, self.length : self.length + tokens] = 0
-        self.key_storage[rows, :, places] = key_states.transpose(1, 2)
-        self.value_storage[rows, :, places] = value_states.transpose(1, 2)
+        self.key_storage[rows, :, places] = self._stored(key_states).transpose(1, 2)
+        self.value_storage[rows, :, places] = self._stored(value_states).transpose(1, 2)
         self.row_lengths = self.row_lengths + tokens
 
     # -- inside a graph
@@ -151,7 +171,7 @@ class KVSlot(CacheLayerMixin):
         return (seen & (keys > self.place - window) if window else seen)[None, None, None]
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Keys and values over the whole capacity, [B, K, S, D] each. The storage must exist."""
+        """Stored keys and values over the whole capacity, [B, K, S, D] each. The storage must exist."""
         assert self.key_storage is not None and self.value_storage is not None
         return self.key_storage, self.value_storage
 
@@ -159,9 +179,9 @@ class KVSlot(CacheLayerMixin):
         assert self.place is not None and self.key_storage is not None and self.value_storage is not None
         if key_states.shape[2] != 1:
             raise InfuseError(f"one token at a time goes to a place that is held, {key_states.shape[2]} were given")
-        self.key_storage.index_copy_(2, self.place[None], key_states)
-        self.value_storage.index_copy_(2, self.place[None], value_states)
-        return self.key_storage, self.value_storage
+        self.key_storage.index_copy_(2, self.place[None], self._stored(key_states))
+        self.value_storage.index_copy_(2, self.place[None], self._stored(value_states))
+        return self._readable(self.key_storage), self._readable(self.value_storage)
 
     # -- transformers' protocol for one layer
 
@@ -178,10 +198,11 @@ class KVSlot(CacheLayerMixin):
         if self.row_lengths is not None:
             self._update_rows(key_states, value_states)
         else:
-            self.key_storage[:, :, start : start + tokens] = key_states
-            self.value_storage[:, :, start : start + tokens] = value_states
+            self.key_storage[:, :, start : start + tokens] = self._stored(key_states)
+            self.value_storage[:, :, start : start + tokens] = self._stored(value_states)
         self.advance(tokens)
-        return self.held()
+        keys, values = self.held()
+        return self._readable(keys), self._readable(values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.place is not None:
@@ -244,13 +265,15 @@ class KVCache(Cache):
     """A cache of KVSlots, created when layers first ask for them.
 
     `capacity_tokens` preallocates room for that many tokens; `limit_tokens` caps them (ContextLimitError beyond).
-    Without them the storage starts with room for the first call and doubles.
+    Without them the storage starts with room for the first call and doubles. `format`: None or one of
+    ops.cache_rows.FORMATS.
     """
 
     layers: list[KVSlot]  # type: ignore[assignment]
 
-    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None):
-        self._make_slot = partial(KVSlot, capacity_tokens, limit_tokens)
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        self.format = format
+        self._make_slot = partial(KVSlot, capacity_tokens, limit_tokens, format)
         super().__init__(layer_class_to_replicate=self._make_slot)  # type: ignore[arg-type]
 
     def slot(self, index: int) -> KVSlot:
@@ -290,7 +313,7 @@ class KVCache(Cache):
         return alike and storages[0].shape[0] == batch
 
     def storages(self) -> list[Tensor]:
-        """Keys and values of all layers that have storage, [B, K, S, D] each."""
+        """Stored keys and values of all layers that have storage, [B, K, S, D] each."""
         return [t for slot in self.layers for t in (slot.key_storage, slot.value_storage) if t is not None]
 
     def nbytes(self) -> int:

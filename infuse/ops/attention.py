@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infuse.ops.cache_rows import quantize_rows, values_of
 from infuse.ops.op import Case, op
 
 
@@ -27,7 +28,8 @@ def attention_weights(
     that are `window` or more positions before the query. `softcap` > 0 squashes scores to (-softcap, softcap) by tanh.
     """
     groups = q_BHTD.shape[1] // k_BKLD.shape[1]
-    keys = k_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else k_BKLD
+    keys = values_of(k_BKLD)
+    keys = keys.repeat_interleave(groups, dim=1) if groups > 1 else keys
     scores = (q_BHTD.float() @ keys.float().transpose(-1, -2)) * scale
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
@@ -69,6 +71,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """attention_weights(...) @ v, as [B, T, H, D] in q.dtype; computed in float32.
 
+    Keys and values may be rows of an int8 cache (ops/cache_rows.py).
     A body called directly, not through the registered op, also takes `length`, an int64 tensor with one element: only
     the first `length` of the L keys are valid. The rest are ignored, also in mask and bias. The reference and "torch"
     read `length` on the host.
@@ -77,7 +80,8 @@ def attention(
         k_BKLD, v_BKLD, mask, bias = cut(k_BKLD, v_BKLD, mask, bias, int(length))
     weights = attention_weights(q_BHTD, k_BKLD, mask, bias, scale, causal, window, softcap, sinks_H)
     groups = q_BHTD.shape[1] // v_BKLD.shape[1]
-    values = v_BKLD.repeat_interleave(groups, dim=1) if groups > 1 else v_BKLD
+    values = values_of(v_BKLD)
+    values = values.repeat_interleave(groups, dim=1) if groups > 1 else values
     return (weights @ values.float()).transpose(1, 2).to(q_BHTD.dtype).contiguous()
 
 
@@ -98,6 +102,7 @@ def _attention_torch(
     """PyTorch's scaled_dot_product_attention; the reference for soft caps, which it does not support."""
     if length is not None:
         k, v, mask, bias = cut(k, v, mask, bias, int(length))
+    k, v = values_of(k, q.dtype), values_of(v, q.dtype)
     if softcap > 0:
         return attention.reference(q, k, v, mask, bias, scale, causal, window, softcap, sinks)
     if sinks is not None:
@@ -168,7 +173,8 @@ def both_masks(first: Tensor | None, second: Tensor | None, dtype: torch.dtype) 
 
 @attention.fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    width = q.shape[3] if v.dtype == torch.int8 else v.shape[3]
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], width)
 
 
 _SIZES = ((1, 4, 4, 1, 9, 16), (2, 6, 2, 5, 5, 8), (2, 4, 1, 3, 8, 24), (1, 2, 2, 7, 7, 64))  # B, H, K, T, L, D
@@ -196,3 +202,6 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield Case(f"{label} sinks causal", (q, k, v, None, None, scale, True, 0, 0.0, sinks))
         yield Case(f"{label} sinks padded", (q, k, v, padded, None, scale, False, 0, 0.0, sinks.float()))
         yield Case(f"{label} sinks window bias", (q, k, v, additive, bias, scale, True, 3, 0.0, sinks))
+        rows = quantize_rows(k), quantize_rows(v)
+        yield Case(f"{label} int8", (q, *rows, None, None, scale, True, 0, 0.0, None))
+        yield Case(f"{label} int8 padded", (q, *rows, padded, bias, scale, False, 0, 5.0, sinks))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse.ops.cache_rows import SCALE_BYTES, quantize_rows
 from infuse.ops.op import Case, op
 
 
@@ -44,6 +45,7 @@ def rotary_append(
 ) -> Tensor:  # fmt: skip
     """Rotate queries and keys, write keys and values to the cache at [start, start + T).
 
+    Into a cache of int8, keys and values are written as rows of ops/cache_rows.py.
     Returns the queries [B, H, T, D]. Without cos and sin nothing is rotated. The cache must have room: start + T <= S.
     A body called directly, not through the registered op, also takes `start` as an int64 tensor with one element on the
     cache's device; it is not read on the host.
@@ -61,6 +63,8 @@ def rotary_append(
 
 def _write(storage_BKSD: Tensor, rows_BKTD: Tensor, start: int | Tensor) -> None:
     tokens = rows_BKTD.shape[2]
+    if storage_BKSD.dtype == torch.int8:
+        rows_BKTD = quantize_rows(rows_BKTD)
     if isinstance(start, Tensor):
         places = start.view(1) + torch.arange(tokens, device=start.device)
         storage_BKSD.index_copy_(2, places, rows_BKTD.to(storage_BKSD.dtype))
@@ -136,3 +140,5 @@ def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for what, turns in (("halves", (cos, sin)), ("pairs", (cos, sin)), ("plain", (None, None))):
             args = (qkv, *turns, keys.clone(), values.clone(), start, heads, what == "pairs")
             yield Case(f"{tuple(qkv.shape)} at {start} {what}", args)
+        rows = (torch.zeros(batch, kv_heads, 16, width + SCALE_BYTES, dtype=torch.int8, device=device) for _ in "kv")
+        yield Case(f"{tuple(qkv.shape)} at {start} int8", (qkv, None, None, *rows, start, heads, False))

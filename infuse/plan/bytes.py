@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from infuse.dtype_cast import kept_in_float32
+from infuse.ops.cache_rows import SCALE_BYTES
 from infuse.plan.formats import held_bytes
 from infuse.plan.shared import Sharing
 from infuse.plan.step import SPLIT, Step
@@ -18,6 +20,13 @@ def parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers; tied ones count once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def token_bytes(steps: Iterable[Step], dtype: torch.dtype, kv_cache: str | None) -> tuple[int, int]:
+    """Bytes of one token's keys and values in a cache in `dtype`, and in one of format `kv_cache`."""
+    rows: list[Any] = [step.shape.attn for step in steps if step.decodes]  # type: ignore[union-attr]
+    plain = sum(2 * attn.kv_heads * attn.head_width for attn in rows) * dtype.itemsize
+    return plain, sum(2 * attn.kv_heads * (attn.head_width + SCALE_BYTES) for attn in rows) if kv_cache else plain
 
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:

@@ -43,7 +43,7 @@ from infuse.layers.experts import Experts
 from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
-from infuse.plan.bytes import bytes_after, parameter_bytes
+from infuse.plan.bytes import bytes_after, parameter_bytes, token_bytes
 from infuse.plan.experts import balance, check_counts, idle_ranks
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
 from infuse.plan.found import config_around, path_of, shared_weights, users_own
@@ -85,6 +85,9 @@ def make_plan(
         notes = decision.formats.check(model, among_others=in_pipeline)
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
+    kv_cache = config.kv_cache
+    if kv_cache and not any(step.decodes for step in decision.steps):
+        notes, kv_cache = [*notes, "kv_cache: no effect here: no decoder layer is replaced as a block"], None
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
     steps = tuple(decision.steps)
     return Plan(
@@ -107,6 +110,8 @@ def make_plan(
         before_bytes=parameter_bytes(model),
         after_bytes=bytes_after(model, steps, dtype),
         mesh=mesh,
+        kv_cache=kv_cache,
+        token_bytes=token_bytes(steps, dtype, kv_cache),
     )
 
 
@@ -479,7 +484,10 @@ class _Decision:
     def bodies(self, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
         for name in names:
             if name not in self.choices:
-                self.choices[name] = ops.registered()[name].choose(self.device, self.dtype, self.refused)
+                refused = self.refused
+                if self.config.kv_cache and name in ("attention", "rotary_append"):
+                    refused = {**refused, "triton": f"a cache in {self.config.kv_cache} has no kernels there"}
+                self.choices[name] = ops.registered()[name].choose(self.device, self.dtype, refused)
         return tuple((name, self.choices[name].body) for name in dict.fromkeys(names))
 
     def declines(self) -> tuple[tuple[str, str, str], ...]:

@@ -28,6 +28,7 @@ _WORDS = {
     "attention": "only the attention of layers that stay",
     "left": "stays as it was",
     "declined": "kernels that cannot run here",
+    "cache": "keys and values that generate keeps",
 }
 _KERNELS = {
     "triton": "infuse's for NVIDIA GPUs",
@@ -43,6 +44,7 @@ class Plan:
     """The decision for one model on one device, for one rank of `mesh`.
 
     `before_bytes` and `after_bytes` count parameters and buffers; of the latter, `mapped_bytes` are experts in a file.
+    `kv_cache` is the format of our cache (None: `dtype`); `token_bytes` are those of a token in `dtype` and in it.
     """
 
     model: str
@@ -57,6 +59,8 @@ class Plan:
     after_bytes: int
     mesh: Mesh = ONE
     mapped_bytes: int = 0
+    kv_cache: str | None = None
+    token_bytes: tuple[int, int] = (0, 0)
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
@@ -64,7 +68,7 @@ class Plan:
             (s.path, s.depth, s.layer, s.whole or s.shape, s.formats, s.bodies, s.why, s.skips_padding, sorted(s.exact))
             for s in self.steps
         ]
-        return digest_of(steps, self.left, str(self.dtype), self.mesh.at(0))
+        return digest_of(steps, self.left, str(self.dtype), self.mesh.at(0), *filter(None, (self.kv_cache,)))
 
     def with_left(
         self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()
@@ -135,6 +139,11 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "declined", "", f"for {', '.join(names)}: {reason}", body
     for note in plan.notes:
         yield "note", "", note, ""
+    if plan.kv_cache:
+        plain, held = (f"{count / 1e3:,.1f} kB" for count in plan.token_bytes)
+        dtype = str(plan.dtype).removeprefix("torch.")
+        others = f"caches that you pass and continuous batching keep {dtype}"
+        yield "cache", "", f"{plan.kv_cache}, {held} a token instead of {plain} in {dtype}; {others}", ""
     yield "memory", "", memory(plan), ""
 
 

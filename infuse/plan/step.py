@@ -76,6 +76,11 @@ class Step:
         return isinstance(self.shape, (LayerShape, SplitShape, ModuleShape))
 
     @property
+    def decodes(self) -> bool:
+        """True if the step's module uses a KV cache."""
+        return self.depth == BLOCK and self.index is not None and self.shape.attn.causal  # type: ignore[union-attr]
+
+    @property
     def interpretations(self) -> tuple[str, ...]:
         """Names of the interpretation of a layer that keeps its forward; empty for others."""
         return self.whole.interpretations if isinstance(self.whole, SplitShape) else ()

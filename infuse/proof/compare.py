@@ -21,13 +21,16 @@ from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case
 from infuse.proof.routes import Route, fed, recorded, repeated, routes_mismatch
-from infuse.proof.sessions import our_cache, plain_sessions, session_inputs
+from infuse.proof.sessions import our_cache, our_int8_cache, plain_sessions, session_inputs
 from infuse.quant.parse import quant_format
 
 # Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
 # terms. 16 bits: half a unit in the last place.
 STRUCTURE_TOLERANCE = 5e-5
+# What an int8 cache may add: keys and values are rounded like a matrix of int8, independently.
+_OF_INT8_CACHE = math.sqrt(2) * quant_format("int8").proof_tolerance
 _CALLS = ("prefill", "decode", "several tokens")
+_CACHES: dict[Any, str] = {our_cache: ", our cache", our_int8_cache: ", our int8 cache"}
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -149,9 +152,10 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 def structure_mismatch(new: nn.Module, cases: list[Case], wanted: Expected) -> str | None:
     """Return why `new` (reference bodies, no quantization) is not the same function as the original; None if it is."""
+    exact = [replace(case, caches=tuple(one for one in case.caches if one is not our_int8_cache)) for case in cases]
     with in_dtype(new, torch.float32):
         allowed = [[STRUCTURE_TOLERANCE] * len(row) for row in wanted.exact]
-        return _mismatch(new, cases, wanted, torch.float32, allowed)
+        return _mismatch(new, exact, wanted, torch.float32, allowed)
 
 
 def result_mismatch(new: nn.Module, step: Step, cases: list[Case], wanted: Expected, dtype: torch.dtype) -> str | None:
@@ -180,10 +184,12 @@ def _mismatch(
                     continue
                 raise
             errors = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+            if make_cache is our_int8_cache:
+                most = [limit + _OF_INT8_CACHE for limit in most]
             names = [f"result {n + 1}" for n in range(len(errors))] if case.whole else _CALLS[: len(errors)]
             for which, error, limit in zip(names, errors, most, strict=True):
                 if not error <= limit:
-                    case_text = f"{case.label}{', our cache' if make_cache is our_cache else ''}, {which}"
+                    case_text = f"{case.label}{_CACHES.get(make_cache, '')}, {which}"
                     place = f"{str(dtype).removeprefix('torch.')} ({case_text}; {limit:.1e} is allowed)"
                     return f"differs from the original by {error:.1e} of its size in {place}"
     for routes, rounded in zip(wanted.routes, wanted.rounded_routes, strict=True):

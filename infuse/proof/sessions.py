@@ -24,7 +24,6 @@ from infuse.architectures.model_inputs import (
     reads_images,
 )
 from infuse.layers.cache import KVCache
-from infuse.plan.step import BLOCK, Step
 
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
@@ -66,8 +65,11 @@ def plain_sessions(config: Any) -> list[Session]:
     ]
 
 
-def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
-    """The sessions that a block is proven on; without a cache only, unless it `decodes`."""
+def block_sessions(model: nn.Module, decodes: bool, kv_cache: str | None = None) -> list[Session]:
+    """The sessions that a block is proven on; without a cache only, unless it `decodes`.
+
+    `kv_cache`: the format of the cache that it is also proven on.
+    """
     config: Any = getattr(model, "config", None)
     first, most = first_tokens(config), most_tokens(config)
     texts = Session("two texts in a row", (min(first, 4),), FEW, texts=True)
@@ -76,9 +78,10 @@ def block_sessions(model: nn.Module, decodes: bool) -> list[Session]:
     later = tuple(count for i, count in enumerate(LATER) if first + sum(LATER[: i + 1]) <= most)
     tokens = (first, *later)
     static = partial(StaticCache, config=config, max_cache_len=TOKENS)
+    coded = (our_int8_cache,) if kv_cache else ()
     sessions = [
-        Session("alone", tokens, MANY, partial(DynamicCache, config=config), (our_cache,), optional=False),
-        Session("padded", tokens, FEW, our_cache, padded=True, optional=False),
+        Session("alone", tokens, MANY, partial(DynamicCache, config=config), (our_cache, *coded), optional=False),
+        Session("padded", tokens, FEW, our_cache, coded, padded=True, optional=False),
         Session("a static cache", (WINDOW, *later), FEW, static, padded=True),
         texts,
         replace(texts, label="a continuous batch", batch=1, paged=True),
@@ -102,6 +105,10 @@ def model_sessions(model: nn.Module) -> list[Session]:
 
 def our_cache() -> Cache:
     return KVCache(limit_tokens=TOKENS + sum(LATER))
+
+
+def our_int8_cache() -> Cache:
+    return KVCache(limit_tokens=TOKENS + sum(LATER), format="int8")
 
 
 def _cache_maker(model: nn.Module) -> Callable[[], Cache] | None:
@@ -189,8 +196,3 @@ def _two_texts(mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     allowed = (text[:, None] == text[None, :]).tril()
     hidden = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
     return hidden.expand(mask_BT.shape[0], 1, -1, -1)
-
-
-def decodes(step: Step) -> bool:
-    """True if the step's module uses a cache."""
-    return step.depth == BLOCK and step.index is not None and step.shape.attn.causal  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """The attention of ops/attention.py in C++.
 
-Few queries over a cache use src/attention.h, many queries in bfloat16 src/attention_tiles.h. For many queries in other
-dtypes the kernel returns None; PyTorch's fused attention computes them in blocks.
+Few queries over a cache use src/attention.h, many queries src/attention_tiles.h. For heads that are too wide, the
+kernel returns None and PyTorch's fused attention runs.
 """
 
 from __future__ import annotations

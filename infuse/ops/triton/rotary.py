@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infuse.ops.rotary import rotary, rotary_append
@@ -45,7 +46,7 @@ def _rotary_append(
     (batch, tokens, all_heads, width), kv_heads, capacity = qkv.shape, keys.shape[1], keys.shape[2]
     if not isinstance(start, Tensor) and start + tokens > capacity:
         raise IndexError(f"{tokens} tokens at {start} do not fit a cache of {capacity}")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+    if keys.stride(-1) != 1 or values.stride(-1) != 1 or keys.dtype == torch.int8:
         return rotary_append.body("torch")(qkv, cos, sin, keys, values, start, heads, interleaved)
     out = qkv.new_empty(batch, heads, tokens, width)
     if batch * tokens * width == 0:

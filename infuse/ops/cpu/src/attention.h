@@ -42,12 +42,14 @@ struct Scratch {
   static int64_t partial_floats(int64_t rows, int64_t width) { return rows * width + 3 * line(rows); }
   static int64_t floats(const AttentionArgs& a) {
     const int64_t rows = padded_rows(a), width = padded_width(a);
-    return rows * width + line(rows * kScoreStep) + line(rows) + width + 2 * partial_floats(rows, width);
+    return rows * width + line(rows * kScoreStep) + 3 * line(rows) + width + 2 * partial_floats(rows, width);
   }
   float* queries() const { return start; }
   float* scores() const { return queries() + rows * width; }
   float* keep() const { return scores() + line(rows * kScoreStep); }
-  float* room() const { return keep() + line(rows); }
+  float* query_unit() const { return keep() + line(rows); }         // value of 1 in the queries of each row,
+  float* weight_unit() const { return query_unit() + line(rows); }  // and in its weights, if these are integers
+  float* room() const { return weight_unit() + line(rows); }
   Partial partial(int slot) const {
     float* sums = room() + width + slot * partial_floats(rows, width);
     float* largest = sums + rows * width;
@@ -149,14 +151,14 @@ inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int
 }
 
 // Turns the scores of row r into weights relative to the largest score so far; `keep` is the factor for earlier sums.
-template <class T>
+template <class S>
 void weigh_row(const Partial& state, int64_t r, float block_largest, int count, float* scores, float& keep) {
   const float before = state.largest[r], now = block_largest > before ? block_largest : before;
   const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity minus -infinity is NaN
   keep = now == before ? 1.0f : exp_of(before - now);
   Vec total;
   for (int i = 0; i < count; i += Vec::width) total = total +
-      Weights<T>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
+      Weights<S>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
   state.total[r] = state.total[r] * keep + total.sum();
   state.largest[r] = now;
 }
@@ -185,16 +187,19 @@ struct Head {
   Head(const AttentionArgs& a, int64_t index) : b(index / a.kv_heads), n(index % a.kv_heads) {}
 };
 
-template <class T>
+template <class T, class S>
 void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scratch) {
-  using Query = typename Products<T>::Query;
+  using Query = typename Products<S>::Query;
   const int64_t group = group_of(a), rows = rows_of(a), width = scratch.width;
   Query* to = reinterpret_cast<Query*>(scratch.queries());
   std::memset(to, 0, size_t(scratch.rows * width) * sizeof(Query));
   for (int64_t r = 0; r < rows; ++r) {
     const T* q = static_cast<const T*>(a.q) + head.b * a.q_b + (head.n * group + r % group) * a.q_n + r / group * a.q_t;
-    if constexpr (sizeof(Query) == sizeof(T)) {
+    if constexpr (std::is_same_v<Query, T>) {
       std::memcpy(to + r * width, q, size_t(a.width) * sizeof(T));
+    } else if constexpr (std::is_same_v<Query, int16_t>) {
+      const float most = float(0x7fffffff / 127) / float(a.width);  // else the sum of products may exceed 32 bits
+      scratch.query_unit()[r] = to_int16(q, a.width, most < 32767 ? most : 32767, to + r * width);
     } else {
       for (int64_t c = 0; c < a.width; ++c) to[r * width + c] = widen(q[c]);
     }
@@ -207,31 +212,75 @@ inline void clear(const Scratch& scratch, const Partial& state) {
       scratch.keep()[r] = 1.0f;
 }
 
-template <class T, int ROWS>
-void score_rows(const AttentionArgs& a, const Scratch& scratch, const T* k, int count) {
-  const auto* q = reinterpret_cast<const typename Products<T>::Query*>(scratch.queries());
+// `count` rows of keys or values from `rows` on; none for the later passes over a block.
+template <class S>
+RowsAhead ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
+  const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0);
+  return {reinterpret_cast<const char*>(rows), step * int64_t(sizeof(S)), row_bytes, int(count < 0 ? 0 : count)};
+}
+
+template <class S, int ROWS>
+void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int count, RowsAhead ahead) {
+  const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.queries());
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    score_keys<T, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width,
-        scratch.scores() + r * kScoreStep, kScoreStep);
+    score_keys<S, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width,
+        scratch.scores() + r * kScoreStep, kScoreStep, ahead);
+    ahead.count = 0;
   }
 }
-template <class T, int ROWS>
-void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const T* v, int count) {
+template <class S, int ROWS>
+void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const S* v, int count,
+              RowsAhead ahead) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    const ValueBlock<T> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep,
-                                 state.sums + r * scratch.width, scratch.width, scratch.keep() + r};
-    add_values<T, ROWS>(block);
+    const ValueBlock<S> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep,
+                                 state.sums + r * scratch.width, scratch.width, scratch.keep() + r,
+                                 scratch.weight_unit() + r, ahead};
+    add_values<S, ROWS>(block);
+    ahead.count = 0;
   }
 }
 
-template <class T>
+// The scales of the keys and values of a block of an int8 cache.
+struct BlockScales {
+  float keys[kBlock], values[kBlock];
+};
+
+inline void multiply_row(float* row, const float* by, int count, float factor) {
+  for (int i = 0; i < count; i += Vec::width) {
+    store(row + i, load(row + i, Vec::width) * load(by + i, Vec::width) * Vec(factor), Vec::width);
+  }
+}
+
+// Multiplies the scores of row r by the scales of their keys, or its weights by those of their values; these are then
+// rounded if S is multiplied in pairs.
+template <class S>
+void scale_scores(const Scratch& scratch, int64_t r, const BlockScales& scales, int count) {
+  multiply_row(scratch.scores() + r * kScoreStep, scales.keys, count, kInPairs<S> ? scratch.query_unit()[r] : 1.0f);
+}
+template <class S>
+void scale_weights(const Scratch& scratch, int64_t r, const BlockScales& scales, int count) {
+  float* row = scratch.scores() + r * kScoreStep;
+  multiply_row(row, scales.values, count, 1.0f);
+#if defined(__AVX512F__)
+  if constexpr (kInPairs<S>) {
+    scratch.weight_unit()[r] = to_int16(row, count, 32767.0f, reinterpret_cast<int16_t*>(row));
+  }
+#endif
+}
+
+template <class T, class S>
 void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state, int64_t key) {
   const int count = int(a.length - key < kBlock ? a.length - key : kBlock);
-  const T* k = static_cast<const T*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
-  const T* v = static_cast<const T*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
-  scratch.rows == 1 ? score_rows<T, 1>(a, scratch, k, count)
-                    : scratch.rows == 2 ? score_rows<T, 2>(a, scratch, k, count)
-                    : score_rows<T, kRows>(a, scratch, k, count);
+  constexpr bool of_int8 = !std::is_same_v<S, T>;
+  const S* k = static_cast<const S*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
+  const S* v = static_cast<const S*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
+  BlockScales scales;
+  if constexpr (of_int8) load_scales(k, a.k_t, count, a.width, scales.keys);
+  const RowsAhead values = ahead_of(a, v, a.v_t, count);
+  scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, values)
+                    : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, values)
+                    : score_rows<S, kRows>(a, scratch, k, count, values);
+  if constexpr (of_int8) load_scales(v, a.v_t, count, a.width, scales.values);  // their rows have been prefetched
   const int64_t group = group_of(a), rows = rows_of(a);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0;  // else one adjustment serves all heads
   Adjustment with;
@@ -239,20 +288,24 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     if (each_head || r % group == 0) adjust(a, head.b, head.n * group + r % group, r / group, key, count, with);
     float* scores = scratch.scores() + r * kScoreStep;
     if (with.any) state.allowed[r] = 1.0f;
-    weigh_row<T>(state, r, adjusted_scores(a, with, count, scores), count, scores, scratch.keep()[r]);
+    if constexpr (of_int8) scale_scores<S>(scratch, r, scales, count);
+    weigh_row<S>(state, r, adjusted_scores(a, with, count, scores), count, scores, scratch.keep()[r]);
+    if constexpr (of_int8) scale_weights<S>(scratch, r, scales, count);
   }
-  scratch.rows == 1 ? add_rows<T, 1>(a, scratch, state, v, count)
-                    : scratch.rows == 2 ? add_rows<T, 2>(a, scratch, state, v, count)
-                    : add_rows<T, kRows>(a, scratch, state, v, count);
+  const int64_t left = a.length - key - count;
+  const RowsAhead next = ahead_of(a, k + count * a.k_t, a.k_t, left < kBlock ? left : kBlock);
+  scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, next)
+                    : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, next)
+                    : add_rows<S, kRows>(a, scratch, state, v, count, next);
 }
 
 // Divides and rounds.
-template <class T>
+template <class T, class S>
 void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state) {
   const int64_t group = group_of(a), rows = rows_of(a);
   for (int64_t r = 0; r < rows; ++r) {
     const Vec scale(row_scale(a, head.n * group + r % group, state.total[r], state.largest[r], state.allowed[r] > 0));
-    const float* sums = Finished<T>::row(state.sums + r * scratch.width, a.width, scratch.room());
+    const float* sums = finished<S>(state.sums + r * scratch.width, a.width, scratch.room());
     T* out = static_cast<T*>(a.out) +
              ((head.b * a.tokens + r / group) * a.heads + head.n * group + r % group) * a.width;
     for (int64_t c = 0; c < a.width; c += Vec::width) {
@@ -261,7 +314,7 @@ void write_head(const AttentionArgs& a, const Head& head, const Scratch& scratch
   }
 }
 
-template <class T>
+template <class T, class S>
 void attention_part(const AttentionArgs& a, int64_t part) {
   const Scratch scratch(a, part);
   const int64_t per_head = blocks_per_head(a), begin = part_begin(a, part), end = part_begin(a, part + 1);
@@ -269,10 +322,10 @@ void attention_part(const AttentionArgs& a, int64_t part) {
     const Head head(a, block / per_head);
     const int64_t first = block % per_head, last = per_head - first < end - block ? per_head : first + end - block;
     const Partial state = scratch.partial(block == begin ? 0 : 1);
-    load_queries<T>(a, head, scratch);
+    load_queries<T, S>(a, head, scratch);
     clear(scratch, state);
-    for (int64_t i = first; i < last; ++i) attend_block<T>(a, head, scratch, state, a.first_key + i * kBlock);
-    if (first == 0 && last == per_head) write_head<T>(a, head, scratch, state);
+    for (int64_t i = first; i < last; ++i) attend_block<T, S>(a, head, scratch, state, a.first_key + i * kBlock);
+    if (first == 0 && last == per_head) write_head<T, S>(a, head, scratch, state);
     block += last - first;
   }
 }
@@ -296,7 +349,7 @@ inline void merge(const AttentionArgs& a, const Scratch& scratch, const Partial&
 }
 
 // Combines heads that span several parts: each part left its share in its scratch, and the first one receives the sum.
-template <class T>
+template <class T, class S>
 void combine_parts(const AttentionArgs& a) {
   const int64_t per_head = blocks_per_head(a);
   for (int64_t part = 0; part + 1 < a.parts;) {
@@ -309,28 +362,40 @@ void combine_parts(const AttentionArgs& a) {
       for (; next < a.parts && part_begin(a, next) < head_end; ++next) {
         if (part_begin(a, next) < part_begin(a, next + 1)) merge(a, scratch, into, Scratch(a, next).partial(0));
       }
-      write_head<T>(a, Head(a, head), scratch, into);
+      write_head<T, S>(a, Head(a, head), scratch, into);
       if (part_begin(a, next) > head_end) --next;  // the last of these parts continues with another head
     }
     part = next;
   }
 }
 
-inline void attend(const AttentionArgs& a, int64_t begin, int64_t end) {
-  for (int64_t part = begin; part < end; ++part) {
-    switch (a.type) {
-      case Type::f32: attention_part<float>(a, part); break;
-      case Type::bf16: attention_part<bf16>(a, part); break;
-      case Type::f16: attention_part<f16>(a, part); break;
-    }
+// Calls `run` with the types of activations and of keys and values.
+template <class T, class Run>
+void with_held(const AttentionArgs& a, Run run) {
+  if (!a.of_int8) return run(T(), T());
+#if defined(__AVX512F__)
+  using Held = std::conditional_t<std::is_same_v<T, float>, code8, pair8>;
+#else
+  using Held = code8;
+#endif
+  return run(T(), Held());
+}
+template <class Run>
+void with_types(const AttentionArgs& a, Run run) {
+  switch (a.type) {
+    case Type::f32: return with_held<float>(a, run);
+    case Type::bf16: return with_held<bf16>(a, run);
+    case Type::f16: return with_held<f16>(a, run);
   }
 }
+
+inline void attend(const AttentionArgs& a, int64_t begin, int64_t end) {
+  with_types(a, [&](auto active, auto held) {
+    for (int64_t part = begin; part < end; ++part) attention_part<decltype(active), decltype(held)>(a, part);
+  });
+}
 inline void combine(const AttentionArgs& a) {
-  switch (a.type) {
-    case Type::f32: return combine_parts<float>(a);
-    case Type::bf16: return combine_parts<bf16>(a);
-    case Type::f16: return combine_parts<f16>(a);
-  }
+  with_types(a, [&](auto active, auto held) { combine_parts<decltype(active), decltype(held)>(a); });
 }
 
 }  // namespace INFUSE_ISA

@@ -20,6 +20,7 @@ struct RotaryArgs {
   int64_t keys_b, keys_n, keys_t, values_b, values_n, values_t;
   int64_t tokens, heads, kv_heads, width, turned, start;
   bool interleaved, wide_turns;  // wide: cos and sin are float32, whatever the type of x
+  bool to_int8;                  // keys and values are rows of int8_rows.h
   Type type;
 };
 
@@ -45,7 +46,7 @@ struct Scored {
 // Attention of T queries over keys and values of one length, all heads of one key head together.
 // The work is cut into blocks of keys, numbered over (batch, key head, block). A part is a range of blocks, so that all
 // parts have the same work for any shape. If a part begins or ends inside a head, its result there is partial and
-// `combine` sums the parts.
+// `combine` sums the parts. With `of_int8`, keys and values are rows of int8_rows.h, and their strides are in bytes.
 struct AttentionArgs {
   const void* q;
   const void* k;
@@ -58,7 +59,7 @@ struct AttentionArgs {
   int64_t ahead;      // with tiles: distance to the next tile that the same thread is likely to take
   int64_t window;     // or 0
   float scale, softcap;
-  bool causal;
+  bool causal, of_int8;
   Type type;
   int64_t parts;
   float* scratch;  // parts * attention_scratch floats, aligned to 64 bytes
@@ -71,10 +72,11 @@ struct AttentionKernels {
   void (*combine)(const AttentionArgs&);                                  // after all parts
   int64_t (*attention_blocks)(const AttentionArgs&);                      // in total
   int64_t (*attention_scratch)(const AttentionArgs&);                     // floats for each part
-  // One tile of many queries in bf16, in scratch of `tile_bytes`. Null if not supported.
+  // One tile of many queries, in scratch of `tile_bytes`.
   void (*tile)(const AttentionArgs&, int64_t index, void* scratch);
   int64_t (*tiles)(const AttentionArgs&);
   int64_t (*tile_bytes)(const AttentionArgs&);
+  bool tiles_in_pairs;  // whether tiles multiply bf16 by its own instructions
 };
 
 }  // namespace infuse

@@ -1,8 +1,11 @@
 // The two products of attention over one block of keys: scores = q k^T, and sums = keep * sums + weights v.
-// Rows are the queries that share a key head, ROWS at a time, so that a key is loaded once for all of them.
+// Rows are the queries that share a key head, ROWS at a time, so that a key is loaded once for all of them. S is the
+// type of keys and values: that of the activations, or of codes of an int8 cache, whose scales are applied outside.
 #pragma once
 
-#include "vec_math.h"
+#include <type_traits>
+
+#include "int8_rows.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -12,15 +15,22 @@ constexpr int kRows = 4;
 // Queries and sums are padded to a multiple of this many columns, the widest step of all instruction sets.
 constexpr int64_t kColumns = 32;
 
-// Multiplies keys of type T: as floats, or (below) as pairs of bf16.
-template <class T>
+// Lane by lane.
+struct AddFloats {
+  static Vec of(Vec a, Vec b) { return a + b; }
+};
+
+// Multiplies keys of type S: as floats, or (below) as pairs of bf16 or of integers.
+template <class S>
 struct Products {
   using Query = float;
   using Reg = Vec;
+  using Adds = AddFloats;
   static constexpr int step = Vec::width;
-  static Reg key(const T* p, int n) { return load(p, n); }
+  static Reg key(const S* p, int n) { return load(p, n); }
   static Reg query(const Query* p) { return load(p, step); }
   static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
+  static Vec floats(Vec sums) { return sums; }
 };
 
 // Prefetches the rest of a row whose first columns are read now. Otherwise the later pass over the other columns would
@@ -30,29 +40,52 @@ inline void fetch_rest(const T* row, int64_t from, int64_t width) {
   for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
 }
 
-// Lane i of the result is the sum of the lanes of x[i].
-inline Vec sum_each(const Vec (&x)[Vec::width]) {
+// The rows that are read after those of a block: its values after its keys, the next keys after its values. They are
+// prefetched one by one meanwhile, since the hardware would begin anew with each block: 14 instead of 40 GB/s.
+struct RowsAhead {
+  const char* rows;
+  int64_t step_bytes, row_bytes;
+  int count;
+  // Rows [i, i + n).
+  [[gnu::always_inline]] void fetch(int i, int n) const {
+    if (i >= count) return;
+    const char* row = rows + i * step_bytes;
+    if (step_bytes == row_bytes) {
+      for (const char* end = row + n * row_bytes; row < end; row += 64) __builtin_prefetch(row, 0, 2);
+      return;
+    }
+    for (const char* end = row + n * step_bytes; row != end; row += step_bytes) {
+      for (int64_t c = 0; c < row_bytes; c += 64) __builtin_prefetch(row + c, 0, 2);
+    }
+  }
+};
+
+// Lane i of the result is the sum of the lanes of x[i]. Inlined, or the sums would be kept in memory.
+template <class Adds>
+[[gnu::always_inline]] inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #if defined(__AVX512F__)
+  const auto sum = [](__m512 a, __m512 b) { return Adds::of(a, b).v; };
   __m512 quads[4];  // quads[j]: quarter i holds four partial sums of x[4 i + j]
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
     const __m512 a = x[j].v, b = x[4 + j].v, c = x[8 + j].v, d = x[12 + j].v;
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
-    quads[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    const __m512 ab = sum(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    const __m512 cd = sum(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    quads[j] = sum(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
   }
-  const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(quads[0], quads[1]), _mm512_unpackhi_ps(quads[0], quads[1]));
-  const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(quads[2], quads[3]), _mm512_unpackhi_ps(quads[2], quads[3]));
-  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
+  const __m512 low = sum(_mm512_unpacklo_ps(quads[0], quads[1]), _mm512_unpackhi_ps(quads[0], quads[1]));
+  const __m512 high = sum(_mm512_unpacklo_ps(quads[2], quads[3]), _mm512_unpackhi_ps(quads[2], quads[3]));
+  return sum(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
 #elif defined(__AVX2__)
+  const auto sum = [](__m256 a, __m256 b) { return Adds::of(a, b).v; };
   __m256 quads[2];  // quads[j]: both halves hold partial sums of x[4 j] to x[4 j + 3]
   for (int j = 0; j < 2; ++j) {
     const __m256 a = x[4 * j].v, b = x[4 * j + 1].v, c = x[4 * j + 2].v, d = x[4 * j + 3].v;
-    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-    quads[j] = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+    const __m256 ab = sum(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = sum(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    quads[j] = sum(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
   }
-  return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+  return sum(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
       _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 #else
   Vec sums;
@@ -61,17 +94,37 @@ inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #endif
 }
 
+// Stores consecutive lanes to each of ROWS rows.
+template <int ROWS>
+void store_by_rows(Vec x, float* to, int64_t step) {
+#if defined(__AVX512F__)
+  if constexpr (ROWS == 4) {  // through memory it would take longer than the products
+    _mm_storeu_ps(to, _mm512_castps512_ps128(x.v));
+    _mm_storeu_ps(to + step, _mm512_extractf32x4_ps(x.v, 1));
+    _mm_storeu_ps(to + 2 * step, _mm512_extractf32x4_ps(x.v, 2));
+    _mm_storeu_ps(to + 3 * step, _mm512_extractf32x4_ps(x.v, 3));
+    return;
+  }
+#endif
+  constexpr int COUNT = Vec::width / ROWS;
+  float lanes[Vec::width];
+  store(lanes, x, Vec::width);
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * step, lanes + r * COUNT, COUNT * sizeof(float));
+}
+
 // scores[r * score_step + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
-template <class T, int ROWS>
-void score_keys(const T* k, int64_t k_step, int count, int64_t width, const typename Products<T>::Query* q,
-                int64_t q_step, float* scores, int64_t score_step) {
-  using P = Products<T>;
+template <class S, int ROWS>
+void score_keys(const S* k, int64_t k_step, int count, int64_t width, const typename Products<S>::Query* q,
+                int64_t q_step, float* scores, int64_t score_step, const RowsAhead& ahead) {
+  using P = Products<S>;
   constexpr int KEYS = Vec::width / ROWS;
   for (int i = 0; i < count; i += KEYS) {
-    const T* key[KEYS];
+    const S* key[KEYS];
     for (int j = 0; j < KEYS; ++j) key[j] = k + (i + j < count ? i + j : count - 1) * k_step;
+    ahead.fetch(i, KEYS);
     Vec sums[Vec::width];
-    const auto add_step = [&](int64_t c, int n) {
+    const auto add_step = [&](int64_t c, int n) __attribute__((always_inline)) {
       typename P::Reg keys[KEYS];
 #pragma GCC unroll 16
       for (int j = 0; j < KEYS; ++j) keys[j] = P::key(key[j] + c, n);
@@ -85,17 +138,14 @@ void score_keys(const T* k, int64_t k_step, int count, int64_t width, const type
     int64_t c = 0;
     for (; c + P::step <= width; c += P::step) add_step(c, P::step);
     if (c < width) add_step(c, int(width - c));
-    float lanes[Vec::width];
-    store(lanes, sum_each(sums), Vec::width);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) std::memcpy(scores + r * score_step + i, lanes + r * KEYS, KEYS * sizeof(float));
+    store_by_rows<ROWS>(P::floats(sum_each<typename P::Adds>(sums)), scores + i, score_step);
   }
 }
 
 // One block of values, with its weights [rows, count] and the sums [rows, width] that it is added to.
-template <class T>
+template <class S>
 struct ValueBlock {
-  const T* v;
+  const S* v;
   int64_t v_step;
   int count;
   int64_t width;
@@ -104,22 +154,24 @@ struct ValueBlock {
   float* sums;
   int64_t sum_step;
   const float* keep;  // factor of the sums so far, for each row
+  const float* unit;  // value of 1 in the weights of each row, if these are integers
+  RowsAhead ahead;
 };
 
-template <class T>
-void add_block(const ValueBlock<T>& b, int r, int64_t c, Vec sum) {
+template <class S>
+void add_block(const ValueBlock<S>& b, int r, int64_t c, Vec sum) {
   float* sums = b.sums + r * b.sum_step + c;
   store(sums, fma(load(sums, Vec::width), Vec(b.keep[r]), sum), Vec::width);
 }
 
 // Adds columns [c, c + COLUMNS * Vec::width), or only n < Vec::width of them if COLUMNS is 1.
-template <class T, int ROWS, int COLUMNS>
-void add_columns(const ValueBlock<T>& b, int64_t c, int n) {
+template <class S, int ROWS, int COLUMNS>
+void add_columns(const ValueBlock<S>& b, int64_t c, int n) {
   Vec sums[ROWS][COLUMNS];  // of this block only: one running sum over thousands of keys would lose digits
   const int last = COLUMNS == 1 ? n : Vec::width;
   for (int i = 0; i < b.count; ++i) {
-    const T* v = b.v + i * b.v_step + c;
-    if (c == 0) fetch_rest(v, COLUMNS * Vec::width, b.width);
+    const S* v = b.v + i * b.v_step + c;
+    if (c == 0) fetch_rest(v, COLUMNS * Vec::width, b.width), b.ahead.fetch(i, 1);
     Vec values[COLUMNS];
 #pragma GCC unroll 4
     for (int j = 0; j < COLUMNS; ++j) values[j] = load(v + j * Vec::width, last);
@@ -136,8 +188,8 @@ void add_columns(const ValueBlock<T>& b, int64_t c, int n) {
     for (int j = 0; j < COLUMNS; ++j) add_block(b, r, c + j * Vec::width, sums[r][j]);
 }
 
-// Converts a row of weights for the product with values of type T; returns its sum. Here they stay floats.
-template <class T>
+// Converts a row of weights for the product with values of type S; returns its sum. Here they stay floats.
+template <class S>
 struct Weights {
   static Vec keep(float* row, int i, Vec weights) {
     store(row + i, weights, Vec::width);
@@ -145,29 +197,67 @@ struct Weights {
   }
 };
 
-template <class T, int ROWS>
-void add_values(const ValueBlock<T>& b) {
-  constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // the sums use half of the 32 or 16 registers
-  int64_t c = 0;
-  for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<T, ROWS, COLUMNS>(b, c,
-      Vec::width);
-  for (; c < b.width; c += Vec::width) add_columns<T, ROWS, 1>(b, c,
-      int(b.width - c < Vec::width ? b.width - c : Vec::width));
+#if defined(__AVX512F__)
+
+inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? __mmask32(~0u) : __mmask32((1u << n) - 1); }
+
+// A code of an int8 cache that VNNI multiplies with queries and weights of 16 bits, each with the unit of its row: less
+// work than as floats, and more exact than bf16.
+struct pair8 {
+  int8_t value;
+};
+inline Vec multiply_pairs16(__m512i a, __m512i b, Vec sum) {
+  return _mm512_castsi512_ps(_mm512_dpwssd_epi32(_mm512_castps_si512(sum.v), a, b));
 }
+inline __m512i codes_of_32(const pair8* p, __mmask32 there) {
+  return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(there, p));
+}
+
+template <>
+struct Products<pair8> {
+  using Query = int16_t;
+  using Reg = __m512i;
+  struct Adds {
+    static Vec of(Vec a, Vec b) {
+      return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)));
+    }
+  };
+  static constexpr int step = 32;
+  static Reg key(const pair8* p, int n) { return codes_of_32(p, first_of_32(n)); }
+  static Reg query(const Query* p) { return _mm512_loadu_si512(p); }
+  static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs16(k, q, sum); }
+  static Vec floats(Vec sums) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sums.v)); }
+};
+
+// Rounds n floats to 16 bits; returns the value of 1. If one is not finite, that is NaN.
+template <class T>
+float to_int16(const T* x, int64_t n, float most, int16_t* to) {
+  const float largest = largest_magnitude(x, n), unit = largest / most;
+  const Vec inverse(largest > 1e-33f ? most / largest : 0.0f);  // beyond that it may be infinite
+  for (int64_t c = 0; c < n; c += Vec::width) {
+    const int count = int(n - c < Vec::width ? n - c : Vec::width);
+    const __m512i steps = _mm512_cvtps_epi32((load(x + c, count) * inverse).v);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + c), _mm512_cvtsepi32_epi16(steps));
+  }
+  return unit;
+}
+
+#endif
 
 #if defined(__AVX512BF16__)
 
-inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? __mmask32(~0u) : __mmask32((1u << n) - 1); }
 inline Vec multiply_pairs(__m512i a, __m512i b, Vec sum) { return _mm512_dpbf16_ps(sum.v, (__m512bh)a, (__m512bh)b); }
 
 template <>
 struct Products<bf16> {
   using Query = bf16;
   using Reg = __m512i;
+  using Adds = AddFloats;
   static constexpr int step = 32;
   static Reg key(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(first_of_32(n), p); }
   static Reg query(const Query* p) { return _mm512_loadu_si512(p); }
   static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs(k, q, sum); }
+  static Vec floats(Vec sums) { return sums; }
 };
 
 // Rounds to bf16 and packs at the front of the row: the product takes the weights of two keys at once.
@@ -180,73 +270,119 @@ struct Weights<bf16> {
   }
 };
 
+#endif
+
+#if defined(__AVX512F__)
+
+// Values of type S, of two keys at a time: pairs of 16 bits.
+template <class S>
+struct Pairs;
+#if defined(__AVX512BF16__)
+template <>
+struct Pairs<bf16> {
+  static __m512i load(const bf16* p, __mmask32 there) { return _mm512_maskz_loadu_epi16(there, p); }
+  static Vec add(__m512i values, __m512i weights, Vec sum) { return multiply_pairs(values, weights, sum); }
+  static Vec floats(Vec sum, float) { return sum; }
+};
+#endif
+template <>
+struct Pairs<pair8> {
+  static __m512i load(const pair8* p, __mmask32 there) { return codes_of_32(p, there); }
+  static Vec add(__m512i values, __m512i weights, Vec sum) { return multiply_pairs16(values, weights, sum); }
+  static Vec floats(Vec sum, float unit) { return Products<pair8>::floats(sum) * Vec(unit); }
+};
+
 // Adds 32 * GROUPS columns of two values at a time, interleaved by unpacking. Each group of 32 sums is therefore stored
 // as columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31; Finished reorders them.
-template <int ROWS, int GROUPS>
-void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
+template <class S, int ROWS, int GROUPS>
+void add_column_groups(const ValueBlock<S>& b, int64_t c, int64_t n) {
   constexpr int SUMS = 2 * GROUPS;
   const __mmask32 mask = GROUPS == 1 ? first_of_32(n) : __mmask32(~0u);
   Vec sums[ROWS][SUMS];
   for (int i = 0; i < b.count; i += 2) {
-    const bf16* v = b.v + i * b.v_step + c;
-    if (c == 0) fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
+    const S* v = b.v + i * b.v_step + c;
+    if (c == 0) {
+      fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
+      b.ahead.fetch(i, 2);
+    }
     const __mmask32 second = i + 1 < b.count ? mask : 0;  // do not load beyond the end: 0 times garbage may be NaN
     __m512i values[SUMS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) {
-      const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g),
-          odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
+      const __m512i even = Pairs<S>::load(v + 32 * g, mask), odd = Pairs<S>::load(v + b.v_step + 32 * g, second);
       values[2 * g] = _mm512_unpacklo_epi16(even, odd), values[2 * g + 1] = _mm512_unpackhi_epi16(even, odd);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       int pair;
-      std::memcpy(&pair, reinterpret_cast<const bf16*>(b.weights + r * b.weight_step) + i, 4);
+      std::memcpy(&pair, reinterpret_cast<const int16_t*>(b.weights + r * b.weight_step) + i, 4);
       const __m512i weight = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-      for (int j = 0; j < SUMS; ++j) sums[r][j] = multiply_pairs(values[j], weight, sums[r][j]);
+      for (int j = 0; j < SUMS; ++j) sums[r][j] = Pairs<S>::add(values[j], weight, sums[r][j]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, sums[r][j]);
+    for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, Pairs<S>::floats(sums[r][j], b.unit[r]));
 }
 
-template <int ROWS>
-void add_pairs(const ValueBlock<bf16>& b) {
+template <class S, int ROWS>
+void add_pairs(const ValueBlock<S>& b) {
   int64_t c = 0;
-  for (; c + 64 <= b.width; c += 64) add_column_groups<ROWS, 2>(b, c, 64);
-  for (; c < b.width; c += 32) add_column_groups<ROWS, 1>(b, c, b.width - c);
+  for (; c + 64 <= b.width; c += 64) add_column_groups<S, ROWS, 2>(b, c, 64);
+  for (; c < b.width; c += 32) add_column_groups<S, ROWS, 1>(b, c, b.width - c);
 }
-template <>
-inline void add_values<bf16, 1>(const ValueBlock<bf16>& b) { add_pairs<1>(b); }
-template <>
-inline void add_values<bf16, 2>(const ValueBlock<bf16>& b) { add_pairs<2>(b); }
-template <>
-inline void add_values<bf16, 4>(const ValueBlock<bf16>& b) { add_pairs<4>(b); }
 
 #endif
+
+// Whether the values of two keys are multiplied at once, with weights of 16 bits.
+#if defined(__AVX512BF16__)
+template <class S>
+constexpr bool kInPairs = std::is_same_v<S, bf16> || std::is_same_v<S, pair8>;
+#elif defined(__AVX512F__)
+template <class S>
+constexpr bool kInPairs = std::is_same_v<S, pair8>;
+#else
+template <class S>
+constexpr bool kInPairs = false;
+#endif
+
+template <class S, int ROWS>
+void add_one_by_one(const ValueBlock<S>& b) {
+  constexpr int COLUMNS = Vec::width == 16 ? 4 : 2;  // the sums use half of the 32 or 16 registers
+  int64_t c = 0;
+  for (; c + COLUMNS * Vec::width <= b.width; c += COLUMNS * Vec::width) add_columns<S, ROWS, COLUMNS>(b, c,
+      Vec::width);
+  for (; c < b.width; c += Vec::width) add_columns<S, ROWS, 1>(b, c,
+      int(b.width - c < Vec::width ? b.width - c : Vec::width));
+}
+
+template <class S, int ROWS>
+void add_values(const ValueBlock<S>& b) {
+#if defined(__AVX512F__)
+  if constexpr (kInPairs<S>) {
+    add_pairs<S, ROWS>(b);
+  } else {
+    add_one_by_one<S, ROWS>(b);
+  }
+#else
+  add_one_by_one<S, ROWS>(b);
+#endif
+}
 
 // The sums of one row in column order, copied to `room` if they are stored in another order.
-template <class T>
-struct Finished {
-  static const float* row(const float* sums, int64_t, float*) { return sums; }
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Finished<bf16> {
-  static const float* row(const float* sums, int64_t width, float* room) {
-    for (int64_t c = 0; c < width; c += 32) {
-      for (int i = 0; i < 4; ++i) {
-        std::memcpy(room + c + 8 * i, sums + c + 4 * i, 16);
-        std::memcpy(room + c + 8 * i + 4, sums + c + 16 + 4 * i, 16);
-      }
+template <class S>
+const float* finished(const float* sums, int64_t width, float* room) {
+  if (!kInPairs<S>) return sums;
+  for (int64_t c = 0; c < width; c += 32) {
+    for (int i = 0; i < 4; ++i) {
+      std::memcpy(room + c + 8 * i, sums + c + 4 * i, 16);
+      std::memcpy(room + c + 8 * i + 4, sums + c + 16 + 4 * i, 16);
     }
-    return room;
   }
-};
-#endif
+  return room;
+}
 
 }  // namespace INFUSE_ISA
 }  // namespace infuse

@@ -19,6 +19,13 @@ std::optional<Type> known_type(const Tensor& t) {
   }
 }
 
+constexpr int64_t kScaleBytes = 4, kMostQuantized = 1024;
+
+// Whether `rows` are those of an int8 cache for heads of this width (ops/cache_rows.py).
+bool are_int8(const Tensor& rows, int64_t width) {
+  return rows.scalar_type() == ScalarType::Char && rows.dim() == 4 && rows.size(3) == width + kScaleBytes;
+}
+
 bool rows_contiguous(const Tensor& t) { return t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1; }
 
 // ---- rotary ----
@@ -69,8 +76,10 @@ std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved)
 
 // Whether `storage` [B, K, S, D] has room for the new tokens.
 bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
-  return storage.dim() == 4 && storage.scalar_type() == x.scalar_type() && rows_contiguous(storage) &&
-         storage.size(0) == x.size(0) && storage.size(1) == a.kv_heads && storage.size(3) == a.width && a.start >= 0 &&
+  if (storage.dim() != 4 || !rows_contiguous(storage)) return false;
+  const bool fits = a.to_int8 ? are_int8(storage, a.width) && a.width <= kMostQuantized
+                              : storage.scalar_type() == x.scalar_type() && storage.size(3) == a.width;
+  return fits && storage.size(0) == x.size(0) && storage.size(1) == a.kv_heads && a.start >= 0 &&
          a.start + a.tokens <= storage.size(2);
 }
 
@@ -82,6 +91,7 @@ std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::
   if (!set_rotated(a, qkv, interleaved) || keys.dim() != 4) return std::nullopt;
   if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return std::nullopt;
   a.heads = heads, a.kv_heads = keys.size(1), a.start = start;
+  a.to_int8 = keys.scalar_type() == ScalarType::Char;
   if (qkv.size(2) != heads + 2 * a.kv_heads) return std::nullopt;
   if (!has_room(a, qkv, keys) || !has_room(a, qkv, values)) return std::nullopt;
   Tensor q = empty({qkv.size(0), heads, a.tokens, a.width}, qkv);
@@ -132,8 +142,7 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries; without tiles, PyTorch's
-// fused attention runs.
+// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries.
 constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Minimum size of the keys and values that one thread reads.
 constexpr int64_t kGrainBytes = 1 << 17;
@@ -195,19 +204,19 @@ void attend_tiles(AttentionArgs& a, int64_t threads) {
 }
 
 bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads) {
-  return kernels().attention.tile && width <= kMaxTileWidth && heads <= kMaxTileGroup * kv_heads;
+  return kernels().attention.tiles_in_pairs && width <= kMaxTileWidth && heads <= kMaxTileGroup * kv_heads;
 }
 
 namespace {
 
-bool by_tiles(const AttentionArgs& a) {
-  return a.tokens > kMaxTokens && a.type == Type::bf16 && kernels().attention.tile;
-}
+bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens; }
 
 bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
   const std::optional<Type> type = known_type(q);
-  if (!type || k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
-  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
+  if (!type || q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
+  a.of_int8 = are_int8(k, q.size(3)) && are_int8(v, q.size(3));
+  const bool alike = k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type();
+  if (!a.of_int8 && (!alike || k.size(3) != q.size(3) || v.size(3) != q.size(3))) return false;
   if (!rows_contiguous(q) || !rows_contiguous(k) || !rows_contiguous(v)) return false;
   a.type = *type;
   a.batch = q.size(0), a.heads = q.size(1), a.tokens = q.size(2), a.width = q.size(3);
@@ -216,11 +225,11 @@ bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tens
   const int64_t group = a.heads / a.kv_heads;
   if (by_tiles(a)) {
     if (a.width > kMaxTileWidth || group > kMaxTileGroup) return false;
-  } else if (a.tokens > kMaxTokens || a.width > kMaxWidth || group * a.tokens > kMaxRows) {
+  } else if (a.width > kMaxWidth || group * a.tokens > kMaxRows) {
     return false;
   }
   if (k.size(0) != a.batch || v.size(0) != a.batch || v.size(1) != a.kv_heads) return false;
-  if (v.size(2) != a.length || k.size(3) != a.width || v.size(3) != a.width) return false;
+  if (v.size(2) != a.length) return false;
   a.q = q.const_data_ptr(), a.k = k.const_data_ptr(), a.v = v.const_data_ptr();
   a.q_b = q.stride(0), a.q_n = q.stride(1), a.q_t = q.stride(2);
   a.k_b = k.stride(0), a.k_n = k.stride(1), a.k_t = k.stride(2);
@@ -231,7 +240,8 @@ bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tens
 void run_attention(AttentionArgs& a) {
   if (by_tiles(a)) return attend_tiles(a, torch::stable::get_num_threads());
   const auto& run = kernels().attention;
-  const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * (a.type == Type::f32 ? 4 : 2);
+  const int64_t element_bytes = a.of_int8 ? 1 : a.type == Type::f32 ? 4 : 2;
+  const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * element_bytes;
   a.parts = std::min({int64_t(torch::stable::get_num_threads()), bytes / kGrainBytes + 1, run.attention_blocks(a)});
   a.scratch = scratch_of(a.parts * run.attention_scratch(a));
   if (a.parts == 1) return run.attention(a, 0, 1);

@@ -44,7 +44,7 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
 // Sets `s` from sinks [H] of any floating type.
 bool set_sinks(Scored& s, const std::optional<Tensor>& t, int64_t heads);
 Scored from_row(Scored s, int64_t b);
-// Many queries in bf16 on `threads` threads; and whether the kernels support heads of these sizes.
+// Many queries on `threads` threads; and whether the kernels have tiles of bf16's own instructions for such heads.
 void attend_tiles(AttentionArgs& a, int64_t threads);
 bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads);
 

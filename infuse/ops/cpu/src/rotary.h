@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention_kernels.h"
-#include "vec_math.h"
+#include "int8_rows.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -32,7 +32,9 @@ void turn_neighbours(const T* x, const C* cos, const C* sin, T* y, int64_t width
   }
 }
 
-// The target of head n of token t of batch row b: queries, then keys, then values.
+constexpr int64_t kMostQuantized = 1024;  // columns of a row
+
+// The target of head n of token t of batch row b: queries, then keys, then values. T is the type of what is written.
 template <class T>
 T* rotary_target(const RotaryArgs& a, int64_t b, int64_t t, int64_t n) {
   if (n < a.heads) return static_cast<T*>(a.q) + b * a.q_b + t * a.q_t + n * a.q_n;
@@ -50,10 +52,13 @@ void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     const C* sin = static_cast<const C*>(a.sin) + b * a.sin_b + t * a.sin_t;
     for (int64_t n = 0; n < a.heads + 2 * a.kv_heads; ++n) {
       const T* x = static_cast<const T*>(a.x) + b * a.x_b + t * a.x_t + n * a.x_n;
-      T* y = rotary_target<T>(a, b, t, n);
+      T rotated[kMostQuantized];
+      const bool quantizes = a.to_int8 && n >= a.heads;
+      T* y = quantizes ? rotated : rotary_target<T>(a, b, t, n);
       const int64_t turned = a.cos && n < a.heads + a.kv_heads ? a.turned : 0;
       if (turned) a.interleaved ? turn_neighbours(x, cos, sin, y, turned) : turn_halves(x, cos, sin, y, turned);
       std::memcpy(y + turned, x + turned, size_t(a.width - turned) * sizeof(T));
+      if (quantizes) quantize_row(y, a.width, rotary_target<int8_t>(a, b, t, n));
     }
   }
 }
