@@ -26,6 +26,7 @@ from transformers.generation import (
 )
 
 import infuse
+from infuse.generate import loop
 from infuse.generate.choose import Processed, ends_of
 from infuse.layers.cache import KVCache
 
@@ -222,6 +223,50 @@ def test_second_turn_on_the_returned_cache(name: str) -> None:
     assert tokens == [5] + [1] * (NEW - 1)
     assert torch.equal(second, seeded(original, whole, attention_mask=mask))
     assert torch.equal(second, seeded(original, whole, attention_mask=mask, past_key_values=exact.past_key_values))
+
+
+# ---- long prompts ----
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom"])
+def test_a_long_prompt_runs_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded on the left by more than a part; the first part is the shorter one."""
+    original, engine = made(name), injected(name)
+    given = padded(name, batch=2, tokens=23)
+    given["attention_mask"][0, :9] = 0
+    exact = seeded(original, **given)
+    monkeypatch.setattr(loop, "PART_TOKENS", 8)
+    with counted(engine.module) as tokens:
+        assert torch.equal(seeded(engine, **given), exact)
+    assert tokens == [3] + [4] * 5 + [1] * (NEW - 1)
+    exact = seeded(original, **one_row(name), prompt_lookup_num_tokens=2)
+    monkeypatch.setattr(loop, "PART_TOKENS", 4)
+    assert torch.equal(seeded(engine, **one_row(name), prompt_lookup_num_tokens=2), exact)
+
+
+def test_a_prompt_on_a_cache_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, engine = pair("llama")
+    first = seeded(engine, **padded("llama"), return_dict_in_generate=True)
+    whole = torch.cat((first.sequences, inputs(BY_NAME["llama"], batch=3, tokens=14, seed=3)["input_ids"]), dim=1)
+    more = whole.shape[1] - PROMPT
+    mask = torch.cat((padded("llama")["attention_mask"], torch.ones(3, more, dtype=torch.long)), dim=1)
+    exact = seeded(original, whole, attention_mask=mask)
+    monkeypatch.setattr(loop, "PART_TOKENS", 15)
+    with counted(engine.module) as tokens:
+        found = seeded(engine, whole, attention_mask=mask, past_key_values=first.past_key_values)
+    assert torch.equal(found, exact)
+    assert sum(tokens[: -NEW + 1]) == 15
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "phi3"])
+def test_frequencies_that_depend_on_the_length_need_the_whole_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    monkeypatch.setattr(loop, "PART_TOKENS", 4)
+    with counted(engine.module) as tokens:
+        generated(engine, name)
+    assert tokens[0] == PROMPT
 
 
 # ---- what our own loop follows, and what it must not miss ----

@@ -20,7 +20,13 @@ from transformers.generation.candidate_generator import (
 )
 
 from infuse.generate.choose import Processed, ends_of
+from infuse.layers.cache import KVCache
 from infuse.parallel.group import LOCAL, Group
+
+# A prompt of more than twice as many tokens, over all rows, runs in parts of so many: activations take as much memory
+# as 4096 tokens need, however long it is, and products are as fast as of all at once.
+PART_TOKENS = 4096
+_BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the call
 
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
@@ -99,6 +105,7 @@ class Steps:
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
+        self._begun = False
         self._first_position: Tensor | None = None  # of each row
         # Columns of the mask minus columns of ids: more than none for a prompt of embeddings.
         sized = [kwargs[name] for name in ("attention_mask", "position_ids") if isinstance(kwargs.get(name), Tensor)]
@@ -112,10 +119,47 @@ class Steps:
         """Run the step and return logits of at least its last `tokens`, [B, tokens or more, vocabulary]."""
         if tokens != self.inputs.get("logits_to_keep", tokens):
             self.inputs["logits_to_keep"] = tokens
+        if not self._begun:
+            self._begun = True
+            self._run_first_parts()
         outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
         return outputs.logits
+
+    def _run_first_parts(self) -> None:
+        """Run all parts of a long prompt but the last, which becomes the step's input."""
+        inputs = self.inputs
+        ids, mask, positions = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("position_ids")
+        if not isinstance(ids, Tensor) or ids.numel() <= 2 * PART_TOKENS or not self._divides():
+            return
+        rows, count = ids.shape
+        part = max(PART_TOKENS // rows, 1)
+        before = 0 if mask is None else mask.shape[1] - count  # columns of tokens that the cache holds already
+        for end in range((count - 1) % part + 1, count + 1, part):  # the first part is the shorter one
+            begin = max(end - part, 0)
+            self.inputs = {**inputs, "input_ids": ids[:, begin:end]}
+            if mask is not None:
+                self.inputs["attention_mask"] = mask[:, : before + end]
+            if positions is not None:
+                self.inputs["position_ids"] = positions[:, begin:end]
+            if end < count:
+                self.model(**self.inputs, return_dict=True)
+
+    def _divides(self) -> bool:
+        """Whether parts of the prompt give what the whole prompt gives: over our cache, in a model of transformers."""
+        inputs = self.inputs
+        if not isinstance(inputs.get("past_key_values"), KVCache):
+            return False
+        if type(self.model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+            return False
+        if "prepare_inputs_for_generation" in vars(self.model):
+            return False
+        sizes = {"input_ids": 2, "attention_mask": 2, "position_ids": 2}
+        tensors = {name: value.dim() for name, value in inputs.items() if isinstance(value, Tensor)}
+        return all(sizes.get(name) == dims for name, dims in tensors.items()) and not any(
+            getattr(module, "rope_type", None) in _BY_LENGTH for module in self.model.modules()
+        )
 
     def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:
         """Prepare the next step: it runs `tokens_BT`, the last of `input_ids`. The cache holds all before them."""
