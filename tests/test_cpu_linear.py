@@ -19,7 +19,8 @@ from tolerance import OF_LARGEST, assert_near
 from torch import Tensor
 
 from infuse import ops
-from infuse.native import CODES, DTYPES, isa, kernels
+from infuse.native import CODES, DTYPES, isa, kernels, limits
+from infuse.ops.cpu import linear as cpu_linear
 from infuse.quant.floating import pack_fp6
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -178,12 +179,35 @@ def test_rows_in_chunks() -> None:
         )
         poison(rows, outputs // 2, dtype=torch.bfloat16)
         found = activated(x, *buffers, bias, outputs, inputs, "int8", "silu", True)
-        assert_near(
-            found,
-            ops.gated_activation(exact(x, values.bfloat16(), bias), "silu"),
-            torch.bfloat16,
-            f"{threads} threads",
-        )
+        wanted = ops.gated_activation(exact(x, values.bfloat16(), bias), "silu")
+        assert_near(found, wanted, torch.bfloat16, f"{threads} threads")
+        weight = values.bfloat16()
+        poison(rows, outputs, dtype=torch.bfloat16)
+        if (plain_found := kernels().tiled_linear(x, weight, bias, -1, False)) is not None:  # None: with AMX
+            assert_product(plain_found, x, weight, bias, f"plain, {threads} threads")
+            poison(rows, outputs // 2, dtype=torch.bfloat16)
+            found = kernels().tiled_linear(x, weight, bias, 0, True)
+            assert_near(found, wanted, torch.bfloat16, f"plain, {threads} threads")
+
+
+@pytest.mark.skipif(isa() not in TILED, reason="tiles need bf16 instructions")
+@pytest.mark.parametrize(("outputs", "inputs", "tiled"), [(192, 96, True), (160, 96, False), (96, 48, True)])
+def test_more_values_than_threads_share(
+    outputs: int, inputs: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles multiply and activate many outputs per input; F.linear fewer, or from too many inputs, or without."""
+    few = limits()._replace(tiled_values=1)
+    monkeypatch.setattr(cpu_linear, "limits", lambda: few)
+    taken: list[bool] = []
+    run = cpu_linear._tiled
+    monkeypatch.setattr(cpu_linear, "_tiled", lambda *args: (y := run(*args), taken.append(y is not None))[0])
+    x, weight = torch.randn(50, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+    wanted = ops.activation(exact(x, weight, None), "silu")
+    for most, act in ((inputs, "silu"), (inputs - 1, "silu"), (inputs, None)):
+        monkeypatch.setattr(cpu_linear, "MOST_INPUTS", most)
+        found = plain(x, weight, None, *ops.NO_NORM, act, False, None)
+        assert_near(found, exact(x, weight, None) if act is None else wanted, torch.bfloat16)
+    assert sum(taken) == (tiled and cpu_linear.takes_tiles())
 
 
 @pytest.mark.parametrize("text", FORMATS)
