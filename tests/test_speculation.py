@@ -10,10 +10,12 @@ import torch
 import transformers as t
 from asked_of_generate import OddTokensOnly, StopAtLength
 from families import BY_NAME, inputs
+from ranks import Ranks
 from side_by_side import injected
 from torch import Tensor
 
 import infuse
+from infuse.generate.candidates import most_candidates
 from infuse.generate.speculation import accepted
 from infuse.layers.cache import KVCache, KVSlot
 from infuse.native import isa, limits
@@ -156,6 +158,23 @@ def test_several_rows_and_other_vocabularies_are_refused() -> None:
     assert told[:2] == told[2:] and "batch_size = 1" in told[0] and "different tokenizers" in told[1]
 
 
+def assisted_on_rank() -> list[Tensor]:
+    """Of a model that ranks share: greedy tokens by a draft that each has alone, drawn ones by one that they share."""
+    engine, found = infuse.init_inference(made(), dtype="fp32", mp_size=2), []
+    for sample, shares in ((False, {}), (True, {"mp_size": 2})):
+        helper = infuse.init_inference(made(noise=0.3), dtype="fp32", **shares)
+        helper.module.generation_config.num_assistant_tokens = 3
+        torch.manual_seed(100 + torch.distributed.get_rank())  # rank 0's counts
+        found.append(engine.generate(**prompt(), max_new_tokens=8, do_sample=sample, assistant_model=helper))
+    return found
+
+
+def test_ranks_have_the_same_tokens(ranks: Ranks) -> None:
+    one, other = ranks.run(2, assisted_on_rank)
+    assert all(map(torch.equal, one, other)) and not torch.equal(one[0], one[1])
+    assert torch.equal(one[0], generated(pair()[0], max_new_tokens=8))
+
+
 # ---- cost ----
 
 
@@ -201,18 +220,24 @@ def test_steps_are_as_long_as_the_kernels_stream() -> None:
 
 
 @pytest.mark.skipif(isa() is None, reason="no C++ kernels")
-@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", "fp6", "int8:a8", "int4:a8"])
+@pytest.mark.parametrize(
+    "quant", ["int8", "int4", "fp8", "fp6", "int8:a8", "int4:a8", "int8 in a window", "int4 of experts"]
+)
 def test_rows_do_not_depend_on_each_other(quant: str) -> None:
     """In bf16, a step of several tokens gives the logits and the cache of as many steps, bit for bit."""
-    family = BY_NAME["llama"]
     sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model: Any = infuse.init_inference(family.make(**sizes), dtype="bf16", quant=quant, verify="off").module
-    ids = inputs(family, batch=1, tokens=70 + limits().plain_rows)["input_ids"]
+    family = BY_NAME["mistral" if "window" in quant else "qwen3-moe" if "experts" in quant else "llama"]
+    if "window" in quant:
+        sizes |= {"sliding_window": 37}
+    original = family.make(**sizes)
+    model: Any = infuse.init_inference(original, dtype="bf16", quant=quant.split()[0], verify="off").module
+    rows = (most_candidates(model) or 0) + 1
+    ids = inputs(family, batch=1, tokens=70 + rows)["input_ids"]
     with torch.inference_mode():
         one = KVCache(128)
         model(ids[:, :70], past_key_values=one)
         single = torch.cat([model(ids[:, n : n + 1], past_key_values=one).logits for n in range(70, ids.shape[1])], 1)
-        for count in range(2, limits().plain_rows + 1):
+        for count in range(2, rows + 1):
             several = KVCache(128)
             model(ids[:, :70], past_key_values=several)
             logits = model(ids[:, 70 : 70 + count], past_key_values=several).logits

@@ -19,6 +19,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from infuse.generate.choose import Processed
 from infuse.generate.loop import Steps
 from infuse.layers.cache import KVCache
+from infuse.layers.linear import Quantized
 from infuse.native import isa, limits
 
 
@@ -40,7 +41,11 @@ def most_candidates(model: Any) -> int | None:
 
     Up to there a step reads the weights once, and each of its rows is computed as if it were alone.
     """
-    return limits().plain_rows - 1 if model.device.type == "cpu" and isa() is not None else None
+    if model.device.type != "cpu" or isa() is None:
+        return None
+    rounds = any(isinstance(one, Quantized) and ":a8" in str(one.format) for one in model.modules())
+    rows = min(limits().plain_rows, limits().code_rows_integer) if rounds else limits().plain_rows
+    return rows - 1
 
 
 def keep_schedule(generator: Any) -> None:
