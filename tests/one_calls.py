@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from infuse.layers.block import Block
-from infuse.layers.one_call import OneCall
+from infuse.layers.one_call import BlockCall
 
 
 def blocks(model: nn.Module) -> list[Block]:
@@ -27,12 +27,12 @@ def part_by_part(model: nn.Module) -> Iterator[None]:
         block._one_call = call
 
 
-def calls_noted(kind: type[OneCall], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def calls_noted(kind: type[BlockCall], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each block that is asked for a call of this kind from now on, whether it goes in one."""
     found: list[bool] = []
     call = kind.__call__
 
-    def noted(self: OneCall, *args: object) -> Tensor | None:
+    def noted(self: BlockCall, *args: object) -> Tensor | None:
         out = call(self, *args)  # type: ignore[arg-type]
         found.append(out is not None)
         return out

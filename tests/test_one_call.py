@@ -214,8 +214,8 @@ def test_a_weight_that_no_kernel_takes_goes_part_by_part(name: str, taken: list[
 def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask and without, of one token and of several."""
     masked: list[tuple[int, bool]] = []
-    step = one_call.layer_step
-    monkeypatch.setattr(one_call, "layer_step", lambda x, tensors, turns, mask, *rest: (
+    step = one_call.layers_step
+    monkeypatch.setattr(one_call, "layers_step", lambda x, tensors, turns, mask, *rest: (
         masked.append((x.shape[1], mask is not None)) or step(x, tensors, turns, mask, *rest)
     ))  # fmt: skip
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")

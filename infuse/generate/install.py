@@ -20,6 +20,7 @@ from transformers.generation import GenerationMixin
 from infuse import interrupts
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
+from infuse.generate.direct import DirectSteps
 from infuse.generate.loop import decode
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
@@ -62,6 +63,7 @@ class Installed:
     buckets: BucketPool | None = None
     group: Group = LOCAL
     kv_cache: str | None = None  # format of our cache
+    direct: DirectSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def install(
             own: Any = vars(part).get("forward")
             part.forward = Forward(part, own, backend if graphs.forward else None)  # type: ignore[assignment]
             part._infuse = Installed(limit_tokens, min_new_tokens, caches, None, group)  # type: ignore[assignment]
-    installed = Installed(limit_tokens, min_new_tokens, caches, buckets, group, kv_cache)
+    direct = DirectSteps(_is_ours) if caches and buckets is None and group.size == 1 else None
+    installed = Installed(limit_tokens, min_new_tokens, caches, buckets, group, kv_cache, direct)
     module._infuse = installed  # type: ignore[assignment]
     # A generate that the user's class defines is kept, with its own arguments: there only the hooks enforce the cap.
     if getattr(type(module), "generate", None) is GenerationMixin.generate:
@@ -172,7 +175,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["past_key_values"] = cache
         if loop := asked.own_loop():
             streamer, assistants = kwargs.get("streamer"), {name: kwargs.get(name) for name in _ASSISTANTS}
-            more = {"assistants": assistants} if loop is speculate else {}
+            more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
             kwargs["custom_generate"] = partial(loop, streamer=streamer, group=installed.group, **more)
     result = None
     try:
@@ -192,12 +195,14 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _can_replay(module: nn.Module) -> bool:
     """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    # A replay would skip hooks other than ours.
-    own_hooks = (_moved, _refuse_too_long, check_before_forward)
-    before = [hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", hook) not in own_hooks]
+    before = [hook for hook in module._forward_pre_hooks.values() if not _is_ours(hook)]  # a replay would skip others
     named = [one.named for one in module.modules() if isinstance(one, Experts) and one.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
     return not (compiled or before or module._forward_hooks) and ours_only
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "func", hook) in (_moved, _refuse_too_long, check_before_forward)
 
 
 class _Asked:

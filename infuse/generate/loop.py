@@ -2,7 +2,8 @@
 
 It returns the same tokens as transformers' own loop, with less host time for each. transformers prepares the first two
 steps. Later steps derive their inputs from the last step: the next token, the next position, one more mask column.
-The loop knows nothing of graphs: a GraphedCache among the model's arguments replays them, as in any other loop.
+On CPUs, later steps may call the model's parts without its own forward: generate/direct.py. The loop knows nothing of
+graphs: a GraphedCache among the model's arguments replays them, as in any other loop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from infuse.generate.choose import Processed, ends_of
+from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
 from infuse.parallel.group import LOCAL, Group
 
@@ -41,6 +43,7 @@ def decode(
     generation_config: Any,
     streamer: Any = None,
     group: Group = LOCAL,
+    direct: DirectSteps | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """Return the token ids of prompt [B, T] and answer. `generate` calls this after preparing everything."""
@@ -50,7 +53,7 @@ def decode(
     pad = generation_config._pad_token_tensor
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
-    steps = Steps(model, input_ids, model_kwargs, limit_tokens)
+    steps = Steps(model, input_ids, model_kwargs, limit_tokens, direct=direct)
     while True:
         scores = steps.scores(copy=bool(processed))
         if processed:
@@ -100,8 +103,11 @@ class Steps:
         limit_tokens: int | None,
         *,
         speculates: bool = False,
+        direct: DirectSteps | None = None,
     ):
         self.model, self.kwargs, self._limit_tokens, self._speculates = model, kwargs, limit_tokens, speculates
+        self._direct = direct
+        self._step: DirectStep | None = None
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
@@ -122,7 +128,16 @@ class Steps:
         if not self._begun:
             self._begun = True
             self._run_first_parts()
-        outputs = self.model(**self.inputs, return_dict=True)
+        if self._step is not None:
+            logits = self._step(self.inputs)
+            if logits is not None:
+                return logits
+            self._step = None
+        if self.follows and self._direct is not None:
+            outputs, self._step = self._direct.traced(self.model, self.inputs)
+            self._direct = None
+        else:
+            outputs = self.model(**self.inputs, return_dict=True)
         if not self.follows:
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
         return outputs.logits

@@ -1,4 +1,4 @@
-"""Run a whole block in one C++ call, for decode steps of a few new tokens and for encoders.
+"""Run a whole block in one C++ call, for decode steps of a few new tokens and for encoders (all blocks: stack.py).
 
 All of its ops must be C++ bodies, and no module inside may have hooks. Otherwise the block runs part by part, with the
 same result.
@@ -6,8 +6,9 @@ same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import getitem
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -27,64 +28,66 @@ from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
 from infuse.layers.program import ADD, ADD_NORM, ADD_NORM_STREAM, ATTENTION, Program
-from infuse.layers.recorders import is_heard
 from infuse.native import DTYPES, limits
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
-from infuse.ops.cpu.layer import STEPS, encoder_layer, layer_step
+from infuse.ops.cpu.layer import STEPS, encoder_layer, layers_step
 from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.quantized_linear import code_of
 from infuse.ops.cpu.router import numbers
 
 
 class Node(NamedTuple):
-    """A module of the block, and what it must still be in a call: of the class `wanted`, or, if that is None, of one
+    """A module of a block, and what it must still be in a call: of the class `wanted`, or, if that is None, of one
     with this `forward`, since attention and routers are of classes mixed from ours and the original's.
     """
 
-    owner: int  # index of the owner among the nodes; the block itself is the first
+    owner: int  # index of the owner among the blocks and nodes; the blocks come first
     name: str
     wanted: type | None
     forward: Any = None
 
 
 class OneCall:
-    """The program encoded for C++, and where to find the tensors of a call.
+    """The programs of blocks encoded for C++, and where to find the tensors of a call.
 
     Integers and reals are in the order in which `program_of` (ops/cpu/src/binding_layer.h) reads them: each step,
     followed by the numbers of its part. Weights are indices into the call's tensors (-1: none).
     """
 
-    def __init__(self, block: Any, program: Program):
-        self._shape: LayerShape = block.shape
+    def __init__(self, blocks: Sequence[Any], programs: Sequence[Program]):
+        self._count = len(blocks)
         self._nodes: list[Node] = []
         self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its node, dict that holds it, name
         self._absent: list[tuple[int, str, str]] = []  # the same of tensors that are None
         self._quantized: list[int] = []  # nodes that may hold a weight in another layout than the kernels'
         self._experts_of: list[tuple[int, int, int]] = []  # nodes: experts, their matrices
-        self._router: int | None = None
+        self._routers: list[int] = []  # nodes
         self._found: Found | None = None
         integers: list[int] = []
         reals: list[float] = []
+        for owner, (block, program) in enumerate(zip(blocks, programs, strict=True)):
+            integers += self._block(block, program, owner, reals)
+        # Tensors, because passing these lists would take 5 us in each call.
+        self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
+
+    def _block(self, block: Any, program: Program, owner: int, reals: list[float]) -> list[int]:
+        attn = block.shape.attn
+        integers = [STEPS.index("layer"), attn.window] if attn.causal else []
         for step in program:
-            name = self._shape.attn.name if step.does == ATTENTION else step.part
+            name = attn.name if step.does == ATTENTION else step.part
             part = getattr(block, name) if name else None
             integers.append(STEPS.index("moe" if isinstance(part, MoE) else step.does))
             if step.does in (ADD, ADD_NORM, ADD_NORM_STREAM):
                 reals.append(step.scale)
             if isinstance(part, Norm):
-                integers += self._norm(0, name, part, reals)
+                integers += self._norm(owner, name, part, reals)
             elif isinstance(part, Attention):
-                integers += self._attention(part, self._branch(0, name, part), reals)
+                integers += self._attention(part, self._branch(owner, name, part), reals)
             elif isinstance(part, MLP):
-                integers += self._mlp(part, self._branch(0, name, part))
+                integers += self._mlp(part, self._branch(owner, name, part))
             elif isinstance(part, MoE):
-                integers += self._moe(part, self._branch(0, name, part), reals)
-        # Tensors, because passing these lists would take 5 us in each call.
-        self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
-
-    def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        """Return the block's result; None if it has to run part by part."""
-        raise NotImplementedError
+                integers += self._moe(part, self._branch(owner, name, part), reals)
+        return integers
 
     def _attention(self, part: Attention, owner: int, reals: list[float]) -> list[int]:
         shape = part.shape
@@ -112,7 +115,7 @@ class OneCall:
         reals += rule[1]
         integers, node = list(rule[0]), self._branch(owner, "router", router)
         held = "_parameters" if "correction" in router._parameters else "_buffers"
-        self._router = node
+        self._routers.append(node)
         integers += [self._place(node, "_parameters", "weight"), self._parameter(node, router, "bias")]
         integers += [self._tensor(node, held, "correction", router.correction), int(part.shape.combine == AVERAGE)]
         reals.append(part.shape.scale)
@@ -135,7 +138,8 @@ class OneCall:
         reals += [gate.limit, gate.up_offset]
         integers = [part.shape.inner, ACTIVATION_NUMBERS[gate.activation], int(gate.gated), int(gate.limit_after)]
         integers += [gate.first, *self._linear(owner, "up", part.up), *self._linear(owner, "down", part.down)]
-        self._experts_of.append((owner, len(self._nodes) - 1, len(self._nodes)))
+        last = self._count + len(self._nodes) - 1
+        self._experts_of.append((owner, last - 1, last))
         return integers
 
     def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
@@ -157,11 +161,11 @@ class OneCall:
 
     def _branch(self, owner: int, name: str, part: nn.Module) -> int:
         self._nodes.append(Node(owner, name, None, type(part).forward))
-        return len(self._nodes)
+        return self._count + len(self._nodes) - 1
 
     def _node(self, owner: int, name: str, wanted: type) -> int:
         self._nodes.append(Node(owner, name, wanted))
-        return len(self._nodes)
+        return self._count + len(self._nodes) - 1
 
     def _parameter(self, node: int, part: nn.Module, name: str) -> int:
         return self._tensor(node, "_parameters", name, part._parameters.get(name))
@@ -177,35 +181,38 @@ class OneCall:
         self._places.append((node, held, name))
         return len(self._places) - 1
 
-    def _tensors(self, block: nn.Module) -> list[Tensor] | None:
+    def _tensors(self, blocks: Sequence[nn.Module]) -> list[Tensor] | None:
         """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
         found = self._found
         if found is None or not found.are_in_place():
-            self._found = found = self._find(block)
+            self._found = found = self._find(blocks)
         if found is None or not found.run_as_written() or all_are_heard():
             return None
-        tensors = [held[name] for held, name in found.tensors]
+        tensors = [*map(getitem, *found.tensors)]
         return None if [1 for tensor in tensors if tensor is None] else tensors
 
-    def _find(self, block: nn.Module) -> Found | None:
+    def _find(self, blocks: Sequence[nn.Module]) -> Found | None:
         """Find the modules of the call; None if one has been exchanged for another kind."""
-        dicts: list[dict[str, Any]] = [block.__dict__]  # of the block and all nodes
+        dicts: list[dict[str, Any]] = [block.__dict__ for block in blocks]  # and those of all nodes
         for owner, name, wanted, forward in self._nodes:
             part = dicts[owner]["_modules"].get(name)
             kind: Any = type(part)
             if kind is not wanted and (wanted is not None or getattr(kind, "forward", None) is not forward):
                 return None
             dicts.append({} if part is None else part.__dict__)
-        places = [(dicts[owner]["_modules"], name) for owner, name, _, _ in self._nodes]
-        modules = [owner[name] for owner, name in places]
-        router = None if self._router is None else modules[self._router - 1]
+        owners = [dicts[owner]["_modules"] for owner, _, _, _ in self._nodes]
+        modules = [owner[node.name] for owner, node in zip(owners, self._nodes, strict=True)]
+        routers = [modules[node - self._count] for node in self._routers]
+        parts = [part for part in modules if part is not None and not any(part is router for router in routers)]
         return Found(
-            places=places,
+            places=(owners, [node.name for node in self._nodes]),
             modules=modules,
-            kinds=list(map(type, modules)),
-            parts=[(part, vars(part)) for part in modules if part is not None and part is not router],
-            router=router,
-            tensors=[(dicts[node][held], name) for node, held, name in self._places],
+            kinds=[*map(type, modules)],
+            parts=parts,
+            attributes=[part.__dict__ for part in parts],
+            hooks=[hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks)],
+            routers=routers,
+            tensors=([dicts[node][held] for node, held, _ in self._places], [name for _, _, name in self._places]),
             absent=[(dicts[node][held], name) for node, held, name in self._absent],
             quantized=[dicts[node] for node in self._quantized],
             experts=[tuple(dicts[node] for node in nodes) for nodes in self._experts_of],
@@ -216,14 +223,16 @@ class OneCall:
 
 
 class Found(NamedTuple):
-    """The modules of a call as dicts, so that a step can check within 5 us that they are still the same."""
+    """The modules of a call as dicts, so that a step can check within 2 us a block that they are still the same."""
 
-    places: list[tuple[dict[str, Any], str]]  # of each module: its owner's modules, its name there
+    places: tuple[list[dict[str, Any]], list[str]]  # of each module: its owner's modules, its name there
     modules: list[nn.Module]
     kinds: list[type]
-    parts: list[tuple[nn.Module, dict[str, Any]]]  # each module that is there but the router, and its attributes
-    router: nn.Module | None  # hooks may hear it: see StepCall
-    tensors: list[tuple[dict[str, Any], str]]  # of each tensor: dict that holds it, name
+    parts: list[nn.Module]  # each module that is there but routers
+    attributes: list[dict[str, Any]]  # of each of these
+    hooks: list[Mapping[int, Callable[..., Any]]]  # of each of these: those before its forward, those after it
+    routers: list[nn.Module]  # hooks may hear them: see StepCall
+    tensors: tuple[list[dict[str, Any]], list[str]]  # of each tensor: dict that holds it, name
     absent: list[tuple[dict[str, Any], str]]  # the same of tensors that are None
     quantized: list[dict[str, Any]]
     experts: list[tuple[dict[str, Any], ...]]  # attributes of experts, then of their matrices
@@ -231,15 +240,14 @@ class Found(NamedTuple):
     def are_in_place(self) -> bool:
         """Whether no module has been exchanged and none has become of another class."""
         # Lists are compared by identity first.
-        return [owner.get(name) for owner, name in self.places] == self.modules and [
-            *map(type, self.modules)
-        ] == self.kinds
+        return [*map(dict.get, *self.places)] == self.modules and [*map(type, self.modules)] == self.kinds
 
     def run_as_written(self) -> bool:
         """Whether the kernels compute what the modules would: no hooks, and weights in the kernels' layouts."""
-        for part, own in self.parts:  # `untouched` inlined: the call would cost more, ten times in each layer's step
-            if own["_forward_pre_hooks"] or "forward" in own or (own["_forward_hooks"] and is_heard(part)):
-                return False
+        if any(self.hooks) and not all(map(untouched, self.parts)):
+            return False
+        if [1 for own in self.attributes if "forward" in own]:
+            return False
         if [1 for held, name in self.absent if held.get(name) is not None]:
             return False
         if [1 for own in self.quantized if not own["prepared"]]:
@@ -253,21 +261,33 @@ class Found(NamedTuple):
         return True
 
 
-class StepCall(OneCall):
+class BlockCall(OneCall):
+    """One call of one block."""
+
+    def __init__(self, block: Any, program: Program):
+        super().__init__((block,), (program,))
+        self._shape: LayerShape = block.shape
+
+    def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
+        """Return the block's result; None if it has to run part by part."""
+        raise NotImplementedError
+
+
+class StepCall(BlockCall):
     """One call for a few new tokens of a decoder."""
 
     def __init__(self, block: nn.Module, program: Program, index: int):
         super().__init__(block, program)
-        self._index, self._most_rows = index, limits().plain_rows
+        self.index, self.most_rows = index, limits().plain_rows
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         batch, tokens, _ = x_BTC.shape
         cache = inputs.cache
-        if batch * tokens > self._most_rows or not isinstance(cache, KVCache):
+        if batch * tokens > self.most_rows or not isinstance(cache, KVCache):
             return None
         if inputs.want_weights or inputs.causal is False:
             return None
-        slot, tensors = cache.slot(self._index), self._tensors(block)
+        slot, tensors = cache.slot(self.index), self._tensors((block,))
         if tensors is None or slot.place is not None or slot.row_lengths is not None:
             return None
         shape = self._shape.attn
@@ -277,12 +297,11 @@ class StepCall(OneCall):
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
         if mask is not None:
             mask = attention.allowed(mask, start + tokens)
-        step = partial(
-            layer_step, x_BTC, tensors, turns, mask, bias, (slot.key_storage, slot.value_storage), start,
-            mask is None or shape.window > 0, shape.window, self._numbers,
-        )  # fmt: skip
-        router = None if self._found is None else self._found.router
-        out = step() if router is None or untouched(router) else _routed_by(router, step)
+        storage = (slot.key_storage,), (slot.value_storage,)
+        step = partial(layers_step, x_BTC, tensors, turns, mask, bias, storage, start, self._numbers)
+        assert self._found is not None
+        routers = self._found.routers
+        out = step() if all(map(untouched, routers)) else _routed_by(routers[0], step)
         if out is not None:
             slot.advance(tokens)
         return out
@@ -301,20 +320,20 @@ def _routed_by(router: nn.Module, step: Callable[..., Tensor | None]) -> Tensor 
     return step(routes=(index.to(torch.int64).contiguous(), weights.contiguous()))
 
 
-class EncoderCall(OneCall):
+class EncoderCall(BlockCall):
     """One call for many tokens of an encoder, without causal order."""
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         if x_BTC.dtype is not torch.bfloat16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
             return None
-        tensors = self._tensors(block)
+        tensors = self._tensors((block,))
         if tensors is None:
             return None
         mask = None if inputs.mask is None else attention.allowed(inputs.mask, x_BTC.shape[1])
         return encoder_layer(x_BTC, tensors, mask, self._numbers)
 
 
-def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index: int | None) -> OneCall | None:
+def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index: int | None) -> BlockCall | None:
     """Make the one call of a block; None for blocks that run part by part.
 
     That is if one of `bodies` is not the C++ one, a part has no kernel, ranks share the block, or PyTorch's products

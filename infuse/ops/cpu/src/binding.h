@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "kernels.h"
+#include "team.h"
 
 namespace infuse {
 
@@ -86,7 +87,7 @@ constexpr int64_t kGrainElements = 16384;
 template <class F>
 void over_rows(int64_t rows, int64_t columns, const F& run) {
   if (rows * columns <= kGrainElements) return run(0, rows);
-  torch::stable::parallel_for(0, rows, kGrainElements / columns + 1, run);
+  parallel_for(0, rows, kGrainElements / columns + 1, run);
 }
 
 }  // namespace infuse

@@ -112,7 +112,7 @@ void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) 
   const auto run = kernels().attention.activation;
   const int64_t elements = y.numel();
   if (elements <= kGrainElements) return run(a, 0, elements);
-  torch::stable::parallel_for(0, elements, kGrainElements / 2, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  parallel_for(0, elements, kGrainElements / 2, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 }  // namespace
@@ -195,7 +195,7 @@ void attend_tiles(AttentionArgs& a, int64_t threads) {
   threads = std::min(threads, tiles);
   a.ahead = threads;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       void* scratch = scratch_of(floats);
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) run.tile(a, i, scratch);
@@ -238,14 +238,14 @@ bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tens
 }
 
 void run_attention(AttentionArgs& a) {
-  if (by_tiles(a)) return attend_tiles(a, torch::stable::get_num_threads());
+  if (by_tiles(a)) return attend_tiles(a, thread_count());
   const auto& run = kernels().attention;
   const int64_t element_bytes = a.of_int8 ? 1 : a.type == Type::f32 ? 4 : 2;
   const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * element_bytes;
-  a.parts = std::min({int64_t(torch::stable::get_num_threads()), bytes / kGrainBytes + 1, run.attention_blocks(a)});
+  a.parts = std::min({thread_count(), bytes / kGrainBytes + 1, run.attention_blocks(a)});
   a.scratch = scratch_of(a.parts * run.attention_scratch(a));
   if (a.parts == 1) return run.attention(a, 0, 1);
-  torch::stable::parallel_for(0, a.parts, 1, [&](int64_t begin, int64_t end) { run.attention(a, begin, end); });
+  parallel_for(0, a.parts, 1, [&](int64_t begin, int64_t end) { run.attention(a, begin, end); });
   run.combine(a);
 }
 

@@ -98,6 +98,7 @@ struct EncoderMachine {
     return made;
   }
 
+  void begin(const LayerPart&) const {}
   // Mixtures and scaled sums run part by part.
   bool before_experts() const { return false; }
   uint16_t* moe(const MoePart&) const { return nullptr; }

@@ -232,13 +232,13 @@ class Run {
       wait_until([&] { return left.load(std::memory_order_acquire) == 0; });
       adds.work(t, add);
     };
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) work(t);
     });
   }
 
  private:
-  static int64_t most_threads() { return std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost); }
+  static int64_t most_threads() { return std::min<int64_t>(thread_count(), Stretches::kMost); }
 
   // Chooses the jobs that one thread finishes: its intermediate results stay in its core's cache. The others, which all
   // threads share, are as much as the other threads may have to wait for the last of those.

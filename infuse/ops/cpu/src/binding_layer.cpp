@@ -1,4 +1,4 @@
-// A layer over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small
+// Layers over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small
 // products, which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches,
 // calling a part from Python costs 15 to 30 us, of which 3 are computation.
 #include "binding_layer.h"
@@ -40,13 +40,11 @@ void norm_heads(const std::optional<NormPart>& part, Tensor& qkv, int64_t first,
   }
 }
 
-// The arguments of a decoding step: keys and values [B, K, S, D] receive the new tokens at `start`.
+// The arguments of a decoding step: each layer's keys and values [B, K, S, D] receive the new tokens at `start`.
 struct Given {
   const Maybe &cos, &sin, &mask, &bias;
-  Tensor &keys, &values;
+  const std::vector<Tensor>&keys, &values;
   int64_t start;
-  bool causal;
-  int64_t window;
   const Maybe &index, &weights;  // of a router that has run already
   bool before_experts;
 };
@@ -55,7 +53,25 @@ struct StepMachine {
   const Given& given;
   Maybe x, y = x, branch;
   bool last = false;
+  size_t layer = 0;  // counted from 1
+  int64_t window = 0;
+  std::vector<const LinearPart*> attentions;  // the first product of each layer
 
+  StepMachine(const Given& given_, const Program& program, const Tensor& x_) : given(given_), x(x_) {
+    for (const Step& step : program) {
+      if (const auto* a = std::get_if<AttentionPart>(&step.part)) attentions.push_back(&a->qkv);
+    }
+  }
+  void begin(const LayerPart& part) { ++layer, window = part.window; }
+  // Lets waiting threads fetch the weight of a product to come.
+  static void ahead(const LinearPart& part) {
+    if (Team* team = Team::led()) {
+      team->ahead(part.weight->const_data_ptr(), part.weight->numel() * int64_t(part.weight->element_size()));
+    }
+  }
+  void ahead_to_next_layer() const {
+    if (layer < attentions.size()) ahead(*attentions[layer]);
+  }
   bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
     return infuse::norm(*of, part.weight, part.bias, part.eps, part.offset, part.centred);
@@ -72,24 +88,29 @@ struct StepMachine {
   Maybe attention(const AttentionPart& a) const {
     const int64_t batch = x->size(0), tokens = x->size(1);
     Tensor qkv = empty({batch, tokens, a.all_heads(), a.width}, *x);
+    ahead(a.out);
     multiply(a.qkv, *y, qkv);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
-    const auto& [cos, sin, mask, bias, keys, values, start, causal, window, index, weights, before] = given;
-    const Maybe q = rotary_append(qkv, cos, sin, keys, values, start, a.heads, a.interleaved);
+    const Tensor &keys = given.keys.at(layer - 1), &values = given.values.at(layer - 1);
+    const Maybe q = rotary_append(qkv, given.cos, given.sin, keys, values, given.start, a.heads, a.interleaved);
     if (!q) return std::nullopt;
-    const Maybe attended =
-        attend(*q, keys, values, start + tokens, mask, bias, a.scale, causal, window, a.softcap, a.sinks);
+    const bool causal = !given.mask || window > 0;
+    const Maybe attended = attend(*q, keys, values, given.start + tokens, given.mask, given.bias, a.scale, causal,
+                                  window, a.softcap, a.sinks);
     return attended ? times(a.out, *attended) : std::nullopt;
   }
   Maybe mlp(const MlpPart& a) const {
     Tensor inner = empty_rows(*x, a.up.outputs);
+    ahead(a.down);
     multiply(a.up, *y, inner);
     const Maybe active = a.gated ? gated_activation(inner, a.act) : activation(inner, a.act);
+    ahead_to_next_layer();
     return active ? times(a.down, *active) : std::nullopt;
   }
   Maybe moe(const MoePart& a) const {
     const int64_t columns = x->size(2), tokens = x->numel() / columns;
+    ahead_to_next_layer();  // while the router runs, on one thread
     const bool routed = given.index && given.weights;
     const Routes routes = routed ? Routes{*y, *given.weights, *given.index} : route(a.router, *y, tokens);
     std::vector<float> weights(size_t(routes.weights.numel()));
@@ -143,23 +164,27 @@ struct StepMachine {
 
 }  // namespace
 
-// The layer's result [B, T, C] for x [B, T, C], or its mixture's input if `before_experts`. `index` [tokens, k] int64
-// and `weights` [tokens, k], if given, take the place of the router's. None if a kernel does not support the arguments;
-// the step then counts as not done.
-Maybe layer_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias, Tensor keys,
-                 Tensor values, int64_t start, bool causal, int64_t window, Maybe index, Maybe weights,
-                 bool before_experts, Tensor integers, Tensor reals) {
+// The result [B, T, C] of one or several layers for x [B, T, C], or the input of the first mixture if `before_experts`.
+// `index` [tokens, k] int64 and `weights` [tokens, k], if given, take the place of a router's. None if a kernel does not
+// support the arguments; the step then counts as not done.
+Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias,
+                  std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start, Maybe index, Maybe weights,
+                  bool before_experts, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
-  const Given given{cos, sin, mask, bias, keys, values, start, causal, window, index, weights, before_experts};
-  StepMachine machine{given, x};
-  return run(program, machine) ? machine.x : std::nullopt;
+  const Given given{cos, sin, mask, bias, keys, values, start, index, weights, before_experts};
+  Maybe y;
+  Team::together([&] {
+    StepMachine machine(given, program, x);
+    if (run(program, machine)) y = machine.x;
+  });
+  return y;
 }
 
 INFUSE_OPERATORS(CPU,
-    {"layer_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!) "
-     "keys, Tensor(b!) values, int start, bool causal, int window, Tensor? index, Tensor? weights, bool "
-     "before_experts, Tensor integers, Tensor reals) -> Tensor?",
-     TORCH_BOX(&layer_step)})
+    {"layers_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!)[] "
+     "keys, Tensor(b!)[] values, int start, Tensor? index, Tensor? weights, bool before_experts, Tensor integers, "
+     "Tensor reals) -> Tensor?",
+     TORCH_BOX(&layers_step)})
 
 }  // namespace infuse

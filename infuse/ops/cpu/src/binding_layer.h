@@ -1,5 +1,5 @@
-// A layer as a program of steps over tensors, as in layers/program.py and layers/one_call.py; whether the kernels
-// support its parts; and the interpreter shared by decoding steps (binding_layer.cpp) and encoders
+// Layers as a program of steps over tensors, as in layers/program.py and layers/one_call.py; whether the kernels
+// support their parts; and the interpreter shared by decoding steps (binding_layer.cpp) and encoders
 // (binding_encoder.cpp).
 #pragma once
 
@@ -90,13 +90,18 @@ Routes route(const RouterPart& router, const Tensor& x, int64_t tokens);
 bool sum_experts(const ExpertsPart& experts, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
                  const float* weights, Tensor& y);
 
+// Begins a decoder's layer; what follows belongs to it.
+struct LayerPart {
+  int64_t window;  // as in ops.attention
+};
+
 // The steps of layers/program.py in the order of ops/cpu/layer.py.
-enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream };
+enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream, layer };
 inline bool adds(Does does) { return does == Does::add || does == Does::add_norm || does == Does::add_norm_stream; }
 struct Step {
   Does does;
   double scale;  // of the branch that is added
-  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, LayerPart> part;
 };
 using Program = std::vector<Step>;
 
@@ -107,11 +112,11 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
   const int64_t* const end = next_integer + integers.numel();
   const double* const last = next_real + reals.numel();
   const auto integer = [&] {
-    STD_TORCH_CHECK(next_integer != end, "a layer's program ends within a part");
+    STD_TORCH_CHECK(next_integer != end, "a program ends within a part");
     return *next_integer++;
   };
   const auto real = [&] {
-    STD_TORCH_CHECK(next_real != last, "a layer's program has too few reals");
+    STD_TORCH_CHECK(next_real != last, "a program has too few reals");
     return *next_real++;
   };
   const auto tensor = [&] {
@@ -134,13 +139,15 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
   };
   const auto mlp_if_there = [&] { return integer() ? std::optional(mlp()) : std::nullopt; };
   Program steps;
-  steps.reserve(8);
+  steps.reserve(size_t(integers.numel()) / 8);
   while (next_integer != end) {
     Step& step = steps.emplace_back(Step{Does(integer()), 1, {}});
     if (adds(step.does)) step.scale = real();
     if (step.does == Does::attention) {
       step.part = AttentionPart{integer(), integer(), integer(), integer() != 0,  real(),
                                 real(),    tensor(),  linear(),  linear(),        norm_if_there(), norm_if_there()};
+    } else if (step.does == Does::layer) {
+      step.part = LayerPart{integer()};
     } else if (step.does == Does::mlp) {
       step.part = mlp();
     } else if (step.does == Does::moe) {
@@ -223,6 +230,7 @@ inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
 }
 
 inline bool takes(const std::monostate&, const Tensor&, int64_t) { return true; }
+inline bool takes(const LayerPart&, const Tensor&, int64_t) { return true; }
 
 inline bool takes(const Program& program, const Tensor& x) {
   if (!is_float(x) || x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
@@ -236,7 +244,7 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of attention and MLP;
 // `branch`, the sum of their results since the last addition. A missing value is false. `last` tells the machine that
-// the next value is the layer's result; `m.before_experts()` ends the program before a mixture, whose input is then x.
+// the next value is the result; `m.before_experts()` ends the program before a mixture, whose input is then x.
 // Returns false if a part declines.
 template <class Machine>
 bool run(const Program& program, Machine& m) {
@@ -244,6 +252,10 @@ bool run(const Program& program, Machine& m) {
   for (const Step& step : program) {
     m.last = &step == &program.back();
     const auto* norm = std::get_if<NormPart>(&step.part);
+    if (step.does == Does::layer) {
+      m.begin(std::get<LayerPart>(step.part));
+      continue;
+    }
     if (step.does == Does::moe && m.before_experts()) {
       m.x = m.y;
       return true;

@@ -44,7 +44,7 @@ std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor
   const int64_t columns = gated ? weight.size(0) / 2 : weight.size(0);
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
-  tile_linear(a, weight, torch::stable::get_num_threads());
+  tile_linear(a, weight, thread_count());
   return y;
 }
 

@@ -65,7 +65,7 @@ class Stretches {
 // Calls run(begin, end) over all outputs on PyTorch's threads, in pieces of a multiple of `unit`.
 template <class F>
 void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run) {
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), Stretches::kMost);
+  const int64_t threads = std::min<int64_t>(thread_count(), Stretches::kMost);
   const int64_t bytes = outputs * row_bytes;
   if (threads == 1 || bytes <= kOneThreadBytes) {
     run(0, outputs);
@@ -74,7 +74,7 @@ void over_outputs(int64_t outputs, int64_t row_bytes, int64_t unit, const F& run
   const int64_t rows = std::min(kPieceBytes, bytes / threads / 2) / std::max<int64_t>(row_bytes, 1);
   const int64_t piece = std::max<int64_t>(1, rows / unit) * unit, pieces = (outputs + piece - 1) / piece;
   Stretches stretches(pieces, threads);
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       stretches.work(t, [&](int64_t p) { run(p * piece, std::min((p + 1) * piece, outputs)); });
     }
@@ -98,14 +98,14 @@ constexpr int64_t kOneThreadX = 1 << 15;
 template <class F>
 void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
   if (a.rows * a.inputs <= kOneThreadX) return arrange(0, blocks);
-  torch::stable::parallel_for(0, blocks, 1, arrange);
+  parallel_for(0, blocks, 1, arrange);
 }
 
 // For more rows than the cores' caches hold: each thread takes chunks of rows and computes all outputs (or gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, thread_count(), 1, [&](int64_t begin, int64_t end) {
     auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(kernel.tile_bytes(a)));
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t c; (c = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
@@ -125,7 +125,7 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
 // Many rows: arranges x, then computes all outputs (or gates) tile by tile, each thread with its own tiles. If
 // `threads` is 1, the caller may itself be one of many threads that process other rows.
 inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels& kernel,
-                              int64_t threads = torch::stable::get_num_threads()) {
+                              int64_t threads = thread_count()) {
   const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
   if (a.rows >= 2 * threads * chunk) {
     a.ahead = columns;
@@ -139,7 +139,7 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
   const int64_t unit = tiles * columns;
   a.ahead = threads * unit;
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(size_t(tiles) * kernel.tile_bytes(a)));
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t o; (o = next.fetch_add(unit, std::memory_order_relaxed)) < outputs;) {

@@ -57,7 +57,7 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
   const int64_t columns = gated ? outputs / 2 : outputs;
   const PanelKernels& kernel = kernels().panels;
   const bool whole = !gated || columns % kPanelRows == 0;
-  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t threads = thread_count();
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   a.rows = x.numel() / a.inputs, a.type = type_of(x);
   if (whole && columns && takes_integers(a, code)) {
@@ -96,7 +96,7 @@ void gather_rows(Tensor data, Tensor scale, std::optional<Tensor> zero, int64_t 
   a.y = to.mutable_data_ptr();
   a.index = static_cast<const int64_t*>(index.const_data_ptr());
   const auto run = kernels().panels.gather;
-  torch::stable::parallel_for(0, index.numel(), 8, [&](int64_t begin, int64_t end) { run(a, begin, end); });
+  parallel_for(0, index.numel(), 8, [&](int64_t begin, int64_t end) { run(a, begin, end); });
 }
 
 // Consecutive codes of a row → the order in a word (panels.h), and back; for one word or a vector of words.
@@ -164,7 +164,7 @@ template <class F>
 void over_sixes(int64_t rows, int64_t words, const F& run) {
   constexpr int64_t bytes = 12;
   const int64_t units = words * 4 / bytes;
-  torch::stable::parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, (rows + kPanelRows - 1) / kPanelRows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t there = std::min(kPanelRows, rows - panel * kPanelRows);
       for (int64_t u = 0; u < units; ++u) {

@@ -1,0 +1,278 @@
+"""Decode steps that call a model's parts without its own forward: embedding, all blocks in one call, norm, head.
+
+What a model computes between its parts is its own affair, so each answer's first step is traced: every part must have
+got the very tensor that the part before it returned. The first such step of a model is also computed again, and must
+give the same logits. A mask is the model's affair, too: from the length on at which a window may hide tokens, the model
+is called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from infuse.layers.block import Block
+from infuse.layers.cache import KVCache
+from infuse.layers.contract import NEUTRAL
+from infuse.layers.inputs import Inputs
+from infuse.layers.linear import all_are_heard, untouched
+from infuse.layers.stack import Answer, StackCall
+
+# Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
+# take up to 0.1 ms of a step, because weights have driven their code out of the caches.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_TABLE_TOKENS = 64
+
+
+@dataclass
+class DirectSteps:
+    """Trace decode steps of one model. A copy of the model traces its own."""
+
+    is_ours: Callable[[Callable[..., Any]], bool]  # whether a pre-hook on the model may be left out
+    stack: StackCall | None = None
+    blocks: list[Any] = field(default_factory=list)  # of `stack`
+    proven: bool = False
+
+    def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
+        """Call the model for one new token of each row, and find how to make the next such steps without it."""
+        parts = None if inputs.get("attention_mask") is not None else _Parts.of(model, self.is_ours)
+        if parts is None:
+            return model(**inputs, return_dict=True), None
+        calls: list[_Call] = []
+
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if not (args and output is args[0]):  # dropout returns its input
+                calls.append(_Call(module, args, kwargs, output))
+
+        handles = [module.register_forward_hook(note, with_kwargs=True) for module in parts.listed]
+        try:
+            outputs = model(**inputs, return_dict=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        step = self._step(parts, calls, inputs, outputs)
+        if step is None or self.proven:
+            return outputs, step
+        for slot in step.cache.layers:
+            slot.length -= 1
+        again = step(inputs)
+        if again is not None and torch.equal(again, outputs.logits):
+            self.proven = True
+            return outputs, step
+        if again is not None:
+            for slot in step.cache.layers:
+                slot.length -= 1
+        return model(**inputs, return_dict=True), None  # which writes its keys and values again
+
+    def _step(self, parts: _Parts, calls: list[_Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
+        count, cache, positions = len(parts.blocks), inputs.get("past_key_values"), inputs.get("position_ids")
+        turning = len(calls) - count - 3  # calls between the embedding's and the blocks'
+        if turning not in (0, 1) or type(cache) is not KVCache or not isinstance(positions, Tensor):
+            return None
+        embedded, turned, blocks, (normed, headed) = (
+            calls[0],
+            calls[1] if turning else None,
+            calls[1 + turning : -2],
+            calls[-2:],
+        )
+        if not embedded.is_of(parts.embedding, inputs["input_ids"]) or not headed.is_of(parts.head, normed.output):
+            return None
+        x: Any = embedded.output
+        for block, call in zip(parts.blocks, blocks, strict=True):
+            if call.module is not block or not _follows(call, x, cache, None if turned is None else turned.output):
+                return None
+            x = call.output[0] if isinstance(call.output, tuple) else call.output
+        if not normed.is_of(normed.module, x) or outputs.logits is not headed.output:
+            return None
+        if turned is not None and not turned.takes(embedded.output, positions):
+            return None
+        if self.blocks != parts.blocks or self.stack is None:
+            self.stack, self.blocks, self.proven = StackCall.of(parts.blocks), parts.blocks, False
+        answer = None if self.stack is None else self.stack.begin(embedded.output, cache)
+        if self.stack is None or answer is None:
+            return None
+        step = DirectStep(parts, self.stack, answer, normed.module, turned, cache, embedded.output, positions)
+        step.end_tokens = _least_window(parts.above[0].config)
+        return step
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"is_ours": self.is_ours, "stack": None, "blocks": [], "proven": False}
+
+
+class DirectStep:
+    """Make the answer's next steps as the traced one was made: each is one token later than the step before it."""
+
+    def __init__(
+        self, parts: _Parts, stack: StackCall, answer: Answer, norm: nn.Module, turned: _Call | None, cache: KVCache,
+        embedded: Tensor, positions: Tensor,
+    ):  # fmt: skip
+        self.cache = cache
+        self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
+        self._turned, self._embedded, self._positions = turned, embedded, positions
+        self._first = answer.length - 1  # index of the traced step's token
+        self._tables: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the index of their first token
+        self._hooks = _hooks_ever()
+        self.end_tokens: float = math.inf  # length of the cache before which the model passes no mask
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """The logits [B, 1, vocabulary]. None, with nothing changed, if the model has to be called."""
+        if _hooks_ever() != self._hooks or not self._parts.are_in_place():
+            return None
+        if self._answer.length + 1 >= self.end_tokens:
+            return None
+        x = self._parts.embedding.forward(inputs["input_ids"])
+        y = self._answer.step(x, self._turns(x, inputs["position_ids"]))
+        return None if y is None else self._parts.head.forward(self._norm.forward(y))
+
+    def _turns(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rotary positions of this step's token."""
+        if self._turned is None:
+            return None
+        if positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
+            return self._turned_at(x, positions)
+        step = self._answer.length - self._first
+        index = step % _TABLE_TOKENS
+        if step - index not in self._tables:
+            later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=positions.device)
+            turns = self._turned_at(x, later)
+            assert turns is not None
+            pairs = list(zip(*(each.split(1, dim=1) for each in turns), strict=True))
+            self._tables = {step - index: pairs}
+        return self._tables[step - index][index]
+
+    def _turned_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The rotary positions that the model's own module gives for x at `positions` [B or 1, T]."""
+        assert self._turned is not None
+        turns = self._turned.repeated({id(self._embedded): x, id(self._positions): positions})
+        return self._stack.turns(Inputs(None, self.cache, turns, positions, None, None, False, 0))
+
+
+def _least_window(config: Any) -> float:
+    """The smallest window, or chunk that tokens attend to, in a config and those inside it."""
+    inside = [_least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
+    named = [value for name, value in vars(config).items() if "window" in name or "chunk" in name]
+    sizes = [value for value in named if isinstance(value, int) and value > 0 and not isinstance(value, bool)]
+    return min([math.inf, *inside, *sizes])
+
+
+def _hooks_ever() -> int:
+    """How many hooks were ever put on modules: looking at those of each would take 0.05 ms in a step."""
+    return RemovableHandle.next_id
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The modules that a model calls, from its own children down to its blocks, and where they are."""
+
+    embedding: nn.Module
+    head: nn.Module
+    blocks: list[Any]
+    listed: list[nn.Module]  # called by the model: `blocks`, and the modules beside their list
+    above: list[nn.Module]  # the model, and all modules down to the one that owns that list
+    owners: list[dict[str, Any]]  # of all modules but the model: their owner's modules,
+    names: list[str]  # their names there,
+    modules: list[nn.Module]  # and themselves
+
+    @classmethod
+    def of(cls, model: Any, is_ours: Callable[[Callable[..., Any]], bool]) -> _Parts | None:
+        """None if the model has no stack of blocks, or if a hook may hear a module."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        above = _down_to_blocks(model)
+        if above is None or embedding is None or head is None:
+            return None
+        *above, layers = above
+        blocks = list(layers.children())
+        children = [child for child in above[-1].children() if child is not layers]
+        if head not in (found := [*children, *above[0].children()]) or embedding not in found:
+            return None
+        listed = [*children, *([] if head in children else [head]), *blocks]
+        path = [*above[1:], layers]
+        modules = [*path, *listed]
+        owned = {
+            id(child): (owner._modules, name) for owner in (*above, layers) for name, child in owner._modules.items()
+        }
+        if model._forward_hooks or not all(map(is_ours, model._forward_pre_hooks.values())) or all_are_heard():
+            return None
+        if not all(map(untouched, modules)) or any(each.training for each in (model, *modules)):
+            return None
+        places = [owned[id(module)] for module in modules]
+        parts = cls(
+            embedding, head, blocks, listed, above, [owner for owner, _ in places], [name for _, name in places],
+            modules,
+        )  # fmt: skip
+        return parts if parts.are_in_place() else None
+
+    def are_in_place(self) -> bool:
+        """Whether no module has been exchanged, and none got a forward of its own."""
+        if "forward" in vars(self.above[0]):
+            return False
+        if [*map(dict.get, self.owners, self.names)] != self.modules:
+            return False
+        return not [1 for module in self.modules if "forward" in module.__dict__]
+
+
+@dataclass(frozen=True)
+class _Call:
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+
+    def is_of(self, module: nn.Module, x: Any) -> bool:
+        """Whether `module` was called with `x` alone, or with a view of all of it."""
+        if self.module is not module or len(self.args) != 1 or self.kwargs:
+            return False
+        (given,) = self.args
+        return given is x or (isinstance(x, Tensor) and isinstance(given, Tensor) and _is_all_of(given, x))
+
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether each of the tensors is an argument, and no other tensor is."""
+        given = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+        return sorted(map(id, given)) == sorted(map(id, tensors))
+
+    def repeated(self, instead: Mapping[int, Tensor]) -> Any:
+        """Call the module again with other tensors, by the id of those that they replace."""
+        args = [instead.get(id(value), value) for value in self.args]
+        return self.module.forward(
+            *args, **{name: instead.get(id(value), value) for name, value in self.kwargs.items()}
+        )
+
+
+def _is_all_of(view: Tensor, x: Tensor) -> bool:
+    alike = view.shape == x.shape and view.stride() == x.stride() and view.dtype == x.dtype
+    return alike and view.data_ptr() == x.data_ptr()
+
+
+def _follows(call: _Call, x: Any, cache: KVCache, turns: Any) -> bool:
+    """Whether a block was called with x, the cache and the rotary positions, and with nothing else that matters."""
+    given = dict(call.kwargs)
+    if len(call.args) + ("hidden_states" in given) != 1:
+        return False
+    hidden = given.pop("hidden_states") if not call.args else call.args[0]
+    caches = [given.pop(name) for name in ("past_key_values", "layer_past") if name in given]
+    if hidden is not x or len(caches) != 1 or caches[0] is not cache:
+        return False
+    if given.pop("position_embeddings", None) is not turns or given.get("output_attentions"):
+        return False
+    given.pop("position_ids", None)  # which these blocks do not use
+    return all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items())
+
+
+def _down_to_blocks(model: nn.Module) -> list[nn.Module] | None:
+    """The path of modules from the model to its one list of blocks."""
+    layers = list({id(each): each for each in model.modules() if isinstance(each, nn.ModuleList)}.values())
+    found = [each for each in layers if len(each) and all(isinstance(child, Block) for child in each)]
+    if len(found) != 1 or sum(isinstance(each, Block) for each in model.modules()) != len(found[0]):
+        return None
+    name = next(name for name, module in model.named_modules() if module is found[0])
+    path, at = [model], model
+    for part in name.split("."):
+        at = at._modules[part]  # type: ignore[assignment]
+        path.append(at)
+    return path

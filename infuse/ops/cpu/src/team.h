@@ -1,0 +1,168 @@
+// Threads for the loops of one operator. PyTorch's parallel_for wakes its threads for each loop, which takes 3 to 5 us;
+// a team wakes them once, and they poll for the loops of the calling thread until its work is finished. While a thread
+// waits, it fetches into its core's cache what a later loop reads, so that the memory is never idle.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <limits>
+
+#include "region.h"
+
+namespace infuse {
+
+class Team {
+ public:
+  // The team that the calling thread leads, or null.
+  static Team* led() { return leading(); }
+  int64_t threads() const { return threads_; }
+
+  // Calls work() on the calling thread. Until it returns, loops by `parallel_for` below run on a team.
+  template <class F>
+  static void together(const F& work) {
+    const int64_t threads = torch::stable::get_num_threads();
+    if (threads == 1 || leading()) return work();
+    Team team(threads);
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      if (begin == 0) {
+        team.lead(work);
+      } else {
+        team.follow(begin);
+      }
+    });
+  }
+
+  // What a later loop reads, in even shares of all threads.
+  void ahead(const void* data, int64_t bytes) {
+    ahead_bytes_.store(0, std::memory_order_release);
+    ahead_.store(static_cast<const char*>(data), std::memory_order_release);
+    ahead_bytes_.store(bytes, std::memory_order_release);
+  }
+
+  // Calls run(i) for each i below `count`, on all threads; returns when all calls have returned.
+  template <class F>
+  void loop(int64_t count, const F& run) {
+    leading() = nullptr;  // loops inside `run` run on its thread
+    run_ = [](const void* f, int64_t i) { (*static_cast<const F*>(f))(i); };
+    context_ = &run;
+    left_.store(count, std::memory_order_relaxed);
+    const uint64_t loop = (ticket_.load(std::memory_order_relaxed) >> kLoop) + 1;
+    ticket_.store(loop << kLoop | uint64_t(count) << kCount, std::memory_order_release);
+    take();
+    wait_until(leader_, [&] { return left_.load(std::memory_order_acquire) == 0; });
+    leading() = this;
+    if (failed_.exchange(false, std::memory_order_acq_rel)) std::rethrow_exception(failure_);
+  }
+
+ private:
+  // A ticket is the number of the loop, how many calls it has, and the next one that a thread may take. A thread that
+  // takes one keeps the loop open until it has made the call; a late thread finds none.
+  static constexpr int kLoop = 32, kCount = 16;
+  static constexpr int64_t kWaitUs = 200;  // of polling, before other processes may run
+  static constexpr int64_t kAheadBytes = 1 << 18;  // that a thread fetches: a part of its L2 cache
+  static constexpr int64_t kAtOnce = 256;
+
+  // How far a thread has fetched its share of `ahead_`.
+  struct Fetched {
+    int64_t thread;
+    const char* of = nullptr;
+    const char *at = nullptr, *end = nullptr;
+  };
+
+  explicit Team(int64_t threads) : threads_(threads) {}
+  static Team*& leading() {
+    thread_local Team* team = nullptr;
+    return team;
+  }
+  template <class Ready>
+  void wait_until(Fetched& fetched, const Ready& ready) {
+    Patience patience(kWaitUs, std::numeric_limits<int64_t>::max());
+    while (!ready()) {
+      if (!fetch(fetched)) patience.wait();
+    }
+  }
+  // Returns false if there is nothing to fetch.
+  bool fetch(Fetched& f) const {
+    const char* data = ahead_.load(std::memory_order_acquire);
+    if (data != f.of) {
+      const int64_t bytes = ahead_bytes_.load(std::memory_order_acquire);
+      if (!bytes) return false;
+      f.of = data, f.at = data + bytes * f.thread / threads_;
+      f.end = std::min(data + bytes * (f.thread + 1) / threads_, f.at + kAheadBytes);
+    }
+    const char* end = std::min(f.end, f.at + kAtOnce);
+    if (f.at >= end) return false;
+    for (; f.at < end; f.at += 64) __builtin_prefetch(f.at, 0, 2);
+    return true;
+  }
+
+  template <class F>
+  void lead(const F& work) {
+    struct Lead {
+      Team& team;
+      explicit Lead(Team& t) : team(t) { leading() = &t; }
+      ~Lead() {
+        leading() = nullptr;
+        team.finished_.store(true, std::memory_order_release);
+      }
+    } lead(*this);
+    work();
+  }
+  void follow(int64_t thread) {
+    Fetched fetched{thread};
+    while (!finished_.load(std::memory_order_acquire)) {
+      wait_until(fetched, [&] { return any() || finished_.load(std::memory_order_acquire); });
+      take();
+    }
+  }
+  static bool open(uint64_t ticket) { return (ticket & 0xffff) < (ticket >> kCount & 0xffff); }
+  bool any() const { return open(ticket_.load(std::memory_order_acquire)); }
+  void take() {
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    while (open(ticket)) {
+      if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+      try {
+        run_(context_, int64_t(ticket & 0xffff));
+      } catch (...) {
+        if (!failed_.exchange(true, std::memory_order_acq_rel)) failure_ = std::current_exception();
+      }
+      left_.fetch_sub(1, std::memory_order_acq_rel);
+      ticket = ticket_.load(std::memory_order_acquire);
+    }
+  }
+
+  int64_t threads_;
+  void (*run_)(const void*, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  Fetched leader_{0};
+  std::exception_ptr failure_;
+  std::atomic<bool> failed_{false};
+  alignas(kLine) std::atomic<const char*> ahead_{nullptr};
+  std::atomic<int64_t> ahead_bytes_{0};
+  alignas(kLine) std::atomic<uint64_t> ticket_{0};
+  alignas(kLine) std::atomic<int64_t> left_{0};
+  alignas(kLine) std::atomic<bool> finished_{false};
+};
+
+// The threads that a loop of the calling thread may use.
+inline int64_t thread_count() {
+  const Team* team = Team::led();
+  return team ? team->threads() : int64_t(torch::stable::get_num_threads());
+}
+
+// Calls run(begin, end) for parts of [begin, end) of at least `grain`, on several threads.
+template <class F>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& run) {
+  Team* team = Team::led();
+  if (!team) return torch::stable::parallel_for(begin, end, grain, run);
+  const int64_t size = end - begin, parts = std::min((size + grain - 1) / std::max<int64_t>(grain, 1), team->threads());
+  if (size <= 0) return;
+  if (parts <= 1) return run(begin, end);
+  team->loop(parts, [&](int64_t i) { run(begin + size * i / parts, begin + size * (i + 1) / parts); });
+}
+
+}  // namespace infuse
