@@ -142,8 +142,9 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to kMaxTokens queries are split over the keys, more are split into tiles of queries.
-constexpr int64_t kMaxTokens = 8, kMaxRows = 512, kMaxWidth = 1024, kMaxTileWidth = 512, kMaxTileGroup = 128;
+// Up to kFewTokens queries are split over the keys, more are split into tiles of queries.
+constexpr int64_t kFewTokens = 8, kMaxRows = 512, kMaxWidth = 1024;
+constexpr int64_t kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Minimum size of the keys and values that one thread reads.
 constexpr int64_t kGrainBytes = 1 << 17;
 
@@ -209,7 +210,7 @@ bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads) {
 
 namespace {
 
-bool by_tiles(const AttentionArgs& a) { return a.tokens > kMaxTokens; }
+bool by_tiles(const AttentionArgs& a) { return a.tokens > kFewTokens; }
 
 bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
   const std::optional<Type> type = known_type(q);

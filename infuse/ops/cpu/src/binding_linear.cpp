@@ -13,7 +13,8 @@ void stream_linear(LinearArgs& a, const Tensor& weight) {
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   kernel.arrange(a);
   const int64_t row_bytes = a.inputs * int64_t(weight.element_size());
-  over_outputs(a.outputs, row_bytes, 8, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
+  const int64_t unit = a.rows == 1 ? 8 : 24;  // 24: plain_linear.h
+  over_outputs(a.outputs, row_bytes, unit, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
 }
 
 void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads) {

@@ -96,8 +96,8 @@ inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<
 constexpr int64_t kOneThreadX = 1 << 15;
 
 template <class F>
-void over_blocks(const LinearArgs& a, int64_t blocks, const F& arrange) {
-  if (a.rows * a.inputs <= kOneThreadX) return arrange(0, blocks);
+void over_blocks(const LinearArgs& a, int64_t one_thread, int64_t blocks, const F& arrange) {
+  if (a.rows * a.inputs <= one_thread) return arrange(0, blocks);
   parallel_for(0, blocks, 1, arrange);
 }
 
@@ -133,7 +133,7 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
   }
   a.scratch = scratch_of<Scratch::x>(kernel.x_bytes(a));
   const int64_t blocks = (a.rows + kernel.block_rows - 1) / kernel.block_rows;
-  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
+  over_blocks(a, kOneThreadX, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
   // At least two turns per thread, so that a slow thread does not delay the others.
   const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a));
   const int64_t unit = tiles * columns;

@@ -26,12 +26,12 @@ bool takes_integers(const LinearArgs& a, int64_t code) {
 namespace {
 
 constexpr int64_t kPanelRows = 16;
+constexpr int64_t kOneThreadFew = 1 << 13;  // values of x that one thread arranges: 1 us
 
 void few_rows(LinearArgs& a) {
   const PanelKernels& kernel = kernels().panels;
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
-  const int64_t most = kernel.few_rows, blocks = (a.rows + most - 1) / most;
-  over_blocks(a, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, most, begin, end); });
+  over_blocks(a, kOneThreadFew, a.groups, [&](int64_t begin, int64_t end) { kernel.arrange_groups(a, begin, end); });
   const int64_t row_bytes = a.inputs * bits_of(a.code) / 8 + a.groups * (a.zero ? 3 : 2);
   over_outputs(a.outputs, row_bytes, kPanelRows, [&](int64_t begin, int64_t end) { kernel.few(a, begin, end); });
 }

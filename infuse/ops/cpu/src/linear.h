@@ -32,15 +32,19 @@ inline LinearKernels linear_kernels() {
 
 inline PanelKernels panel_kernels() {
   return {
-      kMostRows,
+      kMostPanelRows,
       [](const LinearArgs& a) {
         return with_format(a, [&](auto t, auto code) {
           return size_t(arranged_bytes<UnitDot<decltype(t), code>>(a)) +
               (a.zero ? size_t(a.rows * a.groups) * sizeof(float) : 0);
         });
       },
-      [](const LinearArgs& a, int64_t most, int64_t begin, int64_t end) {
-        with_format(a, [&](auto t, auto code) { arrange_rows<decltype(t), code>(a, most, begin, end); });
+      [](const LinearArgs& a, int64_t, int64_t begin, int64_t end) {
+        with_format(a, [&](auto t, auto code) { arrange_groups<decltype(t), code>(a, begin, end, 0, a.groups); });
+      },
+      [](const LinearArgs& a, int64_t begin, int64_t end) {
+        const int64_t blocks = row_blocks(a.rows, kMostPanelRows);
+        with_format(a, [&](auto t, auto code) { arrange_groups<decltype(t), code>(a, 0, blocks, begin, end); });
       },
       [](const LinearArgs& a, int64_t begin, int64_t end) {
         with_format(a, [&](auto t, auto code) { panel_rows<decltype(t), code>(a, begin, end); });

@@ -66,6 +66,7 @@ struct PanelKernels {
   int few_rows;  // the blocks of x in which `few` reads it
   size_t (*scratch_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
+  void (*arrange_groups)(const LinearArgs&, int64_t begin, int64_t end);  // of all blocks
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
   TileKernels tiles;
   // Integer codes, with x of any type rounded to 8 bits; all pointers are null without such instructions.

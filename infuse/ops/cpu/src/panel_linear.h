@@ -17,24 +17,24 @@ int64_t arranged_bytes(const LinearArgs& a) {
 inline float* group_sums(const LinearArgs& a,
     int64_t arranged) { return reinterpret_cast<float*>(static_cast<char*>(a.scratch) + arranged); }
 
-// Arranges blocks [begin_block, end_block) of up to `most` rows of x.
+// Arranges groups [begin, end) of blocks [begin_block, end_block) of up to kMostPanelRows rows of x.
 template <class T, Code C>
-void arrange_rows(const LinearArgs& a, int64_t most, int64_t begin_block, int64_t end_block) {
+void arrange_groups(const LinearArgs& a, int64_t begin_block, int64_t end_block, int64_t begin, int64_t end) {
   using P = UnitDot<T, C>;
-  const T* x = static_cast<const T*>(a.x);
   const int64_t width = P::words(a), length = a.groups ? a.inputs / a.groups : 0;
   float* sums = group_sums(a, arranged_bytes<P>(a));
   for (int64_t b = begin_block; b < end_block; ++b) {
-    const auto [first, count] = row_block(a.rows, most, b);
-    typename P::X* to = static_cast<typename P::X*>(a.scratch) + first * width;
-    for (int r = 0; r < count; ++r) P::arrange(a, first + r, int(count), r, to);
-    if (!a.zero) continue;
-    for (int64_t g = first * a.groups; g < (first + count) * a.groups; ++g) {
-      Vec sum;
-      for (int64_t i = 0; i < length; i += Vec::width) {
-        sum = sum + load(x + g * length + i, int(length - i < Vec::width ? length - i : Vec::width));
+    const auto [first, count] = row_block(a.rows, kMostPanelRows, b);
+    P::arrange(a, first, int(count), begin, end, static_cast<typename P::X*>(a.scratch) + first * width);
+    for (int64_t r = first; a.zero && r < first + count; ++r) {
+      for (int64_t g = r * a.groups + begin; g < r * a.groups + end; ++g) {
+        const T* x = static_cast<const T*>(a.x) + g * length;
+        Vec sum;
+        for (int64_t i = 0; i < length; i += Vec::width) {
+          sum = sum + load(x + i, int(length - i < Vec::width ? length - i : Vec::width));
+        }
+        sums[g] = sum.sum();
       }
-      sums[g] = sum.sum();
     }
   }
 }
@@ -132,6 +132,7 @@ void finish(const LinearArgs& a, Vec acc, int64_t o, int count, int64_t r) {
 template <class T, Code C, int R>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
+  constexpr int ahead = R == 1 ? kAhead : kFarAhead;
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
@@ -150,7 +151,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
         constexpr int at_once = decltype(sums_of_chunk)::units;
         const uint8_t* end = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
         for (; p + (at_once - 1) * kUnitBytes<C> < end; p += at_once * kUnitBytes<C>) {
-          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + kAhead + u * kUnitBytes<C>);
+          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>);
           sums_of_chunk.template add<at_once>(p, x);
         }
         for (; p < end; p += kUnitBytes<C>) sums_of_chunk.template add<1>(p, x);
@@ -168,10 +169,11 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
 template <class T, Code C>
 void panel_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t panel = begin / kPanelRows; panel * kPanelRows < end; ++panel) {
-    for (int64_t b = 0; b < row_blocks(a.rows, kMostRows); ++b) {
-      const auto [first, count] = row_block(a.rows, kMostRows, b);
-      with_rows<kMostRows>(count, [&, first = first](auto rows) { few_rows<T, C, decltype(rows)::value>(a, panel,
-          first); });
+    for (int64_t b = 0; b < row_blocks(a.rows, kMostPanelRows); ++b) {
+      const auto [first, count] = row_block(a.rows, kMostPanelRows, b);
+      with_rows<kMostPanelRows>(count, [&, first = first](auto rows) {
+        few_rows<T, C, decltype(rows)::value>(a, panel, first);
+      });
     }
   }
 }

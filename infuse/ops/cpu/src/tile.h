@@ -55,12 +55,6 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* tile) {
   a.zero ? fill_tile<C, true>(a, panel, half, tile) : fill_tile<C, false>(a, panel, half, tile);
 }
 
-// words[p] = the pairs p of up to 16 rows that are `step` elements apart, copied as bits.
-inline void load_pairs(const bf16* rows, int64_t step, int64_t there, int pairs, Vec (&words)[16]) {
-  for (int r = 0; r < 16 && r < there; ++r) words[r] = _mm512_maskz_loadu_ps(first(pairs), rows + r * step);
-  transpose(words);
-}
-
 // Writes rows [o, o + 16) of a plain weight, up to `end`, to one half.
 inline void fill_plain_tile(const LinearArgs& a, int64_t o, int64_t end, int half, uint32_t* tile) {
   const bf16* rows = static_cast<const bf16*>(a.weight) + o * a.inputs;

@@ -9,26 +9,27 @@
 
 #include "fixed_point.h"
 #include "linear_kernels.h"
+#include "vec_math.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int64_t kChunkUnits = 32;  // units after which a long group starts a new sum: short sums round less
 
-// Calls run(first unit, units) for the chunks of the groups of a row.
+// Calls run(first unit, units) for the chunks of groups [begin, end) of a row.
 template <Code C, class F>
-void over_chunks(const LinearArgs& a, const F& run) {
-  const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
-  for (int64_t g = 0; g < units; g += in_group) {
+void over_chunks(const LinearArgs& a, int64_t begin, int64_t end, const F& run) {
+  const int64_t in_group = a.inputs / kUnit<C> / a.groups;
+  for (int64_t g = begin * in_group; g < end * in_group; g += in_group) {
     for (int64_t u = 0; u < in_group; u += kChunkUnits) run(g + u,
         in_group - u < kChunkUnits ? in_group - u : kChunkUnits);
   }
 }
 
-// Parallel sums per row, so that no product waits for the previous one: 8 to 16 in total, as registers allow.
+// Parallel sums per row, so that no product waits for the previous one: 8 to 20 in total, as registers allow.
 constexpr int sum_chains(int R) {
 #if defined(__AVX512F__)
-  return R <= 4 ? 4 : 2;
+  return R <= 4 ? 4 : R <= 10 ? 2 : 1;
 #else
   return R >= 4 ? 1 : 4 / R;
 #endif
@@ -51,9 +52,13 @@ template <class T, Code C>
 struct UnitDot {
   using X = float;
   static int64_t words(const LinearArgs& a) { return a.inputs; }
-  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
-    const T* x = static_cast<const T*>(a.x) + row * a.inputs;
-    for (int64_t i = 0; i < a.inputs; ++i) to[i * R + r] = widen(x[i]);
+  // Arranges groups [begin, end) of rows [row, row + R).
+  static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
+    const int64_t length = a.inputs / a.groups;
+    for (int r = 0; r < R; ++r) {
+      const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs;
+      for (int64_t i = begin * length; i < end * length; ++i) to[i * R + r] = widen(x[i]);
+    }
   }
   template <int R>
   struct Sums : FloatSums<R> {
@@ -75,14 +80,30 @@ struct UnitDot {
 
 #if defined(__AVX512BF16__)
 
+// words[p] = the pairs p of up to 16 rows that are `step` elements apart, copied as bits.
+inline void load_pairs(const bf16* rows, int64_t step, int64_t there, int pairs, Vec (&words)[16]) {
+  for (int r = 0; r < 16 && r < there; ++r) words[r] = _mm512_maskz_loadu_ps(first(pairs), rows + r * step);
+  transpose(words);
+}
+
 // bf16: codes and x as pairs of bf16, x as [inputs / 2][R].
 template <Code C>
 struct UnitDot<bf16, C> {
   using X = uint32_t;
   static int64_t words(const LinearArgs& a) { return a.inputs / 2; }
-  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
+  static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
+    const int64_t length = a.inputs / a.groups / 2;
     const bf16* x = static_cast<const bf16*>(a.x) + row * a.inputs;
-    for (int64_t i = 0; i < a.inputs / 2; ++i) std::memcpy(to + i * R + r, x + 2 * i, 4);
+    if (R == 1) {
+      std::memcpy(to + begin * length, x + 2 * begin * length, size_t((end - begin) * length) * sizeof(X));
+      return;
+    }
+    for (int64_t i = begin * length; i < end * length; i += 16) {
+      const int pairs = int(end * length - i < 16 ? end * length - i : 16);
+      Vec words[16];
+      load_pairs(x + 2 * i, a.inputs, R, pairs, words);
+      for (int p = 0; p < pairs; ++p) _mm512_mask_storeu_ps(to + (i + p) * R, first(R), words[p].v);
+    }
   }
   template <int R>
   struct Sums : FloatSums<R> {
@@ -123,35 +144,74 @@ struct IntegerDot {
     return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
   }
 
-  static void arrange(const LinearArgs& a, int64_t row, int R, int r, X* to) {
-    const T* x = static_cast<const T*>(a.x) + row * a.inputs;
-    over_chunks<C>(a, [&](int64_t first_unit, int64_t units) {
-      const T* from = x + first_unit * kUnit<C>;
-      // if x is not finite, the sum is NaN and is computed again exactly
-      const FixedPoint fixed = FixedPoint::of(from, units * kUnit<C>, kMost);
-      X* header = to + 2 * r;
-      X* quad = to + 2 * R + 2 * quads * r;
-      __m512i sum = _mm512_setzero_si512();
-      by_sixteen(units * kUnit<C>, [&](int64_t i, int n) {
-        const __m512i value = fixed(load(from + i, n));
-        sum = _mm512_add_epi32(sum, value);
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
-        const __m128i highs = in_quads<C>(high),
-            lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
-        const __m128i both[] = {_mm_unpacklo_epi32(highs, lows), _mm_unpackhi_epi32(highs, lows)};  // two quads each
-        for (int q = 0; q < n / 4; q += quads, quad += 2 * R * quads) {
-          if (quads == 2) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(quad), both[q / 2]);
-          } else {
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(quad),
-                q % 2 ? _mm_unpackhi_epi64(both[q / 2], both[q / 2]) : both[q / 2]);
-          }
-        }
-      });
-      header[0] = -uint32_t(kMoved<C>) * uint32_t(_mm512_reduce_add_epi32(sum));
-      std::memcpy(header + 1, &fixed.scale, 4);
+  static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
+    const int64_t in_group = a.inputs / kUnit<C> / a.groups, of_group = (in_group + kChunkUnits - 1) / kChunkUnits;
+    to += begin * (2 * of_group + 2 * quads * in_group) * R;
+    over_chunks<C>(a, begin, end, [&](int64_t first_unit, int64_t units) {
+      for (int r = 0; r < R; ++r) {
+        const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs + first_unit * kUnit<C>;
+        arrange_chunk(x, units * kUnit<C>, to + 2 * r, to + 2 * R + 2 * quads * r, 2 * quads * R);
+      }
       to += 2 * R + 2 * quads * R * units;
     });
+  }
+
+  // Arranges a chunk of one row; units are `step` apart.
+  static void arrange_chunk(const T* x, int64_t count, X* header, X* to, int64_t step) {
+    // if x is not finite, the sum is NaN and is computed again exactly
+    const FixedPoint fixed = FixedPoint::of(x, count, kMost);
+    __m512i sum = _mm512_setzero_si512();
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+      // [4 quads][values of the first 16, values of the second 16], as 16-bit integers
+      const __m512i values = _mm512_packs_epi32(fixed(load(x + i, 16)), fixed(load(x + i + 16, 16)));
+      sum = _mm512_add_epi32(sum, _mm512_madd_epi16(values, _mm512_set1_epi16(1)));
+      // rounded digits without overflow: the largest value plus 128 is the largest 16-bit integer
+      const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
+      const __m512i low = _mm512_sub_epi16(values, _mm512_slli_epi16(high, 8));
+      X* at = to + i / kUnit<C> * step;
+      store_digits(_mm512_packs_epi16(high, low), at, at + 16 / kUnit<C> * step, step);
+    }
+    for (; i < count; i += 16) {
+      const int n = int(count - i < 16 ? count - i : 16);
+      const __m512i value = fixed(load(x + i, n));
+      sum = _mm512_add_epi32(sum, value);
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+      const __m128i highs = in_quads<C>(high), lows = in_quads<C>(_mm512_sub_epi32(value, _mm512_slli_epi32(high, 8)));
+      alignas(16) X digits[2][4];
+      _mm_store_si128(reinterpret_cast<__m128i*>(digits[0]), highs);
+      _mm_store_si128(reinterpret_cast<__m128i*>(digits[1]), lows);
+      for (int q = 0; q < n / 4; ++q) {
+        X* at = to + (i / 4 + q) / quads * step + q % quads * 2;
+        at[0] = digits[0][q], at[1] = digits[1][q];
+      }
+    }
+    header[0] = -uint32_t(kMoved<C>) * uint32_t(_mm512_reduce_add_epi32(sum));
+    std::memcpy(header + 1, &fixed.scale, 4);
+  }
+
+  // digits: [4 lanes][8 high digits, 8 low ones], in each four of the first and four of the second 16 values.
+  static void store_digits(__m512i digits, X* first, X* second, int64_t step) {
+    const __m128i order = C == Code::int8 ? _mm_setr_epi8(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15)
+                                          : _mm_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
+    const __m512i ordered = _mm512_shuffle_epi8(digits, _mm512_broadcast_i32x4(order));
+    const __m128i lanes[] = {_mm512_castsi512_si128(ordered), _mm512_extracti32x4_epi32(ordered, 1),
+                             _mm512_extracti32x4_epi32(ordered, 2), _mm512_extracti32x4_epi32(ordered, 3)};
+    if (quads == 2) {  // the first quad of eight values has values 0, 4, 1, 5
+      const __m128i mixed = _mm_setr_epi8(0, 8, 1, 9, 4, 12, 5, 13, 2, 10, 3, 11, 6, 14, 7, 15);
+      for (int u = 0; u < 2; ++u) {
+        const __m128i even = lanes[2 * u], odd = lanes[2 * u + 1];
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(first + u * step),
+            _mm_shuffle_epi8(_mm_unpacklo_epi64(even, odd), mixed));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(second + u * step),
+            _mm_shuffle_epi8(_mm_unpackhi_epi64(even, odd), mixed));
+      }
+      return;
+    }
+    for (int q = 0; q < 4; ++q) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(first + q * step), lanes[q]);
+      _mm_storeh_pd(reinterpret_cast<double*>(second + q * step), _mm_castsi128_pd(lanes[q]));
+    }
   }
 
   template <int R>
