@@ -1,6 +1,7 @@
-"""llama.cpp on the shapes of bench/moe.py, through its Python binding, as a contestant of the same tables.
+"""llama.cpp on the shapes of bench/moe.py and bench/models.py, through its Python binding, as a contestant there.
 
-Needs the packages `llama-cpp-python` and `gguf`. The model is written as a GGUF file with random weights (qwen3moe).
+Needs the packages `llama-cpp-python` and `gguf`. The model is written as a GGUF file with random weights (qwen3moe, or
+llama for a shape without experts).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def write(shape: dict[str, Any], format: str, path: Path) -> None:
     import numpy as np
 
     width, heads, layers = shape["hidden_size"], shape["num_attention_heads"], shape["num_hidden_layers"]
-    head, experts, inner = shape["head_dim"], shape["num_experts"], shape["moe_intermediate_size"]
+    head, experts = shape["head_dim"], shape.get("num_experts")
+    inner = shape["moe_intermediate_size" if experts else "intermediate_size"]
     shared = shape["num_key_value_heads"] * head
     kind, random = gguf.GGMLQuantizationType[format], np.random.default_rng(0)
 
@@ -35,14 +37,17 @@ def write(shape: dict[str, Any], format: str, path: Path) -> None:
         values = random.standard_normal(sizes, dtype=np.float32) / np.float32(sizes[-1] ** 0.5)
         return gguf.quants.quantize(values, kind)
 
-    file = gguf.GGUFWriter(path, "qwen3moe")
+    file = gguf.GGUFWriter(path, "qwen3moe" if experts else "llama")
     file.add_context_length(shape["max_position_embeddings"])
     file.add_embedding_length(width)
     file.add_block_count(layers)
     file.add_feed_forward_length(inner)
-    file.add_expert_feed_forward_length(inner)
-    file.add_expert_count(experts)
-    file.add_expert_used_count(shape["num_experts_per_tok"])
+    if experts:
+        file.add_expert_feed_forward_length(inner)
+        file.add_expert_count(experts)
+        file.add_expert_used_count(shape["num_experts_per_tok"])
+    else:
+        file.add_rope_dimension_count(head)
     file.add_head_count(heads)
     file.add_head_count_kv(shape["num_key_value_heads"])
     file.add_key_length(head)
@@ -51,27 +56,29 @@ def write(shape: dict[str, Any], format: str, path: Path) -> None:
     file.add_layer_norm_rms_eps(1e-6)
     file.add_vocab_size(shape["vocab_size"])
     file.add_tokenizer_model("no_vocab")
-    ends = {"token_embd.weight": shape["vocab_size"], "output.weight": shape["vocab_size"]}
-    for name, rows in ends.items():
-        file.add_tensor(name, matrix(rows, width), raw_dtype=kind)
+    for name in ("token_embd.weight", *(() if shape.get("tie_word_embeddings") else ("output.weight",))):
+        file.add_tensor(name, matrix(shape["vocab_size"], width), raw_dtype=kind)
     file.add_tensor("output_norm.weight", np.ones(width, np.float32))
     held = {
         "attn_q": matrix(heads * head, width),
         "attn_k": matrix(shared, width),
         "attn_v": matrix(shared, width),
         "attn_output": matrix(width, heads * head),
-        "ffn_gate_exps": matrix(experts, inner, width),
-        "ffn_up_exps": matrix(experts, inner, width),
-        "ffn_down_exps": matrix(experts, width, inner),
     }
-    sizes = {"attn_norm": width, "ffn_norm": width, "attn_q_norm": head, "attn_k_norm": head}
-    router = random.standard_normal((experts, width), dtype=np.float32)
+    products = {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+    if experts:
+        held |= {f"{name}_exps": matrix(experts, *sizes) for name, sizes in products.items()}
+    else:
+        held |= {name: matrix(*sizes) for name, sizes in products.items()}
+    norms = {"attn_norm": width, "ffn_norm": width} | ({"attn_q_norm": head, "attn_k_norm": head} if experts else {})
+    router = random.standard_normal((experts, width), dtype=np.float32) if experts else None
     for layer in range(layers):
         for name, values in held.items():
             file.add_tensor(f"blk.{layer}.{name}.weight", values, raw_dtype=kind)
-        for name, size in sizes.items():
+        for name, size in norms.items():
             file.add_tensor(f"blk.{layer}.{name}.weight", np.ones(size, np.float32))
-        file.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
+        if router is not None:
+            file.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()

@@ -1,4 +1,5 @@
-"""Loading: a checkpoint of a real shape from the page cache into a model on meta, beside the plain read of its file.
+"""Loading: a checkpoint of a real shape from the page cache into a model on meta, and our own shards of it; each beside
+the plain read of its file.
 
     python bench/loading.py [--shape llama-1b] [--formats int8 int4] [--out bench/results/FILE.md]
 
@@ -42,14 +43,14 @@ def plain_read(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def load(folder: Path, shape: str, format: str, verify: str) -> float:
+def load(folder: Path, shape: str, format: str, **keys: str) -> float:
     """Seconds of init_inference on a model on meta."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES[shape]))
     gc.collect()  # the model of the turn before is not given back while the clock runs
     start = time.perf_counter()
     infuse.init_inference(
-        model, checkpoint=str(folder), dtype=torch.bfloat16, verify=verify, **({"quant": format} if format else {})
+        model, checkpoint=str(folder), dtype=torch.bfloat16, **keys, **({"quant": format} if format else {})
     )
     return time.perf_counter() - start
 
@@ -88,10 +89,19 @@ def main() -> None:
         made(SHAPES[asked.shape], torch.bfloat16).save_pretrained(folder, max_shard_size="100GB")
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         runs = {"plain read": lambda: plain_read(folder)}
+        plain = dict.fromkeys(runs, "plain read")  # what each run is compared with
         for format in ("", *asked.formats):
             for verify in ("off", "sample"):
                 label = f"init_inference {format or 'bf16'}, verify={verify!r}"
-                runs[label] = lambda format=format, verify=verify: load(folder, asked.shape, format, verify)
+                runs[label] = lambda format=format, verify=verify: load(folder, asked.shape, format, verify=verify)
+                plain[label] = "plain read"
+        for format in asked.formats:
+            shards = folder / format
+            load(folder, asked.shape, format, verify="off", save_mp_checkpoint_path=str(shards))
+            read, label = f"plain read of our {format} shard", f"init_inference of our {format} shard"
+            runs[read] = lambda shards=shards: plain_read(shards)
+            runs[label] = lambda shards=shards: load(shards, asked.shape, "")
+            plain[read] = plain[label] = read
         seconds: dict[str, list[float]] = {label: [] for label in runs}
         for repeat in range(asked.repeats + 1):
             for label, run in runs.items():
@@ -107,10 +117,10 @@ def main() -> None:
         "spread",
         title=f"{asked.shape}, {size / 1e9:.2f} GB in bfloat16",
     )
-    plain = median(seconds["plain read"])
     for label, taken in seconds.items():
         middle, spread = median(taken), f"{min(taken):.2f} to {max(taken):.2f}"
-        table.add_row(label, f"{middle:.2f}", f"{middle / plain:.2f}", f"{size / middle / 1e9:.2f}", spread)
+        rate = f"{size / middle / 1e9:.2f}" if plain[label] == "plain read" else ""
+        table.add_row(label, f"{middle:.2f}", f"{middle / median(seconds[plain[label]]):.2f}", rate, spread)
     show(markdown(table, f"seconds are medians of {asked.repeats} turns; {memory}"), asked.out)
 
 
