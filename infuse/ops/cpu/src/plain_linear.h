@@ -117,7 +117,7 @@ void write_panel(const LinearArgs& a, const PanelSums<R>& sums, int64_t o, int c
     for (int r = 0; r < R; ++r) {
       Vec of_rows[Vec::width];
       for (int i = 0; i < Vec::width; ++i) of_rows[i] = load(sums[n + i < kPanel ? n + i : n][r], Vec::width);
-      Vec sum = sum_each(of_rows);
+      Vec sum = sum_each<AddFloats>(of_rows);
       if (bias) sum = sum + load(bias + o + n, there);
       store(static_cast<T*>(a.y) + (first + r) * a.outputs + o + n, sum, there);
     }
