@@ -7,7 +7,6 @@
 
 #include "binding_linear.h"
 #include "binding_ops.h"
-#include "limits.h"
 
 namespace infuse {
 namespace {
@@ -19,11 +18,6 @@ void multiply(const LinearPart& part, const Tensor& x, Tensor& y) {
   a.type = type_of(x);
   a.rows = y.numel() / part.outputs;
   if (part.code < 0) return stream_linear(a, *part.weight);
-  const bool rounds = part.code & kShortX && a.rows > kFewRowsInteger && a.type == Type::bf16;
-  if (rounds && kernels().panels.tiles.multiply) {
-    const int64_t threads = torch::stable::get_num_threads();
-    return tile_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs, threads);
-  }
   stream_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs);
 }
 

@@ -7,7 +7,7 @@
 namespace infuse {
 
 // Most rows of x for which plain weights stream and a decoder layer runs in one call.
-constexpr int64_t kFewPlainRows = 16;
+constexpr int64_t kFewPlainRows = 8;
 // Most rows of x for which quantized weights are decoded anew for each block of x. With more rows, a tile of them is
 // decoded once (bf16; break-even for 8192 x 2048 at 26 to 30 rows in every format), or the whole weight (float32,
 // measured with 1024 x 1024).
