@@ -181,7 +181,7 @@ def test_ranks_have_the_same_tokens(ranks: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["lookup", "injected"])
 def test_nothing_is_copied_or_prepared_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage is made once for each layer, also where prompt and answer fill `max_out_tokens`; `generate` runs once."""
-    model = injected(made(), max_out_tokens=9 + NEW)
+    model, exact = injected(made(), max_out_tokens=9 + NEW), generated(pair()[0])
     asked, grown, calls = way(kind), [], []
     grow, prepare = KVSlot._grow, t.GenerationMixin._prepare_generation_config
 
@@ -192,7 +192,7 @@ def test_nothing_is_copied_or_prepared_again(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(KVSlot, "_grow", lambda slot, *given: grown.append(slot) or grow(slot, *given))
     monkeypatch.setattr(t.GenerationMixin, "_prepare_generation_config", prepared)
     found = generated(model, return_dict_in_generate=True, **asked)
-    assert len(calls) == 1 and torch.equal(found.sequences, generated(pair()[0]))
+    assert len(calls) == 1 and torch.equal(found.sequences, exact)
     layers = len(found.past_key_values.layers)
     assert isinstance(found.past_key_values, KVCache)
     assert len(grown) == len(set(map(id, grown))) == layers * (1 if kind == "lookup" else 2)
