@@ -61,7 +61,7 @@ int main(int count, char** arguments) {
   const char* runs = infuse::kernels().isa;
   infuse::kernels();
   const int asked_by_kernels = asked;
-  const bool left = infuse::left_to_pytorch();
-  infuse::left_to_pytorch();
+  const bool left = infuse::left_to_pytorch(infuse::Type::bf16);
+  infuse::left_to_pytorch(infuse::Type::bf16);
   std::printf("%s %d %d %d\n%s\n", runs, left, asked_by_kernels, asked, infuse::level_names());
 }

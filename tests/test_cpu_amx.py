@@ -39,7 +39,9 @@ runs = pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="the proce
 # ---- the kernels ----
 
 
-@pytest.mark.skipif(isinstance(kernels(), str) or takes_tiles(), reason="test_encoder_call.py runs as it is")
+@pytest.mark.skipif(
+    isinstance(kernels(), str) or takes_tiles(torch.bfloat16), reason="test_encoder_call.py runs as it is"
+)
 @pytest.mark.skipif(isa() != LEVEL, reason="the processor has no AMX")
 def test_encoders_go_in_one_call_over_our_tiles() -> None:
     """PyTorch's own products are preferred with AMX, so test_encoder_call.py has to ask for ours."""
@@ -69,7 +71,7 @@ def product_cases() -> None:
     for rows in (1, 15, 16, 17, 32, 33):
         for inputs in (2, 30, 32, 34, 66):
             poison_scratch()
-            test_cpu_linear.test_tiled_is_the_exact_product_and_activates_it(rows, inputs)
+            test_cpu_linear.test_tiled_is_the_exact_product_and_activates_it(torch.bfloat16, rows, inputs)
     for outputs in (270, 1030):  # several tiles for a thread at once, the last ones fewer
         x, weight, bias = (
             torch.randn(49, 98).bfloat16(),
@@ -118,7 +120,7 @@ def not_finite_cases() -> None:
         scale[49, 1] = value
         args = (torch.randn(75, 96).bfloat16(), data, scale, zero, None, 50, 96, "int8:32:asymmetric")
         assert_near(test_cpu_linear.quantized(*args), ops.quantized_linear.reference(*args), torch.bfloat16)
-        test_cpu_attention.test_what_is_not_finite_passes_through_tiles(value)
+        test_cpu_attention.test_what_is_not_finite_passes_through_tiles(value, torch.bfloat16)
 
 
 def thread_cases() -> None:
@@ -142,8 +144,8 @@ def thread_cases() -> None:
 def attention_cases() -> None:
     for width in (1, 32, 33, 80):
         poison_scratch()
-        test_cpu_attention.test_many_queries_go_by_tiles(width, 1)
-    test_cpu_attention.test_tiles_with_masks(1)
+        test_cpu_attention.test_many_queries_go_by_tiles(width, torch.bfloat16, 1)
+    test_cpu_attention.test_tiles_with_masks(torch.bfloat16, 1)
 
 
 CASES = {

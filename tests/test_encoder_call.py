@@ -22,28 +22,26 @@ from infuse.ops.cpu.linear import takes_tiles
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 # Where there are tiles, and PyTorch has no AMX to multiply with.
-WITH_TILES = takes_tiles() and (isa() == "avx512_amx" or (isa() == "avx512_bf16" and not kernels().has_amx()))
-if not takes_tiles():
+IN_BF16 = takes_tiles(torch.bfloat16)
+WITH_TILES = IN_BF16 and (isa() == "avx512_amx" or (isa() == "avx512_bf16" and not kernels().has_amx()))
+if not IN_BF16:
     pytestmark = pytest.mark.skip(reason="PyTorch multiplies better here; INFUSE_CPU_ISA=avx512_amx! takes our tiles")
 POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
 
 
-def model_of(name: str, quant: str | None = None) -> nn.Module:
+def model_of(name: str, quant: str | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     wide = dict(hidden_size=128, intermediate_size=192) if quant else {}
-    engine = infuse.init_inference(
-        BY_NAME[name].make(**wide), dtype=torch.bfloat16, **({"quant": quant} if quant else {})
-    )
+    engine = infuse.init_inference(BY_NAME[name].make(**wide), dtype=dtype, **({"quant": quant} if quant else {}))
     return engine.module
 
 
-def block_of(name: str, quant: str | None = None) -> Block:
-    return blocks(model_of(name, quant))[0]
+def block_of(name: str, quant: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Block:
+    return blocks(model_of(name, quant, dtype))[0]
 
 
-def given(block: Block, batch: int, tokens: int) -> Tensor:
-    return torch.randn(
-        batch, tokens, block.shape.attn.hidden, generator=torch.Generator().manual_seed(tokens)
-    ).bfloat16()
+def given(block: Block, batch: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(batch, tokens, block.shape.attn.hidden, generator=generator).to(dtype)
 
 
 @pytest.fixture
@@ -59,11 +57,11 @@ def only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 @torch.no_grad()
 def compare(block: Block, x: Tensor, mask: Tensor | None = None) -> None:
     for threads in thread_counts(1, 2, 3):
-        torch.full((1 << 20,), torch.nan, dtype=torch.bfloat16)  # what the call finds in memory that it does not fill
+        torch.full((1 << 20,), torch.nan, dtype=x.dtype)  # what the call finds in memory that it does not fill
         found = only(block(x, attention_mask=mask))
         with part_by_part(block):
             wanted = only(block(x, attention_mask=mask))
-        assert_near(found, wanted, torch.bfloat16, f"{threads} threads")
+        assert_near(found, wanted, x.dtype, f"{threads} threads")
 
 
 # Alone on few and on many tokens, sequences that threads share, that each takes alone, and that divide among them
@@ -78,6 +76,17 @@ def test_a_layer_in_one_call_is_the_parts_one_by_one(name: str, batch: int, toke
     taken.clear()
     compare(block, given(block, batch, tokens))
     assert taken == [WITH_TILES] * 3
+
+
+@pytest.mark.skipif(not takes_tiles(torch.float32), reason="PyTorch multiplies float32 better here")
+@pytest.mark.parametrize("quant", [None, "int4:32:asymmetric", "int8:a8"])
+@pytest.mark.parametrize("name", [POST, PRE])
+def test_float32(name: str, quant: str | None, taken: list[bool]) -> None:
+    block = block_of(name, quant, torch.float32)
+    for batch, tokens in SIZES[1:]:
+        taken.clear()
+        compare(block, given(block, batch, tokens, torch.float32))
+        assert taken == [True] * 3
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4", "int4:32:asymmetric", "fp8", "fp6", "int8:a8", "int4:32:a8"])
@@ -122,8 +131,8 @@ def test_what_is_empty_or_of_other_dtypes_goes_part_by_part(taken: list[bool]) -
     compare(block, given(block, 2, 4))
     assert taken == [False] * 3, "so few rows stream the weights"
     taken.clear()
-    block.float()
-    compare(block, given(block, 1, 16).float())
+    block.half()
+    compare(block, given(block, 1, 16, torch.float16))
     assert not any(taken)
 
 
@@ -179,5 +188,5 @@ def test_decoders_and_positions_of_their_own_are_not_asked() -> None:
 
 def test_where_pytorch_multiplies_better_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block_of(POST)._one_call is not None or isa() == "avx512_amx"
-    monkeypatch.setattr(one_call, "takes_tiles", lambda: False)
+    monkeypatch.setattr(one_call, "takes_tiles", lambda dtype: False)
     assert block_of(POST)._one_call is None

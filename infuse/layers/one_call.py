@@ -324,7 +324,7 @@ class EncoderCall(BlockCall):
     """One call for many tokens of an encoder, without causal order."""
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
-        if x_BTC.dtype is not torch.bfloat16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
+        if x_BTC.dtype is torch.float16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
             return None
         tensors = self._tensors((block,))
         if tensors is None:
@@ -355,4 +355,5 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     if attn.causal:
         return None if index is None else StepCall(block, program, index)
     plain = shape.residual_scale == 1.0 and not attn.window and isinstance(attn.position, NoPosition)
-    return EncoderCall(block, program) if plain and takes_tiles() else None
+    tiled = any(map(takes_tiles, (torch.bfloat16, torch.float32)))
+    return EncoderCall(block, program) if plain and tiled else None

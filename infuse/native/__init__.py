@@ -53,7 +53,7 @@ class Limits(NamedTuple):
     code_rows: int  # most rows for which quantized weights stream, for x in bfloat16
     code_rows_float: int  # the same for x in float32 and float16
     code_rows_integer: int  # the same for x rounded to 8 bits
-    tiled_values: int  # most values of x that are multiplied with tiles of plain weights without an activation
+    tiled_values: int  # most values of x in bfloat16 that tiles of plain weights multiply without an activation
 
 
 @cache

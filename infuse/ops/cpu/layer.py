@@ -42,6 +42,6 @@ def encoder_layer(
 ) -> Tensor | None:
     """The layer's result [B, T, C], with bidirectional attention under `mask`, which is as in ops.attention.
 
-    None if a kernel does not support the arguments: another dtype than bfloat16, or few rows.
+    None if a kernel does not support the arguments: another dtype than bfloat16 and float32, or few rows.
     """
     return kernels().encoder_layer.default(x_BTC, tensors, mask, *numbers)

@@ -1,7 +1,8 @@
 """The products of ops/linear.py with plain weights in C++.
 
-Few rows stream the weight once, in its own layout (src/plain_linear.h). More rows in bfloat16 multiply tiles of it
-(src/tile.h), with the activation fused; with AMX they use PyTorch's product instead.
+Few rows stream the weight once, in its own layout (src/plain_linear.h). More rows in bfloat16 and float32 multiply
+tiles of it (src/tile.h), with the activation fused. In bfloat16 with AMX, and in float32 on Intel's processors, they
+use PyTorch's product instead, which oneDNN and MKL compute.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.linear import Around, linear
 
-# F.linear is as fast for weights that fit a core's cache: up to this many elements with one row, or with more rows in
+# F.linear is as fast for weights that fit a core's cache: up to this many elements with one row, or with few rows in
 # float32. For one row in float16 it is faster at any size: 21 GB/s against 16 on one thread.
 SMALL_ONE_ROW, SMALL_FLOAT32 = 1 << 13, 1 << 18
 # With more values of x than threads share, tiles pay if they activate, for this many outputs per input and up to these
@@ -34,13 +35,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any
         return _with_around(x, weight, bias, Around(*around))
     inputs, dtype = weight.size(1), x.dtype
     values = x.numel()
+    if values > limits().plain_rows * inputs:
+        y = _tiled(x, weight, bias, -1, False) if _takes(x, weight, bias) else None
+        return F.linear(x, weight, bias) if y is None else y
     small = SMALL_ONE_ROW if values <= inputs else SMALL_FLOAT32 if dtype is torch.float32 else 0
     if weight.numel() <= small or not _takes(x, weight, bias) or (dtype is torch.float16 and values <= inputs):
         return F.linear(x, weight, bias)
-    if values <= limits().plain_rows * inputs:
-        return kernels().linear.default(x, weight, bias)
-    y = _tiled(x, weight, bias, -1, False)
-    return F.linear(x, weight, bias) if y is None else y
+    return kernels().linear.default(x, weight, bias)
 
 
 def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Any:
@@ -60,21 +61,28 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 @cache
-def takes_tiles() -> bool:
-    """Whether many rows use our tiles.
+def takes_tiles(dtype: torch.dtype) -> bool:
+    """Whether many rows of `dtype` use our tiles.
 
-    Not with AMX: PyTorch's product (oneDNN) uses AMX too, and which is faster has not been measured. To compare, run
-    `python bench/ops.py --op linear --set llama` with and without INFUSE_CPU_ISA=avx512_amx!, which uses our tiles.
+    Not in bfloat16 with AMX: PyTorch's product (oneDNN) uses AMX too, and which is faster has not been measured. Nor in
+    float32 on Intel's processors: MKL is made for them. To compare, run `python bench/ops.py --op linear --set llama`
+    with and without INFUSE_CPU_ISA=avx512_amx! (or avx512!), which uses our tiles.
     """
-    return isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!"
+    if dtype is torch.float32:
+        found = kernels()
+        return not isinstance(found, str) and bool(found.has_float_tiles())
+    return dtype is torch.bfloat16 and (isa() != "avx512_amx" or os.environ.get("INFUSE_CPU_ISA") == "avx512_amx!")
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None, act: int, gated: bool) -> Tensor | None:
     """The product by tiles; None if tiles are not supported here or F.linear is faster."""
-    outputs, inputs = weight.shape
-    if x.dtype is not torch.bfloat16 or inputs % 2 or not takes_tiles():
+    if not takes_tiles(x.dtype):
         return None
-    if x.numel() > limits().tiled_values and (act < 0 or outputs < MANY_OUTPUTS * inputs or inputs > MOST_INPUTS):
+    outputs, inputs = weight.shape
+    if x.dtype is torch.bfloat16 and inputs % 2:
+        return None
+    many = x.dtype is torch.bfloat16 and x.numel() > limits().tiled_values
+    if many and (act < 0 or outputs < MANY_OUTPUTS * inputs or inputs > MOST_INPUTS):
         return None
     return kernels().tiled_linear.default(x, weight, bias, act, gated)
 

@@ -25,30 +25,27 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-constexpr int kTileRows = kAmxRows;
 constexpr size_t kTilesBytes = 1 << 20;
 constexpr int64_t kMostTiles = 4;
 
 inline int64_t amx_steps(const LinearArgs& a) { return (a.inputs + 2 * kAmxPairs - 1) / (2 * kAmxPairs); }
-inline int64_t block_words(const LinearArgs& a) { return amx_steps(a) * kAmxPairs * kAmxRows; }
+inline int64_t amx_block_words(const LinearArgs& a) { return amx_steps(a) * kAmxPairs * kAmxRows; }
 
-inline size_t tile_x_bytes(const LinearArgs& a) {
-  return size_t((a.rows + kAmxRows - 1) / kAmxRows * block_words(a)) * sizeof(uint32_t);
+inline size_t amx_x_bytes(const LinearArgs& a) {
+  return size_t((a.rows + kAmxRows - 1) / kAmxRows * amx_block_words(a)) * sizeof(uint32_t);
 }
-inline int64_t tile_words(const LinearArgs& a) { return amx_steps(a) * kAmxPairs * kTileOutputs; }
-inline size_t tile_bytes(const LinearArgs& a) { return size_t(tile_words(a)) * sizeof(uint32_t); }
-inline int64_t most_tiles(const LinearArgs& a) {
-  const int64_t fit = int64_t(kTilesBytes / tile_bytes(a));
+inline int64_t amx_tile_words(const LinearArgs& a) { return amx_steps(a) * kAmxPairs * kTileOutputs; }
+inline size_t amx_tile_bytes(const LinearArgs& a) { return size_t(amx_tile_words(a)) * sizeof(uint32_t); }
+inline int64_t most_amx_tiles(const LinearArgs& a) {
+  const int64_t fit = int64_t(kTilesBytes / amx_tile_bytes(a));
   return fit < 1 ? 1 : fit < kMostTiles ? fit : kMostTiles;
 }
 
-inline int64_t chunk_rows(const LinearArgs& a) { return a.rows; }
-
 // Arranges blocks [begin, end) of 16 rows.
-inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
+inline void arrange_amx_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   const bf16* x = static_cast<const bf16*>(a.x);
   for (int64_t b = begin; b < end; ++b) {
-    uint32_t* block = static_cast<uint32_t*>(a.scratch) + b * block_words(a);
+    uint32_t* block = static_cast<uint32_t*>(a.scratch) + b * amx_block_words(a);
     for (int64_t r = 0; r < kAmxRows; ++r) {
       const int64_t row = b * kAmxRows + r;
       for (int64_t step = 0; step < amx_steps(a); ++step) {
@@ -62,29 +59,31 @@ inline void arrange_tile_rows(const LinearArgs& a, int64_t begin, int64_t end) {
 }
 
 // Multiplies rows [first, first + rows), at most 32, by one tile.
-inline void multiply_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first, int64_t rows) {
+inline void multiply_amx_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first, int64_t rows) {
   alignas(64) float sums[2 * kAmxRows][kTileOutputs];
-  const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * block_words(a);
-  amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, block_words(a)}, tile, kTileOutputs, amx_steps(a), sums[0],
-      kTileOutputs);
+  const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first / kAmxRows * amx_block_words(a);
+  amx_multiply(rows, {x, kAmxPairs, kAmxPairs * kAmxRows, amx_block_words(a)}, tile, kTileOutputs, amx_steps(a),
+      sums[0], kTileOutputs);
   write_sums<bf16>(a, sums[0], rows, o, first);
 }
 
-// Computes outputs (or gates) [begin, end) of up to most_tiles tiles; fill(o, tile) loads the weights from output o on.
+// Computes outputs (or gates) [begin, end) of up to most_amx_tiles tiles; fill(o, tile) loads the weights from output o
+// on.
 template <class Fill>
-void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tiles, const Fill& fill) {
+void multiply_amx_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tiles, const Fill& fill) {
   const AmxRegisters configured;
   uint32_t* tile = tiles;
-  for (int64_t o = begin; o < end; o += tile_columns(a), tile += tile_words(a)) {
+  for (int64_t o = begin; o < end; o += tile_columns(a), tile += amx_tile_words(a)) {
     fill(o, tile);
     uint32_t* padding = tile + a.inputs / 2 * kTileOutputs;
-    std::memset(padding, 0, size_t(tile + tile_words(a) - padding) * sizeof(uint32_t));
+    std::memset(padding, 0, size_t(tile + amx_tile_words(a) - padding) * sizeof(uint32_t));
   }
   for (int64_t first = 0; first < a.rows; first += 2 * kAmxRows) {
     const int64_t rows = a.rows - first < 2 * kAmxRows ? a.rows - first : 2 * kAmxRows;
     tile = tiles;
-    for (int64_t o = begin; o < end; o += tile_columns(a), tile += tile_words(a)) multiply_tile(a, tile, o, first,
-        rows);
+    for (int64_t o = begin; o < end; o += tile_columns(a), tile += amx_tile_words(a)) {
+      multiply_amx_tile(a, tile, o, first, rows);
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "binding_linear.h"
 #include "binding_ops.h"
 #include "limits.h"
 
@@ -24,6 +25,8 @@ void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight,
 
 std::string isa() { return kernels().isa; }
 bool has_amx() { return amx_multiplies(); }
+// Whether many rows of float32 use our tiles.
+bool has_float_tiles() { return tiles_of(kernels().linear.tiles, Type::f32); }
 // In the order of `Limits` in infuse/native/__init__.py.
 std::vector<int64_t> limits() { return {kFewPlainRows, kFewRows, kFewRowsFloat, kFewRowsInteger, kMostTiled}; }
 
@@ -53,6 +56,7 @@ std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Ten
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"isa() -> str", TORCH_BOX(&isa)},
     {"has_amx() -> bool", TORCH_BOX(&has_amx)},
+    {"has_float_tiles() -> bool", TORCH_BOX(&has_float_tiles)},
     {"limits() -> int[]", TORCH_BOX(&limits)})
 
 // Only for CPU tensors: the pointers of other devices' tensors and of fake tensors (tracing) cannot be read here.

@@ -204,8 +204,8 @@ void attend_tiles(AttentionArgs& a, int64_t threads) {
   });
 }
 
-bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads) {
-  return kernels().attention.tiles_in_pairs && width <= kMaxTileWidth && heads <= kMaxTileGroup * kv_heads;
+bool tiles_take(Type type, int64_t width, int64_t heads, int64_t kv_heads) {
+  return (type == Type::f32 || kernels().attention.tiles_in_pairs) && width <= kMaxTileWidth && heads <= kMaxTileGroup * kv_heads;
 }
 
 namespace {

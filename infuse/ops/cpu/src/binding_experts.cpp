@@ -103,12 +103,12 @@ struct Product {
   }
   int64_t most_streamed() const {
     if (code < 0) return kFewPlainRows;
-    if (!amx_multiplies() || left_to_pytorch()) return kFewRows;
+    if (!amx_multiplies() || left_to_pytorch(Type::bf16)) return kFewRows;
     return args.code == Code::int8 ? kFewRowsAmxBytes : kFewRowsAmx;
   }
   const TileKernels& tiles_of(Way of) const {
-    if (code < 0) return kernels().linear.tiles;
-    return of == Way::integers ? kernels().panels.integer_tiles : kernels().panels.tiles;
+    if (code < 0) return kernels().linear.tiles.bf16;
+    return of == Way::integers ? kernels().panels.integer_tiles : kernels().panels.tiles.bf16;
   }
   const TileKernels& tiles() const { return tiles_of(way); }
 

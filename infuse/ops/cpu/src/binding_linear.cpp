@@ -1,5 +1,5 @@
-// Matrix products with plain weights as PyTorch operators: few rows stream the weight, many rows in bf16 use tiles of
-// it. ops/cpu/linear.py checks shapes, dtypes and layouts.
+// Matrix products with plain weights as PyTorch operators: few rows stream the weight, many rows use tiles of it.
+// ops/cpu/linear.py checks shapes, dtypes and layouts.
 #include "binding_linear.h"
 #include "binding_ops.h"
 
@@ -21,7 +21,7 @@ void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads) {
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
   a.row_bytes = a.inputs * int64_t(weight.element_size());
-  multiply_by_tiles(a, a.gated ? a.outputs / 2 : a.outputs, kernels().linear.tiles, threads);
+  multiply_by_tiles(a, a.gated ? a.outputs / 2 : a.outputs, *kernels().linear.tiles.of(a.type), threads);
 }
 
 namespace {
@@ -34,10 +34,10 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return y;
 }
 
-// Many rows of bf16, by tiles: act(x @ weight.T + bias), or act(first half) * second half if gated. None without tiles.
+// Many rows by tiles: act(x @ weight.T + bias), or act(first half) * second half if gated. None if there are no
+// tiles for this type or PyTorch is faster.
 std::optional<Tensor> tiled_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t act, bool gated) {
-  const TileKernels& kernel = kernels().linear.tiles;
-  if (!kernel.multiply || left_to_pytorch()) return std::nullopt;
+  if (!tiles_of(kernels().linear.tiles, type_of(x))) return std::nullopt;
   LinearArgs a{};
   a.inputs = weight.size(1);
   a.activates = act >= 0, a.gated = gated;

@@ -101,12 +101,16 @@ void over_blocks(const LinearArgs& a, int64_t one_thread, int64_t blocks, const 
   parallel_for(0, blocks, 1, arrange);
 }
 
+// The kernels for many rows of this type; null if there are none or PyTorch is faster.
+inline const TileKernels* tiles_of(const TilesByType& tiles, Type type) {
+  return left_to_pytorch(type) ? nullptr : tiles.of(type);
+}
+
 // For more rows than the cores' caches hold: each thread takes chunks of rows and computes all outputs (or gates).
 inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks, const TileKernels& kernel) {
   const int64_t element_bytes = a.type == Type::f32 ? 4 : 2;
   std::atomic<int64_t> next{0};
   parallel_for(0, thread_count(), 1, [&](int64_t begin, int64_t end) {
-    auto* room = static_cast<uint32_t*>(scratch_of<Scratch::tile>(kernel.tile_bytes(a)));
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t c; (c = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
         LinearArgs part = a;
@@ -116,7 +120,8 @@ inline void multiply_chunks(const LinearArgs& a, int64_t outputs, int64_t chunks
         part.y = static_cast<char*>(a.y) + first * outputs * element_bytes;
         part.scratch = scratch_of<Scratch::x>(kernel.x_bytes(part));
         kernel.arrange(part, 0, (part.rows + kernel.block_rows - 1) / kernel.block_rows);
-        kernel.multiply(part, 0, outputs, room);
+        const size_t bytes = size_t(kernel.most_tiles(part)) * kernel.tile_bytes(part);
+        kernel.multiply(part, 0, outputs, static_cast<uint32_t*>(scratch_of<Scratch::tile>(bytes)));
       }
     }
   });

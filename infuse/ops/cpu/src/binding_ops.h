@@ -44,8 +44,9 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
 // Sets `s` from sinks [H] of any floating type.
 bool set_sinks(Scored& s, const std::optional<Tensor>& t, int64_t heads);
 Scored from_row(Scored s, int64_t b);
-// Many queries on `threads` threads; and whether the kernels have tiles of bf16's own instructions for such heads.
+// Many queries on `threads` threads; and whether they are as fast as an encoder wants: in float32, or by bf16's own
+// instructions.
 void attend_tiles(AttentionArgs& a, int64_t threads);
-bool tiles_take(int64_t width, int64_t heads, int64_t kv_heads);
+bool tiles_take(Type type, int64_t width, int64_t heads, int64_t kv_heads);
 
 }  // namespace infuse

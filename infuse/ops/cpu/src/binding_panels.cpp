@@ -65,12 +65,13 @@ std::optional<Tensor> quantized_linear(Tensor x, Tensor data, Tensor scale, std:
     if (multiply_integers(a, columns, threads)) return y;
   }
   const bool bf16 = a.type == Type::bf16, many = a.rows > (bf16 ? kFewRows : kFewRowsFloat);
-  if (many && (!bf16 || !kernel.tiles.multiply || left_to_pytorch())) return std::nullopt;
+  const TileKernels* tiles = tiles_of(kernel.tiles, a.type);
+  if (many && !tiles) return std::nullopt;
   if (a.activates && (!many || !whole)) return std::nullopt;
   Tensor y = begin_product(a, x, bias, columns);
   if (a.rows == 0 || columns == 0) return y;
   if (many) {
-    multiply_by_tiles(a, columns, kernel.tiles, threads);
+    multiply_by_tiles(a, columns, *tiles, threads);
     return y;
   }
   few_rows(a);
@@ -297,7 +298,7 @@ void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const s
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   const int64_t columns = a.gated ? outputs / 2 : outputs;
   if (takes_integers(a, code) && multiply_integers(a, columns, threads)) return;
-  multiply_by_tiles(a, columns, kernels().panels.tiles, threads);
+  multiply_by_tiles(a, columns, *kernels().panels.tiles.of(a.type), threads);
 }
 
 INFUSE_OPERATORS(CPU,

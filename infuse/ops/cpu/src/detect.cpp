@@ -43,6 +43,10 @@ bool avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vnni");
 }
+bool intel() {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+}
 bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 [[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
@@ -85,10 +89,14 @@ constexpr Level kLevels[] = {
     {"generic", [] { return Found::yes; }, kernels_generic},
 };
 
+std::string forced_level() {
+  const char* text = std::getenv("INFUSE_CPU_ISA");
+  return text ? text : "";
+}
+
 // Does not ask the system for levels above the forced one.
 const Kernels& chosen() {
-  const char* text = std::getenv("INFUSE_CPU_ISA");
-  const std::string forced = text ? text : "";
+  const std::string forced = forced_level();
   bool allowed = forced.empty();
   for (const Level& level : kLevels) {
     const bool anyhow = forced == std::string(level.name) + "!";
@@ -106,16 +114,17 @@ const Kernels& kernels() {
   return table;
 }
 
-bool left_to_pytorch() {
+bool left_to_pytorch(Type type) {
 #if defined(__x86_64__)
-  static const bool left = kernels().isa != std::string("avx512_amx") && amx() == Found::yes;
-  return left;
+  static const bool amx_left = kernels().isa != std::string("avx512_amx") && amx() == Found::yes;
+  static const bool mkl_left = forced_level().find('!') == std::string::npos && intel();
+  return type == Type::f32 ? mkl_left : amx_left;
 #else
   return false;
 #endif
 }
 
-bool amx_multiplies() { return left_to_pytorch() || kernels().isa == std::string("avx512_amx"); }
+bool amx_multiplies() { return left_to_pytorch(Type::bf16) || kernels().isa == std::string("avx512_amx"); }
 
 const char* level_names() {
   static const std::string names = [] {

@@ -108,8 +108,9 @@ const Kernels& kernels_avx512_amx();
 
 // Defined by detect.cpp, compiled without instruction set flags.
 const Kernels& kernels();
-// Whether products of many rows of bf16 are left to PyTorch: it may use AMX here, and the chosen level does not.
-bool left_to_pytorch();
+// Whether products of many rows are left to PyTorch. In bf16: it may use AMX here, and the chosen level does not. In
+// float32: this is an Intel processor, for which its library (MKL) is made; on AMD's, MKL reaches 0.35 of the peak.
+bool left_to_pytorch(Type type);
 // Whether AMX multiplies bf16 here, in our products of many rows or in PyTorch's.
 bool amx_multiplies();
 // All levels, highest first, one per line, followed by " missing" if this machine lacks it, " refused" if the system

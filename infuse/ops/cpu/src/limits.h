@@ -19,7 +19,7 @@ constexpr int64_t kFewRowsAmx = 6, kFewRowsAmxBytes = 12;
 // Most rows of an expert, on average, for which plain weights stream where there are no tiles: PyTorch's product for
 // each expert breaks even between 16 and 32 rows (float32 and float16, AVX2 and AVX-512).
 constexpr int64_t kFewExpertRows = 20;
-// Most values of x (4 MiB) that all threads share when they multiply by tiles of plain weights. With more, PyTorch's
+// Most values of x in bf16 (4 MiB) that all threads share when they multiply by tiles of plain weights. With more, PyTorch's
 // product is equally fast or up to 6 % faster.
 constexpr int64_t kMostTiled = 1 << 21;
 

@@ -40,8 +40,7 @@ struct LinearArgs {
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
 };
 
-// Products with many rows, in bf16 and with an even number of inputs: weights are loaded tile by tile into a core's
-// cache, for all rows of x (tile.h). All pointers are null without bf16 instructions.
+// Products with many rows: weights are loaded tile by tile into a core's cache, for all rows of x (tile.h).
 struct TileKernels {
   int block_rows;  // rows of x in each block that `arrange` counts
   size_t (*x_bytes)(const LinearArgs&);
@@ -54,11 +53,21 @@ struct TileKernels {
   void (*multiply)(const LinearArgs&, int64_t begin, int64_t end, uint32_t* tiles);  // outputs, or gates
 };
 
+// Pointers are null without AVX-512, and in bf16 without bf16 instructions. The number of inputs in bf16 must be even.
+struct TilesByType {
+  TileKernels f32, bf16;
+
+  const TileKernels* of(Type type) const {
+    const TileKernels& found = type == Type::f32 ? f32 : bf16;
+    return type != Type::f16 && found.multiply ? &found : nullptr;
+  }
+};
+
 struct LinearKernels {
   size_t (*scratch_bytes)(const LinearArgs&);
   void (*arrange)(const LinearArgs&);                          // reorders x as the kernels read it
   void (*rows)(const LinearArgs&, int64_t begin, int64_t end);  // outputs [begin, end)
-  TileKernels tiles;
+  TilesByType tiles;
 };
 
 // Outputs and rows of weights begin at whole panels.
@@ -68,7 +77,7 @@ struct PanelKernels {
   void (*arrange)(const LinearArgs&, int64_t most, int64_t begin_block, int64_t end_block);
   void (*arrange_groups)(const LinearArgs&, int64_t begin, int64_t end);  // of all blocks
   void (*few)(const LinearArgs&, int64_t begin, int64_t end);
-  TileKernels tiles;
+  TilesByType tiles;
   // Integer codes, with x of any type rounded to 8 bits; all pointers are null without such instructions.
   TileKernels integer_tiles;
   void (*dequantize)(const LinearArgs&, int64_t begin, int64_t end);  // w, rows [begin, end), into y[O, I] of `type`

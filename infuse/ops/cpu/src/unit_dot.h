@@ -9,7 +9,7 @@
 
 #include "fixed_point.h"
 #include "linear_kernels.h"
-#include "vec_math.h"
+#include "tile_words.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
@@ -80,12 +80,6 @@ struct UnitDot {
 
 #if defined(__AVX512BF16__)
 
-// words[p] = the pairs p of up to 16 rows that are `step` elements apart, copied as bits.
-inline void load_pairs(const bf16* rows, int64_t step, int64_t there, int pairs, Vec (&words)[16]) {
-  for (int r = 0; r < 16 && r < there; ++r) words[r] = _mm512_maskz_loadu_ps(first(pairs), rows + r * step);
-  transpose(words);
-}
-
 // bf16: codes and x as pairs of bf16, x as [inputs / 2][R].
 template <Code C>
 struct UnitDot<bf16, C> {
@@ -101,7 +95,7 @@ struct UnitDot<bf16, C> {
     for (int64_t i = begin * length; i < end * length; i += 16) {
       const int pairs = int(end * length - i < 16 ? end * length - i : 16);
       Vec words[16];
-      load_pairs(x + 2 * i, a.inputs, R, pairs, words);
+      load_columns(x + 2 * i, a.inputs, R, pairs, words);
       for (int p = 0; p < pairs; ++p) _mm512_mask_storeu_ps(to + (i + p) * R, first(R), words[p].v);
     }
   }
