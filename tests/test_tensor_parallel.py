@@ -124,7 +124,10 @@ def test_shards_that_are_quantized_are_shards_of_the_quantized(name: str, format
     exact, _ = logits(name, quant=format)
     found, formats = results[0]
     assert formats and same([result[0] for result in results])
-    assert (found - exact).abs().max() / exact.square().mean().sqrt() < TOLERANCE
+    allowed = TOLERANCE * exact.square().mean().sqrt()
+    if format.endswith(":a8"):  # sums in another order move some values over the edge between two of 8 bits
+        allowed = 0.5 * (logits(name, quant=format.removesuffix(":a8"))[0] - exact).abs().max()
+    assert (found - exact).abs().max() < allowed
 
 
 def generated_on_rank(name: str, mode: dict[str, Any]) -> Tensor:

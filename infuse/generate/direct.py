@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from infuse import interrupts
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
@@ -50,12 +51,13 @@ class DirectSteps:
             if not (args and output is args[0]):  # dropout returns its input
                 calls.append(_Call(module, args, kwargs, output))
 
-        handles = [module.register_forward_hook(note, with_kwargs=True) for module in parts.listed]
-        try:
-            outputs = model(**inputs, return_dict=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with interrupts.held_back():  # one step long, so that no hook is left behind
+            handles = [module.register_forward_hook(note, with_kwargs=True) for module in parts.listed]
+            try:
+                outputs = model(**inputs, return_dict=True)
+            finally:
+                for handle in handles:
+                    handle.remove()
         step = self._step(parts, calls, inputs, outputs)
         if step is None or self.proven:
             return outputs, step
@@ -210,7 +212,7 @@ class _Parts:
 
     def are_in_place(self) -> bool:
         """Whether no module has been exchanged, and none got a forward of its own."""
-        if "forward" in vars(self.above[0]):
+        if "forward" in vars(self.above[0]) or self.above[0]._compiled_call_impl is not None:
             return False
         if [*map(dict.get, self.owners, self.names)] != self.modules:
             return False

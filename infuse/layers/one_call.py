@@ -181,6 +181,10 @@ class OneCall:
         self._places.append((node, held, name))
         return len(self._places) - 1
 
+    def takes(self, *blocks: nn.Module) -> bool:
+        """Whether the modules of these blocks are still those that the call was made for, and nothing listens."""
+        return self._tensors(blocks) is not None
+
     def _tensors(self, blocks: Sequence[nn.Module]) -> list[Tensor] | None:
         """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
         found = self._found
@@ -325,6 +329,8 @@ class EncoderCall(BlockCall):
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         if x_BTC.dtype is torch.float16 or inputs.cache is not None or inputs.want_weights or inputs.causal:
+            return None
+        if torch.jit.is_tracing():  # which fails at results that may be None; the parts say what to do instead
             return None
         tensors = self._tensors((block,))
         if tensors is None:

@@ -26,6 +26,8 @@ class StackCall(OneCall):
         attns = [block.shape.attn for block in blocks]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
+        if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
+            return None
         if any(attn.position != attns[0].position for attn in attns):
             return None
         attentions = [block._modules[attn.name] for block, attn in zip(blocks, attns, strict=True)]

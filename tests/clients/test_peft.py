@@ -69,8 +69,9 @@ def test_adapters_stay_plain_and_their_base_layers_get_kernels(where: Any, root:
         if name.endswith((".lora_A.default", ".lora_B.default"))
     )
     assert "not as a whole block: has adapters (peft) at " in str(engine.plan)
-    assert_near(logits(peft), logits(original), torch.float32)
-    assert_near(disabled(peft), disabled(original), torch.float32)
+    # of three layers: three times what one part may differ
+    assert_near(logits(peft), logits(original), torch.float32, times=3)
+    assert_near(disabled(peft), disabled(original), torch.float32, times=3)
     assert torch.equal(tokens(engine), tokens(original))
 
 

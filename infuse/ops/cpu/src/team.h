@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <stdexcept>
+#include <string>
 #include <limits>
 
 #include "region.h"
@@ -55,7 +57,7 @@ class Team {
     take();
     wait_until(leader_, [&] { return left_.load(std::memory_order_acquire) == 0; });
     leading() = this;
-    if (failed_.exchange(false, std::memory_order_acq_rel)) std::rethrow_exception(failure_);
+    if (failed_.exchange(false, std::memory_order_acq_rel)) throw std::runtime_error(failure_);
   }
 
  private:
@@ -127,8 +129,10 @@ class Team {
       if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
       try {
         run_(context_, int64_t(ticket & 0xffff));
+      } catch (const std::exception& failure) {
+        if (!failed_.exchange(true, std::memory_order_acq_rel)) failure_ = failure.what();
       } catch (...) {
-        if (!failed_.exchange(true, std::memory_order_acq_rel)) failure_ = std::current_exception();
+        if (!failed_.exchange(true, std::memory_order_acq_rel)) failure_ = "a loop of a kernel failed";
       }
       left_.fetch_sub(1, std::memory_order_acq_rel);
       ticket = ticket_.load(std::memory_order_acquire);
@@ -139,7 +143,7 @@ class Team {
   void (*run_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;
   Fetched leader_{0};
-  std::exception_ptr failure_;
+  std::string failure_;  // not an exception_ptr, whose functions not every C++ runtime exports
   std::atomic<bool> failed_{false};
   alignas(kLine) std::atomic<const char*> ahead_{nullptr};
   std::atomic<int64_t> ahead_bytes_{0};
