@@ -133,7 +133,7 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
                               int64_t threads = thread_count()) {
   const int64_t columns = kernel.tile_columns(a), chunk = kernel.chunk_rows(a);
   if (a.rows >= 2 * threads * chunk) {
-    a.ahead = columns;
+    a.ahead = 0;  // the next chunk begins with the first tile
     return multiply_chunks(a, outputs, ((a.rows + chunk - 1) / chunk + threads - 1) / threads * threads, kernel);
   }
   a.scratch = scratch_of<Scratch::x>(kernel.x_bytes(a));
@@ -141,7 +141,9 @@ inline void multiply_by_tiles(LinearArgs& a, int64_t outputs, const TileKernels&
   over_blocks(a, kOneThreadX, blocks, [&](int64_t begin, int64_t end) { kernel.arrange(a, begin, end); });
   // At least two turns per thread, so that a slow thread does not delay the others.
   const int64_t tiles = std::clamp<int64_t>(outputs / columns / threads / 2, 1, kernel.most_tiles(a));
-  const int64_t unit = tiles * columns;
+  int64_t unit = tiles * columns;
+  // Two tiles of gates fill a cache line of 16-bit y, which should stay with one core.
+  if (a.gated && kernel.most_tiles(a) == 1 && outputs >= 16 * threads * unit) unit *= 2;
   a.ahead = threads * unit;
   std::atomic<int64_t> next{0};
   parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {

@@ -1,8 +1,8 @@
 // Products of many rows of x with tiles of integer codes, with x rounded to 8 bits if the weight's format allows it. An
 // instruction does twice the operations of one for bf16; without bf16 instructions the gain is larger.
 //
-//   x    → [block of up to 6 rows][group][{start of the sums, scale, sum}][rows],
-//          then [group's inputs / 4][rows] of four bytes
+//   x    → [block of up to 6 rows][group][{start of the sums, scale}][rows] in 64 bytes,
+//          then [rows][group's inputs / 4] of four bytes
 //   tile → [inputs / 4][2 halves][16 outputs] of four unsigned codes
 //
 // The sums of a group are exact and are scaled by the scales of the weight and of x. Halves are as in tile.h.
@@ -18,10 +18,17 @@ namespace INFUSE_ISA {
 
 constexpr int kIntegerRows = 6;  // rows of x at once: 12 sums. On AMD Zen 5, 8 rows are 5 % slower, 12 rows 40 %.
 constexpr float kMostByte = 127;
-enum Header { kStart, kScale, kSum, kHeaders };
+enum Header { kStart, kScale };
+constexpr int64_t kHeaderWords = 16;  // of a group and block: so the rows of groups of 64 are whole cache lines
+constexpr int64_t kXAhead = 1024;     // prefetch distance of x in words: 4 KiB
 
-inline int64_t integer_row_words(const LinearArgs& a) { return a.inputs / 4 + kHeaders * a.groups; }
-inline size_t integer_x_bytes(const LinearArgs& a) { return size_t(a.rows * integer_row_words(a)) * sizeof(uint32_t); }
+inline uint32_t* integer_block(const LinearArgs& a, int64_t b, int64_t first_row) {
+  return static_cast<uint32_t*>(a.scratch) + first_row * (a.inputs / 4) + b * a.groups * kHeaderWords;
+}
+inline size_t integer_x_bytes(const LinearArgs& a) {
+  return size_t(a.rows * (a.inputs / 4) + row_blocks(a.rows, kIntegerRows) * a.groups * kHeaderWords) *
+         sizeof(uint32_t);
+}
 inline size_t integer_tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t); }
 
 // Arranges row r of a block of `count` rows.
@@ -31,24 +38,18 @@ void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, ui
   for (int64_t g = 0; g < a.groups; ++g, x += length) {
     const FixedPoint fixed = FixedPoint::of(x, length, kMostByte);
     if (std::isnan(fixed.scale)) __atomic_store_n(a.finite, false, __ATOMIC_RELAXED);
-    uint32_t* quads = to + kHeaders * count + r;
+    char* bytes = reinterpret_cast<char*>(to + kHeaderWords + r * (length / 4));
     __m512i sums = _mm512_setzero_si512();
     by_sixteen(length, [&](int64_t i, int n) {
       const __m512i values = fixed(load(x + i, n));
       sums = _mm512_add_epi32(sums, values);
-      const __m128i bytes = in_quads<C>(values);
-      quads[0] = uint32_t(_mm_cvtsi128_si32(bytes));
-      if (n > 4) quads[count] = uint32_t(_mm_extract_epi32(bytes, 1));
-      if (n > 8) quads[2 * count] = uint32_t(_mm_extract_epi32(bytes, 2));
-      if (n > 12) quads[3 * count] = uint32_t(_mm_extract_epi32(bytes, 3));
-      quads += 4 * count;
+      const __m128i quads = in_quads<C>(values);
+      is_whole(n) ? _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), quads)
+          : _mm_mask_storeu_epi8(bytes + i, first(n), quads);
     });
-    const int sum = _mm512_reduce_add_epi32(sums);
-    const float as_float = float(sum);
-    to[kStart * count + r] = -uint32_t(kMoved<C>) * uint32_t(sum);
+    to[kStart * count + r] = -uint32_t(kMoved<C>) * uint32_t(_mm512_reduce_add_epi32(sums));
     std::memcpy(to + kScale * count + r, &fixed.scale, 4);
-    std::memcpy(to + kSum * count + r, &as_float, 4);
-    to += (kHeaders + length / 4) * count;
+    to += kHeaderWords + length / 4 * count;
   }
 }
 
@@ -56,7 +57,7 @@ template <class T, Code C>
 void arrange_integer_rows(const LinearArgs& a, int64_t begin, int64_t end) {
   for (int64_t b = begin; b < end; ++b) {
     const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
-    uint32_t* to = static_cast<uint32_t*>(a.scratch) + first_row * integer_row_words(a);
+    uint32_t* to = integer_block(a, b, first_row);
     for (int64_t r = 0; r < count; ++r) arrange_bytes<T, C>(a, static_cast<const T*>(a.x) + (first_row + r) * a.inputs,
         count, r, to);
   }
@@ -76,11 +77,11 @@ void fill_integer_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* t
   }
 }
 
-// Multiplies rows [first_row, first_row + R) by one tile; `zeros`: the weight has zero points.
-template <class T, Code C, int R, bool zeros>
-void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, int64_t first_row, Ahead ahead) {
+// Multiplies a block of R rows by one tile, into sums [R][kTileOutputs]; `zeros`: the weight has zero points.
+template <Code C, int R, bool zeros>
+void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, const uint32_t* x, Ahead ahead,
+                           float* to) {
   const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
-  const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * integer_row_words(a);
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
   const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left,
@@ -90,54 +91,65 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
   for (int64_t g = 0; g < groups; ++g) {
     ahead.fetch();
     const uint32_t* header = x;
-    x += kHeaders * R;
+    prefetch_near(header + kXAhead);
+    x += kHeaderWords;
     __m512i low[R], high[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_set1_epi32(int(header[kStart * R + r]));
-    for (int64_t w = 0; w < words; ++w, tile += kTileOutputs, x += R) {
-      const __m512i w0 = _mm512_load_si512(tile), w1 = _mm512_load_si512(tile + kPanelRows);
+    for (const uint32_t* end = x + words; x < end;) {
+      for (int r = 0; r < R; ++r) prefetch_near(x + r * words + kXAhead);
+      const uint32_t* second = x + R / 2 * words;  // rows from R / 2 on: few addresses are needed
+      for (const uint32_t* stop = end - x < 16 ? end : x + 16; x < stop; tile += kTileOutputs, ++x, ++second) {
+        const __m512i w0 = _mm512_load_si512(tile), w1 = _mm512_load_si512(tile + kPanelRows);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m512i bytes = _mm512_set1_epi32(int(x[r]));
-        low[r] = dot_quads(low[r], w0, bytes), high[r] = dot_quads(high[r], w1, bytes);
+        for (int r = 0; r < R; ++r) {
+          const uint32_t word = r < R / 2 ? x[r * words] : second[(r - R / 2) * words];
+          const __m512i bytes = _mm512_set1_epi32(int(word));
+          low[r] = dot_quads(low[r], w0, bytes), high[r] = dot_quads(high[r], w1, bytes);
+        }
       }
     }
+    x += (R - 1) * words;
     const Vec scale0 = load(left_scale + g * kPanelRows, kPanelRows),
         scale1 = load(right_scale + g * kPanelRows, kPanelRows);
-    const float *scales = reinterpret_cast<const float*>(header + kScale * R),
-        *moves = reinterpret_cast<const float*>(header + kSum * R);
+    const float* scales = reinterpret_cast<const float*>(header + kScale * R);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Vec scale(scales[r]);
       Vec sum0 = _mm512_cvtepi32_ps(low[r]), sum1 = _mm512_cvtepi32_ps(high[r]);
       if constexpr (zeros) {  // before scaling: the two parts may be far larger than their difference
-        const Vec moved(-kZeroUnit<C> * moves[r]);
+        const Vec moved(kZeroUnit<C> / kMoved<C> * float(int(header[kStart * R + r])));  // exact
         sum0 = fma(load_zeros(left_zero + g * kPanelRows), moved, sum0),
             sum1 = fma(load_zeros(right_zero + g * kPanelRows), moved, sum1);
       }
       sums[r][0] = fma(sum0 * scale0, scale, sums[r][0]), sums[r][1] = fma(sum1 * scale1, scale, sums[r][1]);
     }
   }
-  alignas(64) float rows[R][kTileOutputs];
-  for (int r = 0; r < R; ++r) store(rows[r], sums[r][0], Vec::width), store(rows[r] + kPanelRows, sums[r][1], Vec::width);
-  write_sums<T>(a, rows[0], R, o, first_row);
+#pragma GCC unroll 8  // or the compiler keeps the sums in memory
+  for (int r = 0; r < R; ++r, to += kTileOutputs) {
+    store(to, sums[r][0], Vec::width), store(to + kPanelRows, sums[r][1], Vec::width);
+  }
 }
 
 template <class T, Code C>
 void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs, beyond = a.gated ? columns : kPanelRows;
   const int64_t blocks = row_blocks(a.rows, kIntegerRows);
+  alignas(64) float sums[kIntegerRows * kTileOutputs];
   for (int64_t o = begin; o < end; o += tile_columns(a)) {
     for (int half = 0; half < 2; ++half) fill_integer_tile<C>(a, (o + half * beyond) / kPanelRows, half, tile);
-    const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
+    const int64_t next = next_tile(a, o, begin, end);
     for (int64_t b = 0; b < blocks; ++b) {
       const Ahead ahead = next == o ? Ahead() : Ahead(a, next, b, blocks, a.groups);
       const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
-      with_rows<kIntegerRows>(count, [&, first_row = first_row](auto R) {
+      const uint32_t* x = integer_block(a, b, first_row);
+      prefetch_output<T>(a, first_row + count, kIntegerRows, o);
+      with_rows<kIntegerRows>(count, [&](auto R) {
         constexpr int rows = decltype(R)::value;
-        a.zero ? multiply_integer_tile<T, C, rows, true>(a, tile, o, first_row, ahead)
-            : multiply_integer_tile<T, C, rows, false>(a, tile, o, first_row, ahead);
+        a.zero ? multiply_integer_tile<C, rows, true>(a, tile, o, x, ahead, sums)
+            : multiply_integer_tile<C, rows, false>(a, tile, o, x, ahead, sums);
       });
+      write_sums<T>(a, sums, count, o, first_row);
     }
   }
 }
@@ -161,7 +173,7 @@ inline TileKernels integer_tile_kernels() {
       [](const LinearArgs&) { return int64_t(1); },
       [](const LinearArgs& a) {  // as many rows as fit a core's cache of 1 MiB together with a tile
         constexpr int64_t kChunkBytes = 1 << 19, kLeastRows = 320;
-        const int64_t rows = kChunkBytes / (4 * integer_row_words(a));
+        const int64_t rows = kChunkBytes / (a.inputs + 4 * a.groups * kHeaderWords / kIntegerRows);
         return rows < kLeastRows ? kLeastRows : rows;
       },
       [](const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {

@@ -33,8 +33,8 @@ struct LinearArgs {
   Act act;
 
   bool* finite;  // if x is rounded to 8 bits: any thread sets it to false if x is not finite
-  // In products by tiles. row_bytes: of a weight row. ahead: distance, in outputs or gates, to the next tile that the
-  // same thread is likely to take.
+  // In products by tiles. row_bytes: of a weight row. ahead: distance, in outputs or gates, from the first tile of
+  // a call of `multiply` to the first tile that the same thread is likely to take in its next call.
   int64_t row_bytes, ahead;
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes

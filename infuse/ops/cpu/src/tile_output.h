@@ -14,6 +14,13 @@ constexpr int kTileOutputs = 2 * kPanelRows;
 // Outputs, or gates, per tile.
 inline int64_t tile_columns(const LinearArgs& a) { return a.gated ? kPanelRows : kTileOutputs; }
 
+// The tile that the same thread is likely to take after the one at o, of those in [begin, end); o if there is none.
+inline int64_t next_tile(const LinearArgs& a, int64_t o, int64_t begin, int64_t end) {
+  const int64_t width = tile_columns(a), columns = a.gated ? a.outputs / 2 : a.outputs;
+  const int64_t next = o + width < end ? o + width : begin + a.ahead;
+  return next + width <= columns ? next : o;
+}
+
 // Prefetches part b of `parts` of the weights of the tile at o, a little at each of `times` calls of fetch(): all lines
 // at once would keep the products waiting for lines of the present tile.
 class Ahead {
@@ -39,6 +46,15 @@ class Ahead {
   const char* at_ = nullptr;
   int64_t turn_ = 0, jump_ = 0, left_ = 0, each_ = 0;
 };
+
+// Prefetches the outputs from o on of `count` rows, which a later block writes: a store that waits for memory keeps all
+// later ones waiting, also those of sums.
+template <class T>
+void prefetch_output(const LinearArgs& a, int64_t first_row, int64_t count, int64_t o) {
+  const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;
+  const T* y = static_cast<const T*>(a.y) + o;
+  for (int64_t r = first_row; r < first_row + count && r < a.rows; ++r) prefetch(y + r * columns);
+}
 
 // Stores the first `left` values of two registers of 16.
 template <class T>

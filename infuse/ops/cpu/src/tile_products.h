@@ -116,12 +116,12 @@ inline int64_t chunk_rows(const LinearArgs& a) {
 // [first, last) from output o on. Meanwhile it prefetches the weights of the next tile.
 template <class T, class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile, const Fill& fill) {
-  const int64_t blocks = row_blocks(a.rows, kTileRows), columns = a.gated ? a.outputs / 2 : a.outputs;
+  const int64_t blocks = row_blocks(a.rows, kTileRows);
   const int64_t words = words_of<T>(a), depth = is_deep<T>(a) ? kPieceWords<T> : words,
       pieces = depth ? (words + depth - 1) / depth : 1;
   float* sums = reinterpret_cast<float*>(tile + depth * kTileOutputs);
   for (int64_t o = begin; o < end; o += tile_columns(a)) {
-    const int64_t next = o + a.ahead + tile_columns(a) <= columns ? o + a.ahead : o;
+    const int64_t next = next_tile(a, o, begin, end);
     for (int64_t i = 0; i < pieces; ++i) {
       const int64_t first = i * depth, last = first + depth < words ? first + depth : words;
       fill(o, first * kInWord<T>, last * kInWord<T>, tile);
@@ -130,6 +130,7 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
         const Ahead ahead =
             next == o ? Ahead() : Ahead(a, next, i * blocks + b, pieces * blocks, (last - first) / kWordsAFetch);
         const auto [first_row, count] = row_block(a.rows, kTileRows, b);
+        if (last == words) prefetch_output<T>(a, first_row + count, kTileRows, o);
         float* waiting = sums + (pieces > 1 ? first_row * kTileOutputs : 0);
         with_rows<kTileRows>(count, [&, first_row = first_row](auto R) {
           multiply_piece<T, decltype(R)::value>(a, piece, first_row, waiting, ahead);

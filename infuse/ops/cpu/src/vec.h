@@ -85,15 +85,21 @@ struct Vec {
   float largest() const { return _mm512_reduce_max_ps(v); }
 };
 inline __mmask16 first(int n) { return n >= 16 ? __mmask16(0xffff) : __mmask16((1u << n) - 1); }
-inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+// Whether n is known to be a whole register: the compiler does not optimise away a full mask, and a masked load waits
+// until a store before it has left the core.
+[[gnu::always_inline]] inline bool is_whole(int n) { return __builtin_constant_p(n) && n >= 16; }
+inline Vec load(const float* p, int n) {
+  return is_whole(n) ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(first(n), p);
+}
 inline Vec load(const bf16* p, int n) {
-  const bool whole = __builtin_constant_p(n) && n >= 16;  // the compiler does not optimise away a full mask
-  const __m256i bits = whole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+  const __m256i bits = is_whole(n) ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
                              : _mm256_maskz_loadu_epi16(first(n), p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 inline Vec load(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
-inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
+inline void store(float* p, Vec x, int n) {
+  is_whole(n) ? _mm512_storeu_ps(p, x.v) : _mm512_mask_storeu_ps(p, first(n), x.v);
+}
 inline __m256i to_bf16(__m512 v) {
   __m512i bits = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -195,7 +201,7 @@ inline void store_coarse(T* p, Vec x, int n) {
 #if defined(__AVX512BF16__)
 inline void store_coarse(bf16* p, Vec x, int n) {
   const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
-  if (__builtin_constant_p(n) && n >= 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
+  if (is_whole(n)) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
   _mm256_mask_storeu_epi16(p, first(n), bits);
 }
 #endif
