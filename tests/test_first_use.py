@@ -1,7 +1,6 @@
 """An installation without kernels builds them when they are first used: once, for all processes, and says what it does.
 
-A stand-in for the compiler, which copies the kernels of this checkout and counts its runs, makes that quick;
-test_wheel.py compiles.
+A stand-in for the compiler, which copies the kernels of this checkout and counts its runs, makes that quick.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from stand_in_compiler import COMPILER, write_compiler
 
 from infuse import native
 from infuse.native import BINARY, build, first_use
@@ -25,37 +25,11 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="kernels are built on Linux and macOS"),
 ]
 
-# Writes what -o names: the kernels of this checkout where it is to link. With BROKEN in its folder it fails like a
-# compiler.
-COMPILER = f"""#!{sys.executable} -IS
-import pathlib, shutil, sys, time
-here = pathlib.Path(__file__).parent
-if "--version" in sys.argv:
-    sys.exit(print("stand-in 1.0"))
-if (here / "BROKEN").exists() and "-c" in sys.argv and "binding" in sys.argv[-3]:
-    sys.exit("binding.cpp:1:1: error: 'concept' does not name a type")
-missing = [word for word in sys.argv[1:] if word.endswith(".cpp") and not pathlib.Path(word).is_file()]
-missing += [word for word in sys.argv[1:] if word[:2] in ("-I", "-L") and not pathlib.Path(word[2:]).is_dir()]
-if missing:
-    sys.exit(f"there is no {{missing}}")
-into = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
-if "-shared" in sys.argv:
-    time.sleep(0.5)  # as long as it takes the others to come
-    with open(here / "linked", "a") as runs:
-        runs.write("x")
-    shutil.copy({str(BINARY)!r}, into)
-else:
-    into.touch()
-"""
-
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-in, named by CXX, beside an empty cache; `kernels` asks anew before and after."""
-    path = tmp_path / "compiler" / "c++"
-    path.parent.mkdir()
-    path.write_text(COMPILER)
-    path.chmod(0o755)
+    path = write_compiler(tmp_path / "compiler" / "c++")
     for name in ("INFUSE_BUILD", "INFUSE_CPU_ISA", "CXXFLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CXX", str(path))

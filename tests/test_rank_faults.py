@@ -6,9 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import BY_NAME, inputs
+from forked import Program
 from ranks import RankDied, Ranks, same
 from test_absent_ranks import meet_through
 from test_checkpoint_faults import state_of
@@ -318,16 +316,18 @@ def test_a_rank_that_is_killed_while_it_generates_ends_the_others(victim: int, r
 # ---- two hosts: two network namespaces ----
 
 ACROSS = """
-    import sys, torch
-    sys.path.insert(0, {tests!r})
-    from families import BY_NAME, inputs
-    from test_checkpoints import outputs
-    import infuse
+import ctypes, os, sys
+namespace = os.open("/run/netns/{name}", os.O_RDONLY)
+assert ctypes.CDLL(None, use_errno=True).setns(namespace, 0x40000000) == 0, os.strerror(ctypes.get_errno())
+sys.path.insert(0, {tests!r})
+import torch
+from families import BY_NAME
+from test_checkpoints import outputs
+import infuse
 
-    torch.set_num_threads(1)
-    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", progress=False, \
-tensor_parallel={{"tp_size": 2}})
-    torch.save(outputs(engine, "llama"), {folder!r} + f"/{{torch.distributed.get_rank()}}.pt")
+torch.set_num_threads(1)
+engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", progress=False, tensor_parallel={{"tp_size": 2}})
+torch.save(outputs(engine, "llama"), {folder!r} + "/{rank}.pt")
 """
 
 
@@ -363,21 +363,18 @@ def hosts() -> Any:
 
 @pytest.mark.slow
 def test_ranks_on_two_addresses(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(ACROSS.format(tests=str(ROOT / "tests"), folder=str(tmp_path))))
-    rendezvous = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {hosts[0][1]}:29411"
+    meeting = {"MASTER_ADDR": hosts[0][1], "MASTER_PORT": "29411", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     started = []
-    for number, (name, address) in enumerate(hosts):
-        own = f"--local-addr {address} --rdzv-conf is_host={1 - number}"  # these hosts have no names to know it by
-        launcher = f"ip netns exec {name} {sys.executable} -m torch.distributed.run {rendezvous} {own}".split()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": name}
-        command = [*launcher, str(tmp_path / "script.py")]
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-        time.sleep(0.5)  # the first one is the rendezvous
+    for rank, (name, _) in enumerate(hosts):
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": name, "PYTHONPATH": str(ROOT)}
+        script = ACROSS.format(name=name, rank=rank, tests=str(ROOT / "tests"), folder=str(tmp_path))
+        started.append(Program("-c", script, folder=tmp_path, environment=os.environ | meeting | own))
+    ended = []
     try:
-        ended = [process.communicate(timeout=90)[1] for process in started]
+        ended = [process.communicate(timeout=240)[1] for process in started]
     finally:
         for process in started:
-            process.terminate()
+            process.kill()
     assert all(process.returncode == 0 for process in started), ended
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert same(found) and distance(found[0], outputs(BY_NAME["llama"].make(), "llama")) < TOLERANCE

@@ -8,6 +8,7 @@ sliding windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers as t
 from families import BY_NAME
+from published import empty, publish
 from transformers.generation.continuous_batching import ContinuousBatchingManager, continuous_api
 
 import infuse
@@ -25,7 +27,9 @@ REQUESTS = [PREFIX, [5, 6, 7, 8, 3], [20], [7] * 17, [*PREFIX, 13, 4], [*PREFIX,
 ROOMY = dict(page_size=4, num_blocks=64, max_batch_tokens=64)
 # 16 blocks of 4 tokens hold two or three of the requests at once; a batch takes a part of a prompt.
 TIGHT = dict(page_size=4, num_blocks=16, max_batch_tokens=12)
-FAMILIES = ["llama", "mistral", "qwen2-window", "gemma2", "gemma3", "gpt2", "gpt-neox", "opt", "cohere"]
+FAMILIES = [
+    "llama", "mistral", "qwen2-window", "gemma2", "gemma3", "gpt2", "gpt-neox", "opt", "cohere", "mixtral", "gpt-oss",
+]  # fmt: skip
 
 
 def settings(**more: Any) -> t.GenerationConfig:
@@ -101,6 +105,17 @@ def test_quantized(quant: str) -> None:
         for ids in REQUESTS
     ]
     assert batch(engine, room=TIGHT) == alone
+
+
+def test_experts_in_their_own_4_bits(tmp_path: Path) -> None:
+    """gpt-oss from its files, with the codes kept, beside transformers' model, which dequantizes them."""
+    publish(tmp_path)
+    original: Any = t.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    kept = {"weight": {"post_init_quant": {"experts": "mxfp4"}}}
+    engine = infuse.init_inference(empty(tmp_path), checkpoint=str(tmp_path), dtype="fp32", quant=kept, progress=False)
+    assert "block" in {step.depth for step in engine.plan.steps}
+    assert "mxfp4 for mlp.experts.up and mlp.experts.down" in str(engine.plan)
+    assert batch(engine.module, room=TIGHT) == batch(original, room=TIGHT)
 
 
 def test_16_bits() -> None:
