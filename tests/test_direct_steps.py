@@ -56,6 +56,12 @@ def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
     assert made == [True] * (2 * DIRECT - 1), "the second answer's first step is traced, but not made again"
 
 
+def test_numbers_of_layers_are_no_windows(made: list[bool]) -> None:
+    """Qwen's `max_window_layers`, 28 in all configs, is not a length from which a mask is needed."""
+    engine = infuse.init_inference(BY_NAME["qwen3"].make(max_window_layers=2), dtype="fp32")
+    assert torch.equal(answer(engine), answer(BY_NAME["qwen3"].make())) and made == [True] * DIRECT
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_models_that_compute_between_their_parts_are_called(name: str, made: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")

@@ -158,7 +158,9 @@ class DirectStep:
 def _least_window(config: Any) -> float:
     """The smallest window, or chunk that tokens attend to, in a config and those inside it."""
     inside = [_least_window(value) for value in vars(config).values() if hasattr(value, "model_type")]
-    named = [value for name, value in vars(config).items() if "window" in name or "chunk" in name]
+    # Qwen's max_window_layers and Cohere's sliding_window_pattern count layers.
+    of_tokens = {name: value for name, value in vars(config).items() if not name.endswith(("layers", "pattern"))}
+    named = [value for name, value in of_tokens.items() if "window" in name or "chunk" in name]
     sizes = [value for value in named if isinstance(value, int) and value > 0 and not isinstance(value, bool)]
     return min([math.inf, *inside, *sizes])
 
