@@ -170,6 +170,34 @@ def test_upsampling_follows_its_weights() -> None:
         before = new(x)
         module.conv.weight.mul_(2), module.conv.bias.mul_(2)  # the new one has the same
         torch.testing.assert_close(new(x), 2 * before, rtol=1e-4, atol=1e-5)
+        module.conv.weight.data += module.conv.weight  # as scripts merge adapters: counts no version
+        torch.testing.assert_close(new(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+def tiles(conv: nn.Conv2d) -> None:
+    conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [conv.padding[0]] * 4
+
+
+def dilates(conv: nn.Conv2d) -> None:
+    conv.dilation = conv.padding = (2, 2)
+
+
+def patches(conv: nn.Conv2d) -> None:
+    conv._conv_forward = lambda x, weight, bias: nn.functional.conv2d(x, weight, bias, padding=1) * 2
+
+
+@pytest.mark.parametrize("change", [tiles, dilates, patches])
+def test_convolutions_that_are_set_otherwise(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts for images that tile, or of other sizes, set attributes of each nn.Conv2d in a model."""
+    monkeypatch.setattr(convolution, "MAPPED_BYTES", 1)
+    for module in (Upsample2D(32, use_conv=True), ResnetBlock2D(in_channels=32, temb_channels=None, groups=8)):
+        module, given = module.to(memory_format=LAST), (image(32, layout=LAST), None)
+        new = replaced(module)
+        for conv in (*new.modules(), *module.modules()):
+            if isinstance(conv, nn.Conv2d) and conv.kernel_size == (3, 3):
+                change(conv)
+        with torch.no_grad():
+            torch.testing.assert_close(new(*given), module(*given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -342,12 +370,15 @@ def test_a_text_is_projected_once() -> None:
         text.mul_(2)  # another version
         torch.testing.assert_close(new(x, text), module(x, text), rtol=1e-4, atol=1e-5)
         assert len(calls) == 2
+        text.data.mul_(2)  # the same version
+        torch.testing.assert_close(new(x, text), module(x, text), rtol=1e-4, atol=1e-5)
+        assert len(calls) == 3
         other = text.clone()
         new(x, other)
-        assert len(calls) == 3
+        assert len(calls) == 4
         new.kv.weight.mul_(0.5)  # other weights
         halved = new(x, other)
-        assert len(calls) == 4 and not torch.allclose(halved, module(x, other), atol=1e-3)
+        assert len(calls) == 5 and not torch.allclose(halved, module(x, other), atol=1e-3)
 
 
 def test_the_keys_of_a_text_are_freed_with_it() -> None:

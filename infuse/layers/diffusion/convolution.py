@@ -63,8 +63,17 @@ class Conv(nn.Conv2d):
 
     def __init__(self, shape: ConvShape):
         super().__init__(shape.inputs, shape.outputs, shape.kernel, padding=shape.kernel // 2, bias=shape.bias)
+        self._made_with = self._settings()
         self.requires_grad_(False)
         self.memory = Buffers()  # `share_memory` gives all convolutions of a model the same
+
+    def _settings(self) -> tuple:
+        return self.stride, self.padding, self.dilation, self.groups, self.padding_mode, vars(self).get("_conv_forward")
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether no script has changed how it convolves, for images that tile or larger ones, as nn.Conv2d allows."""
+        return type(self) is Conv and self._settings() == self._made_with
 
     def forward(self, x: Tensor) -> Tensor:
         return self.plus(x, None)
@@ -81,6 +90,8 @@ class Conv(nn.Conv2d):
         """How an image of this size is computed; None: by PyTorch as a whole."""
         held = self._parameters["weight"]
         assert held is not None
+        if not self.is_as_made:
+            return None
         last = torch.channels_last
         if not (x.dim() == 4 and x.is_contiguous(memory_format=last) and held.is_contiguous(memory_format=last)):
             return None
@@ -211,7 +222,7 @@ class Upsample(InferenceModule):
         x = laid_as(conv, hidden_states)
         _, _, rows, columns = x.shape
         doubled = output_size is None or tuple(output_size) == (2 * rows, 2 * columns)
-        if not doubled or x.device.type != "cpu" or is_compiling() or not untouched(conv):
+        if not doubled or x.device.type != "cpu" or is_compiling() or not (untouched(conv) and conv.is_as_made):
             return conv(F.interpolate(x, output_size or (2 * rows, 2 * columns), mode="nearest"))
         phases: list[Tensor] = self._phases.of((conv.weight,), lambda: phase_weights(conv.weight))
         sizes = (x.shape[0], conv.out_channels, 2 * rows, 2 * columns)
