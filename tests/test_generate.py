@@ -16,6 +16,7 @@ import torch
 import transformers as t
 from asked_of_generate import OddTokensOnly, StopAtLength
 from families import BY_NAME, inputs
+from peft import PrefixTuningConfig, get_peft_model
 from side_by_side import injected as with_blocks
 from torch import Tensor, nn
 from transformers.generation import (
@@ -304,6 +305,17 @@ def test_a_sliding_window_that_is_reached_during_the_answer(name: str, window: i
     embedded = original.get_input_embeddings()(inputs(BY_NAME[name], 2, PROMPT)["input_ids"]).detach()
     asked: dict[str, Any] = dict(inputs_embeds=embedded, do_sample=False)
     assert torch.equal(seeded(engine, **asked), seeded(original, **asked))
+
+
+def test_prefix_tuning_brings_a_cache_of_its_own() -> None:
+    """PEFT puts it in the place of ours when the prompt is prepared, and asks ours for its length first."""
+    found = []
+    for model in (BY_NAME["llama"].make(), with_blocks(BY_NAME["llama"].make()).module):
+        torch.manual_seed(6)
+        tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+        given = inputs(BY_NAME["llama"], batch=2, tokens=7, padding="left")
+        found.append(tuned.generate(**given, max_new_tokens=9, do_sample=False))
+    assert torch.equal(*found)
 
 
 def test_a_preparation_that_starts_over() -> None:

@@ -272,9 +272,14 @@ class KVCache(Cache):
     layers: list[KVSlot]  # type: ignore[assignment]
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
-        self.format = format
+        self.format, self.limit_tokens = format, limit_tokens
         self._make_slot = partial(KVSlot, capacity_tokens, limit_tokens, format)
         super().__init__(layer_class_to_replicate=self._make_slot)  # type: ignore[arg-type]
+
+    @property
+    def max_cache_len(self) -> int:
+        """Most tokens, -1 without a limit: PEFT's prefix tuning asks for it."""
+        return -1 if self.limit_tokens is None else self.limit_tokens
 
     def slot(self, index: int) -> KVSlot:
         """Return the slot of layer `index`, creating it if necessary."""
