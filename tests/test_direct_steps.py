@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from one_calls import blocks
 from torch import Tensor, nn
 
 import infuse
+from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer
 from infuse.native import kernels
+from infuse.ops.cpu.layer import HeldLayers
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 NEW = 9
@@ -113,3 +118,94 @@ def test_copies_trace_their_own_steps(made: list[bool]) -> None:
             blocks(module)[0].mlp.down.weight.mul_(-1)
         assert not torch.equal(answer(module), exact) and made == [True] * DIRECT
     assert torch.equal(answer(engine), exact)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "tied"),
+    [("fp32", None, False), ("bf16", None, False), ("bf16", "int8", True), ("fp32", "int4", False)],
+)
+def test_the_whole_step_is_one_call(
+    dtype: str, quant: str | None, tied: bool, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where our kernels compute the head in any batch: a quantized one, or a large one."""
+    model = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=tied)
+    engine = infuse.init_inference(model, dtype=dtype, **({"quant": quant} if quant else {}))
+    embedding, head = engine.module.get_input_embeddings(), engine.module.get_output_embeddings()
+    called: list[nn.Module] = []
+    for part in (embedding, head):
+        forward = type(part).forward
+        monkeypatch.setattr(type(part), "forward", lambda self, x, f=forward: (called.append(self), f(self, x))[1])
+    for batch in (1, 3):
+        exact = answer(engine, batch)
+        made.clear(), called.clear()
+        assert torch.equal(answer(engine, batch), exact) and made == [True] * (DIRECT - 1)
+        ends = [part for part in called if part is embedding or part is head]
+        assert ends == [embedding, head] * 2, "for the prompt and the first step"
+
+
+def test_a_norm_of_another_kind_is_called(made: list[bool]) -> None:
+    """Gemma's norms add 1 to their weights; a class may get another forward between two answers."""
+    engine = infuse.init_inference(BY_NAME["llama"].make(vocab_size=8192), dtype="fp32")
+    exact, kind = answer(engine), type(engine.module.model.norm)
+    forward = kind.forward
+    try:
+        kind.forward = lambda self, x: -forward(self, x)  # type: ignore[method-assign]
+        changed = answer(engine)
+    finally:
+        kind.forward = forward  # type: ignore[method-assign]
+    assert not torch.equal(changed, exact) and torch.equal(answer(engine), exact)
+
+
+def test_ids_outside_the_table_are_the_models(made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+    embedding = engine.module.get_input_embeddings()
+    with torch.no_grad():  # a head for more tokens than the table has
+        embedding.weight.data = embedding.weight.data[:64].clone()
+    with pytest.raises(IndexError):
+        answer(engine, max_new_tokens=60)
+
+
+def test_held_layers_see_what_is_stored_in_weights_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+    exact, held = answer(engine), []
+    of = HeldLayers.of.__func__
+
+    class Streamer:
+        tokens = 0
+
+        def put(self, tokens: Tensor) -> None:
+            self.tokens += 1
+            if self.tokens == 5:
+                with torch.no_grad():
+                    blocks(engine.module)[0].mlp.down.weight.mul_(-1)
+
+        def end(self) -> None:
+            pass
+
+    def noted(cls: type[HeldLayers], *args: Any) -> HeldLayers:
+        made = of(cls, *args)
+        held.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(HeldLayers, "of", classmethod(noted))
+    assert not torch.equal(answer(engine, streamer=Streamer()), exact)
+    gc.collect()
+    assert len(held) == 1 and held[0]() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_is_as_torch_says(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for columns in (1, 7, 2048, 2049, 5000):
+        for rows in (1, 2, 9):
+            logits = torch.randint(-40, 40, (rows, 1, columns)).to(dtype)  # with equals
+            assert torch.equal(likeliest(logits), logits[:, -1].float().argmax(-1))
+    logits[0, 0, 3000:] = -math.inf
+    logits[1] = -math.inf
+    logits[2, 0, 7], logits[2, 0, 4000] = -0.0, math.nan
+    logits[3] = -1
+    logits[3, 0, 9], logits[3, 0, 11] = -0.0, 0.0
+    logits[4, 0, 4999] = math.inf
+    assert torch.equal(likeliest(logits), logits[:, -1].float().argmax(-1))
+    two = torch.cat((logits, logits.flip(-1)), dim=1)
+    assert torch.equal(likeliest(two), two[:, -1].float().argmax(-1))

@@ -20,6 +20,8 @@ from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
 )
 
+from infuse.native import DTYPES, kernels
+
 
 class Processed:
     """A LogitsProcessorList that inspects each processor's signature once instead of at every step."""
@@ -41,6 +43,14 @@ class Processed:
                 found = self._calls[id(processor)] = processor, _call_of(processor)
             scores_BV = found[1](ids_BI, scores_BV)
         return scores_BV
+
+
+def likeliest(logits_BTV: Tensor) -> Tensor:
+    """Return the index of the largest of each row's last logits, [B]; the first one of equals."""
+    if logits_BTV.device.type == "cpu" and logits_BTV.dtype in DTYPES and not isinstance(found := kernels(), str):
+        last_BV = logits_BTV[:, -1] if logits_BTV.shape[1] > 1 else logits_BTV
+        return found.largest.default(last_BV.contiguous()).view(-1)
+    return logits_BTV[:, -1].argmax(dim=-1)
 
 
 def _call_of(processor: Any) -> Any:

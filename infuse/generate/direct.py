@@ -1,4 +1,4 @@
-"""Decode steps that call a model's parts without its own forward: embedding, all blocks in one call, norm, head.
+"""Decode steps that compute a model's parts without its own forward: embedding, all blocks, norm, head, in one call.
 
 What a model computes between its parts is its own affair, so each answer's first step is traced: every part must have
 got the very tensor that the part before it returned. The first such step of a model is also computed again, and must
@@ -37,7 +37,7 @@ class DirectSteps:
 
     is_ours: Callable[[Callable[..., Any]], bool]  # whether a pre-hook on the model may be left out
     stack: StackCall | None = None
-    blocks: list[Any] = field(default_factory=list)  # of `stack`
+    modules: list[nn.Module] = field(default_factory=list)  # of `stack`
     proven: bool = False
 
     def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
@@ -63,7 +63,7 @@ class DirectSteps:
             return outputs, step
         for slot in step.cache.layers:
             slot.length -= 1
-        again = step(inputs)
+        again = step(inputs["input_ids"])
         if again is not None and torch.equal(again, outputs.logits):
             self.proven = True
             return outputs, step
@@ -94,8 +94,10 @@ class DirectSteps:
             return None
         if turned is not None and not turned.takes(embedded.output, positions):
             return None
-        if self.blocks != parts.blocks or self.stack is None:
-            self.stack, self.blocks, self.proven = StackCall.of(parts.blocks), parts.blocks, False
+        modules = [parts.embedding, *parts.blocks, normed.module, parts.head]
+        if self.modules != modules or self.stack is None:
+            self.stack = StackCall.of(parts.embedding, parts.blocks, normed.module, parts.head, embedded.output)
+            self.modules, self.proven = modules, False
         answer = None if self.stack is None else self.stack.begin(embedded.output, cache)
         if self.stack is None or answer is None:
             return None
@@ -104,7 +106,7 @@ class DirectSteps:
         return step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"is_ours": self.is_ours, "stack": None, "blocks": [], "proven": False}
+        return {"is_ours": self.is_ours, "stack": None, "modules": [], "proven": False}
 
 
 class DirectStep:
@@ -122,27 +124,27 @@ class DirectStep:
         self._hooks = _hooks_ever()
         self.end_tokens: float = math.inf  # length of the cache before which the model passes no mask
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """The logits [B, 1, vocabulary]. None, with nothing changed, if the model has to be called."""
+    def __call__(self, ids_BT: Tensor) -> Tensor | None:
+        """The logits [B, 1, vocabulary] for ids [B, 1]. None, with nothing changed, if the model has to be called."""
         if _hooks_ever() != self._hooks or not self._parts.are_in_place():
             return None
-        if self._answer.length + 1 >= self.end_tokens:
+        answer = self._answer
+        if answer.length + 1 >= self.end_tokens:
             return None
-        x = self._parts.embedding.forward(inputs["input_ids"])
-        y = self._answer.step(x, self._turns(x, inputs["position_ids"]))
-        return None if y is None else self._parts.head.forward(self._norm.forward(y))
+        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), self._turns(ids_BT))
+        return y if y is None or answer.gives_logits else self._parts.head.forward(self._norm.forward(y))
 
-    def _turns(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _turns(self, ids_BT: Tensor) -> tuple[Tensor, Tensor] | None:
         """The rotary positions of this step's token."""
         if self._turned is None:
             return None
-        if positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
-            return self._turned_at(x, positions)
         step = self._answer.length - self._first
+        if self._positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
+            return self._turned_at(self._parts.embedding.forward(ids_BT), self._positions + step)
         index = step % _TABLE_TOKENS
         if step - index not in self._tables:
-            later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=positions.device)
-            turns = self._turned_at(x, later)
+            later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
+            turns = self._turned_at(self._embedded, later)
             assert turns is not None
             pairs = list(zip(*(each.split(1, dim=1) for each in turns), strict=True))
             self._tables = {step - index: pairs}
@@ -181,7 +183,8 @@ class _Parts:
     above: list[nn.Module]  # the model, and all modules down to the one that owns that list
     owners: list[dict[str, Any]]  # of all modules but the model: their owner's modules,
     names: list[str]  # their names there,
-    modules: list[nn.Module]  # and themselves
+    modules: list[nn.Module]  # themselves,
+    attributes: list[dict[str, Any]]  # and theirs
 
     @classmethod
     def of(cls, model: Any, is_ours: Callable[[Callable[..., Any]], bool]) -> _Parts | None:
@@ -208,7 +211,7 @@ class _Parts:
         places = [owned[id(module)] for module in modules]
         parts = cls(
             embedding, head, blocks, listed, above, [owner for owner, _ in places], [name for _, name in places],
-            modules,
+            modules, [module.__dict__ for module in modules],
         )  # fmt: skip
         return parts if parts.are_in_place() else None
 
@@ -218,7 +221,7 @@ class _Parts:
             return False
         if [*map(dict.get, self.owners, self.names)] != self.modules:
             return False
-        return not [1 for module in self.modules if "forward" in module.__dict__]
+        return not [1 for own in self.attributes if "forward" in own]
 
 
 @dataclass(frozen=True)

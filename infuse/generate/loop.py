@@ -8,6 +8,7 @@ graphs: a GraphedCache among the model's arguments replays them, as in any other
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
-from infuse.generate.choose import Processed, ends_of
+from infuse.generate.choose import Processed, ends_of, likeliest
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
 from infuse.parallel.group import LOCAL, Group
@@ -54,33 +55,52 @@ def decode(
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
     steps = Steps(model, input_ids, model_kwargs, limit_tokens, direct=direct)
+    answer: list[Tensor] = []  # tokens [B, 1] that are not in `input_ids` yet: few callers look at them in each step
+
+    def ids() -> Tensor:
+        nonlocal input_ids
+        if answer:
+            input_ids = torch.cat((input_ids, *answer), dim=1)
+            answer.clear()
+        return input_ids
+
     while True:
-        scores = steps.scores(copy=bool(processed))
-        if processed:
-            scores = processed(input_ids, scores)
-        if generation_config.do_sample:
-            tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            tokens = scores.argmax(dim=-1)
+        tokens = _chosen(steps, processed, ids, generation_config.do_sample)
         tokens = group.broadcast(tokens, "the tokens")  # rank 0 decides, since ranks may round differently
         if pads and not all_run:
             tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
-        input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
+        answer.append(tokens[:, None])
+        columns = input_ids.shape[1] + len(answer)
         if streamer is not None:
             streamer.put(ordinary(tokens).cpu())
-        done = limit_tokens is not None and input_ids.shape[1] >= limit_tokens
+        done = limit_tokens is not None and columns >= limit_tokens
         for criterion in asked:
-            unfinished = unfinished & ~criterion(input_ids, None)
+            unfinished = unfinished & ~criterion(ids(), None)
         if ends and not ends.isdisjoint(row := tokens.tolist()):
             unfinished = unfinished & torch.tensor([token not in ends for token in row], device=unfinished.device)
             all_run = False
         if done or (not all_run and not bool(unfinished.any())):
             break
-        steps.advance(tokens[:, None], input_ids)
+        if steps.follows:
+            steps.follow(tokens[:, None], columns)
+        else:
+            steps.advance(tokens[:, None], ids())
     if streamer is not None:
         streamer.end()
-    assert input_ids.shape[1] > prompt_tokens
-    return ordinary(input_ids)
+    assert columns > prompt_tokens
+    return ordinary(ids())
+
+
+def _chosen(steps: Steps, processed: Processed, ids: Callable[[], Tensor], samples: bool) -> Tensor:
+    """Run a step and return its next tokens [B]."""
+    if not processed and not samples:
+        return likeliest(steps.logits())
+    scores = steps.scores(copy=bool(processed))
+    if processed:
+        scores = processed(ids(), scores)
+    if samples:
+        return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    return scores.argmax(dim=-1)
 
 
 @torch.inference_mode(False)
@@ -112,6 +132,7 @@ class Steps:
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
         self._begun = False
+        self._columns = 0  # of ids and of what comes before them, in a step that follows
         self._first_position: Tensor | None = None  # of each row
         # Columns of the mask minus columns of ids: more than none for a prompt of embeddings.
         sized = [kwargs[name] for name in ("attention_mask", "position_ids") if isinstance(kwargs.get(name), Tensor)]
@@ -129,10 +150,11 @@ class Steps:
             self._begun = True
             self._run_first_parts()
         if self._step is not None:
-            logits = self._step(self.inputs)
+            logits = self._step(self.inputs["input_ids"])
             if logits is not None:
                 return logits
             self._step = None
+            self._place()
         if self.follows and self._direct is not None:
             outputs, self._step = self._direct.traced(self.model, self.inputs)
             self._direct = None
@@ -178,20 +200,29 @@ class Steps:
 
     def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:
         """Prepare the next step: it runs `tokens_BT`, the last of `input_ids`. The cache holds all before them."""
-        columns = input_ids.shape[1] + self._more_columns
         if self.follows:
-            self.inputs["input_ids"] = tokens_BT
-            if self._first_position is not None:
-                indices = torch.arange(columns - tokens_BT.shape[1], columns, device=tokens_BT.device)
-                self.inputs["position_ids"] = self._first_position + indices
-            if self.mask is not None:
-                self.inputs["attention_mask"] = self.mask = F.pad(self.mask, (0, columns - self.mask.shape[1]), value=1)
-            return
+            return self.follow(tokens_BT, input_ids.shape[1])
+        columns = input_ids.shape[1] + self._more_columns
         if self._speculates:
             self.kwargs = _resized(self.kwargs, columns)
         tokens = tokens_BT.shape[1]
         self.inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=tokens, **self.kwargs)
         self.follows = self._can_follow(tokens_BT, columns)
+
+    def follow(self, tokens_BT: Tensor, columns: int) -> None:
+        """Advance to the last of so many `columns` of ids, without the model's preparation."""
+        self.inputs["input_ids"], self._columns = tokens_BT, columns + self._more_columns
+        if self._step is None:  # which derives them itself
+            self._place()
+
+    def _place(self) -> None:
+        """Derive positions and mask of the present tokens."""
+        tokens_BT, columns = self.inputs["input_ids"], self._columns
+        if self._first_position is not None:
+            indices = torch.arange(columns - tokens_BT.shape[1], columns, device=tokens_BT.device)
+            self.inputs["position_ids"] = self._first_position + indices
+        if self.mask is not None:
+            self.inputs["attention_mask"] = self.mask = F.pad(self.mask, (0, columns - self.mask.shape[1]), value=1)
 
     def _can_follow(self, tokens_BT: Tensor, columns: int) -> bool:
         """Whether the next steps' inputs can be derived from those that the model prepared for this decode step."""

@@ -21,9 +21,10 @@ from infuse.architectures.moe import AVERAGE
 from infuse.architectures.norm import RMS
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
+from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Quantized, all_are_heard, untouched
+from infuse.layers.linear import Quantized, QuantizedLinear, all_are_heard, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
@@ -35,13 +36,16 @@ from infuse.ops.cpu.linear import takes_tiles
 from infuse.ops.cpu.quantized_linear import code_of
 from infuse.ops.cpu.router import numbers
 
+# A norm's number in C++, beside 0 (RMSNorm) and 1 (LayerNorm): RMSNorm as transformers writes it.
+ROUNDED_RMS = 2
+
 
 class Node(NamedTuple):
     """A module of a block, and what it must still be in a call: of the class `wanted`, or, if that is None, of one
     with this `forward`, since attention and routers are of classes mixed from ours and the original's.
     """
 
-    owner: int  # index of the owner among the blocks and nodes; the blocks come first
+    owner: int  # index of the owner among the roots and nodes; the roots come first
     name: str
     wanted: type | None
     forward: Any = None
@@ -50,12 +54,15 @@ class Node(NamedTuple):
 class OneCall:
     """The programs of blocks encoded for C++, and where to find the tensors of a call.
 
+    Whether hooks hear the modules around the blocks is not checked here.
+
     Integers and reals are in the order in which `program_of` (ops/cpu/src/binding_layer.h) reads them: each step,
     followed by the numbers of its part. Weights are indices into the call's tensors (-1: none).
     """
 
-    def __init__(self, blocks: Sequence[Any], programs: Sequence[Program]):
-        self._count = len(blocks)
+    def __init__(self, roots: Sequence[Any], programs: Sequence[Program | str]):
+        """`roots`: blocks with their programs, and modules around a decoder's blocks with their steps, in order."""
+        self._count = len(roots)
         self._nodes: list[Node] = []
         self._places: list[tuple[int, str, str]] = []  # of each tensor: index of its node, dict that holds it, name
         self._absent: list[tuple[int, str, str]] = []  # the same of tensors that are None
@@ -65,8 +72,11 @@ class OneCall:
         self._found: Found | None = None
         integers: list[int] = []
         reals: list[float] = []
-        for owner, (block, program) in enumerate(zip(blocks, programs, strict=True)):
-            integers += self._block(block, program, owner, reals)
+        for owner, (root, program) in enumerate(zip(roots, programs, strict=True)):
+            if isinstance(program, str):
+                integers += [STEPS.index(program), *self._around(root, owner, reals)]
+            else:
+                integers += self._block(root, program, owner, reals)
         # Tensors, because passing these lists would take 5 us in each call.
         self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
 
@@ -88,6 +98,17 @@ class OneCall:
             elif isinstance(part, MoE):
                 integers += self._moe(part, self._branch(owner, name, part), reals)
         return integers
+
+    def _around(self, part: Any, node: int, reals: list[float]) -> list[int]:
+        """Encode the embedding, the last norm or the head of a decoder."""
+        if isinstance(part, Norm):
+            return self._norm_of(node, part, reals)
+        if isinstance(part, (nn.Embedding, QuantizedEmbedding)):
+            return self._matrix(node, part, part.num_embeddings)
+        if isinstance(part, (nn.Linear, QuantizedLinear)):
+            return self._matrix(node, part, part.out_features)
+        reals += [part.variance_epsilon, 0.0]
+        return [ROUNDED_RMS, self._place(node, "_parameters", "weight"), -1]
 
     def _attention(self, part: Attention, owner: int, reals: list[float]) -> list[int]:
         shape = part.shape
@@ -143,21 +164,25 @@ class OneCall:
         return integers
 
     def _norm(self, owner: int, name: str, norm: Norm, reals: list[float]) -> list[int]:
-        node = self._node(owner, name, Norm)
+        return self._norm_of(self._node(owner, name, Norm), norm, reals)
+
+    def _norm_of(self, node: int, norm: Norm, reals: list[float]) -> list[int]:
         reals += [norm.shape.eps, norm.shape.offset]
         kind = int(norm.shape.kind != RMS)
         return [kind, self._parameter(node, norm, "weight"), self._parameter(node, norm, "bias")]
 
     def _linear(self, owner: int, name: str, linear: Any) -> list[int]:
         """Encode a linear, or one matrix of all experts."""
-        node = self._node(owner, name, type(linear))
-        if isinstance(linear, Quantized):
+        return self._matrix(self._node(owner, name, type(linear)), linear, linear.out_features)
+
+    def _matrix(self, node: int, module: nn.Module, rows: int) -> list[int]:
+        if isinstance(module, Quantized):
             self._quantized.append(node)
-            code, held = code_of(str(linear.format)), ("data", "scale", "zero")[: 2 if linear.format.symmetric else 3]
+            code, held = code_of(str(module.format)), ("data", "scale", "zero")[: 2 if module.format.symmetric else 3]
             places = [*(self._place(node, "_buffers", name) for name in held), -1][:3]
         else:
             code, places = -1, [self._place(node, "_parameters", "weight"), -1, -1]
-        return [code, linear.out_features, *places, self._parameter(node, linear, "bias")]
+        return [code, rows, *places, self._parameter(node, module, "bias")]
 
     def _branch(self, owner: int, name: str, part: nn.Module) -> int:
         self._nodes.append(Node(owner, name, None, type(part).forward))
@@ -181,23 +206,23 @@ class OneCall:
         self._places.append((node, held, name))
         return len(self._places) - 1
 
-    def takes(self, *blocks: nn.Module) -> bool:
-        """Whether the modules of these blocks are still those that the call was made for, and nothing listens."""
-        return self._tensors(blocks) is not None
+    def takes(self, *roots: nn.Module) -> bool:
+        """Whether the modules of these roots are still those that the call was made for, and nothing listens."""
+        return self._tensors(roots) is not None
 
-    def _tensors(self, blocks: Sequence[nn.Module]) -> list[Tensor] | None:
+    def _tensors(self, roots: Sequence[nn.Module]) -> list[Tensor] | None:
         """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
         found = self._found
         if found is None or not found.are_in_place():
-            self._found = found = self._find(blocks)
+            self._found = found = self._find(roots)
         if found is None or not found.run_as_written() or all_are_heard():
             return None
         tensors = [*map(getitem, *found.tensors)]
         return None if [1 for tensor in tensors if tensor is None] else tensors
 
-    def _find(self, blocks: Sequence[nn.Module]) -> Found | None:
+    def _find(self, roots: Sequence[nn.Module]) -> Found | None:
         """Find the modules of the call; None if one has been exchanged for another kind."""
-        dicts: list[dict[str, Any]] = [block.__dict__ for block in blocks]  # and those of all nodes
+        dicts: list[dict[str, Any]] = [root.__dict__ for root in roots]  # and those of all nodes
         for owner, name, wanted, forward in self._nodes:
             part = dicts[owner]["_modules"].get(name)
             kind: Any = type(part)

@@ -1,27 +1,43 @@
-"""Run all blocks of a decoder in one C++ call, for the steps of an answer: one new token a row, without a mask."""
+"""Run all blocks of a decoder in one C++ call, for the steps of an answer: one new token a row, without a mask.
+
+The embedding before them, and the norm and the head after them, are in the same call where they are ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import untouched
+from infuse.layers.linear import Linear, Quantized, QuantizedLinear, untouched
 from infuse.layers.named_attention import names_ours
+from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import PassedTurns, Positions
-from infuse.ops.cpu.layer import layers_step
+from infuse.native import DTYPES, kernels, limits
+from infuse.ops.cpu.layer import HeldLayers
+from infuse.ops.cpu.linear import always_streams, fits
+from infuse.ops.cpu.norm import takes as takes_norm
+from infuse.quant.format import SCALE_DTYPE
 
 
 class StackCall(OneCall):
     """One call for a new token of all blocks of a decoder, without a mask. Each takes what the one before returns."""
 
     @classmethod
-    def of(cls, blocks: Sequence[Any]) -> StackCall | None:
-        """None if a block does not run in one call, or positions differ between blocks or are in a bias."""
+    def of(
+        cls, embedding: nn.Module, blocks: Sequence[Any], norm: nn.Module, head: nn.Module, x_BTC: Tensor
+    ) -> StackCall | None:
+        """None if a block does not run in one call, or positions differ between blocks or are in a bias.
+
+        Steps are like x, what the embedding returned.
+        """
         calls = [block._one_call for block in blocks]
         attns = [block.shape.attn for block in blocks]
         if not blocks or any(type(call) is not StepCall for call in calls):
@@ -32,21 +48,34 @@ class StackCall(OneCall):
             return None
         attentions = [block._modules[attn.name] for block, attn in zip(blocks, attns, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
-        return cls(blocks, calls, attentions) if positions <= {PassedTurns, Positions} else None
+        if not positions <= {PassedTurns, Positions}:
+            return None
+        before = [embedding] if _looks_up(embedding, x_BTC) else []
+        after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
+        return cls(before, blocks, after, calls, attentions)
 
-    def __init__(self, blocks: Sequence[Any], calls: Sequence[StepCall], attentions: Sequence[nn.Module]):
-        super().__init__(blocks, [block._program for block in blocks])
+    def __init__(
+        self, before: list[nn.Module], blocks: Sequence[Any], after: list[nn.Module], calls: Sequence[StepCall],
+        attentions: Sequence[nn.Module],
+    ):  # fmt: skip
+        self._roots = [*before, *blocks, *after]
+        programs = [block._program for block in blocks]
+        super().__init__(self._roots, ["embed"] * len(before) + programs + ["norm", "head"][: len(after)])
+        self.takes_ids, self.gives_logits = bool(before), bool(after)
+        self._last_norm = _Written.of(after[0]) if after else None
         self._blocks, self._attentions = blocks, attentions
         self._indices = [call.index for call in calls]
         self._most_rows = calls[0].most_rows
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
-        """Begin an answer with x [B, 1, C], the input of its first step; None if blocks have to be called."""
-        tensors, slots = self._tensors(self._blocks), [cache.slot(index) for index in self._indices]
+        """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""
+        tensors, slots = self._tensors(self._roots), [cache.slot(index) for index in self._indices]
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
         assert self._found is not None
         if not all(map(untouched, self._found.routers)):
+            return None
+        if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
             return None
         if len({slot.length for slot in slots}) != 1 or any(
             slot.place is not None or slot.row_lengths is not None for slot in slots
@@ -55,18 +84,14 @@ class StackCall(OneCall):
         # Held as they are now: what is assigned to a parameter later does not count.
         return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC)
 
-    def storage(self, slots: list[KVSlot], x_BTC: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Make room for a new token in each slot. Return the keys and values of all."""
+    def held(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[HeldLayers | None, int]:
+        """Make room for a new token in each slot, and hold all for steps like x. Return for how many tokens, too."""
         for slot, block in zip(slots, self._blocks, strict=True):
             attn = block.shape.attn
             slot.reserve(len(x_BTC), 1, attn.kv_heads, attn.head_width, x_BTC)
-        return [slot.key_storage for slot in slots], [slot.value_storage for slot in slots]  # type: ignore[misc]
-
-    def run(
-        self, x_BTC: Tensor, tensors: list[Tensor], turns: tuple[Tensor, Tensor] | None,
-        storage: tuple[list[Tensor], list[Tensor]], start: int,
-    ) -> Tensor | None:  # fmt: skip
-        return layers_step(x_BTC, tensors, turns, None, None, storage, start, self._numbers)
+        keys, values = [slot.key_storage for slot in slots], [slot.value_storage for slot in slots]
+        held = HeldLayers.of(x_BTC, tensors, (keys, values), self._numbers)  # type: ignore[arg-type]
+        return held, min(each.shape[2] for each in keys)  # type: ignore[union-attr]
 
     def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all blocks."""
@@ -77,28 +102,78 @@ class Answer:
     """The steps of one answer over all blocks. Modules and weights in blocks are those of its first step."""
 
     def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor):
-        self._stack, self._tensors, self._slots = stack, tensors, slots
-        self._rows = len(x_BTC)
-        self._make_room(x_BTC)
-
-    def _make_room(self, x_BTC: Tensor) -> None:
-        self._storage = self._stack.storage(self._slots, x_BTC)
-        self._room_tokens = min(keys.shape[2] for keys in self._storage[0])
+        self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
+        self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
+        self._held, self._room_tokens = stack.held(tensors, slots, x_BTC)
 
     @property
     def length(self) -> int:
         """Tokens in the cache."""
         return self._slots[0].length
 
-    def step(self, x_BTC: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """The last block's result for x [B, 1, C]; None if blocks have to be called."""
+    def step(self, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """The logits, or the last block's result, [B, 1, ...] for ids [B, 1], or their embedding [B, 1, C].
+
+        None if the model has to be called.
+        """
         slots, start = self._slots, self.length
-        if len(x_BTC) != self._rows:
-            return None
         if start >= self._room_tokens:
-            self._make_room(x_BTC)
-        out = self._stack.run(x_BTC, self._tensors, turns, self._storage, start)
+            self._held, self._room_tokens = self._stack.held(self._tensors, slots, self._like)
+        out = None if self._held is None else self._held.step(x, turns, start)
         if out is not None:
             for slot in slots:
                 slot.length = start + 1
         return out
+
+
+def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:
+    """Whether the kernels compute this embedding."""
+    if type(embedding) is QuantizedEmbedding:
+        return embedding._combine is None and embedding.dtype is x_BTC.dtype and _streams(embedding)
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    return plain and embedding.weight.dtype is x_BTC.dtype and embedding.weight.is_contiguous()
+
+
+def _normalises(norm: nn.Module, x_BTC: Tensor) -> bool:
+    """Whether the kernels compute this norm: ours, or to the same bits transformers' RMSNorm, which few rows prove."""
+    if type(norm) is Norm:
+        return norm._alone.body == "cpu" and takes_norm(x_BTC, norm.weight, norm.bias)
+    weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
+    if len(norm._parameters) != 1 or norm._buffers or norm._modules or weight is None or not isinstance(eps, float):
+        return False
+    if x_BTC.dtype not in DTYPES or weight.shape != x_BTC.shape[2:] or not takes_norm(x_BTC, weight):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for rows in (1, 2, limits().plain_rows):
+        for scale in (1e-4, 1.0, 300.0):
+            x = (torch.randn(rows, 1, x_BTC.shape[2], generator=generator) * scale).to(x_BTC.dtype)
+            if not torch.equal(norm.forward(x), kernels().rounded_norm.default(x, weight, eps)):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a norm computes that is not ours: its class may get another forward."""
+
+    module: nn.Module
+    forward: Any
+    eps: Any
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> _Written:
+        return cls(norm, type(norm).forward, getattr(norm, "variance_epsilon", None))
+
+
+def _multiplies(head: nn.Module, x_BTC: Tensor) -> bool:
+    """Whether the kernels compute this head, however many rows there are in a batch."""
+    if type(head) is Linear:
+        ours = head._combine is None and head._body.body == "cpu"
+        return ours and always_streams(x_BTC, head.weight, head.bias)
+    if type(head) is not QuantizedLinear or head._combine is not None:
+        return False
+    return _streams(head) and fits(head.bias, x_BTC.dtype)
+
+
+def _streams(quantized: Quantized) -> bool:
+    return quantized.prepared and quantized._chosen.body == "cpu" and quantized.scale.dtype is SCALE_DTYPE

@@ -101,6 +101,10 @@ class Bound:
         self._op, self._body, self._function = op, body, _OPS[op].body(body)
 
     @property
+    def body(self) -> str:
+        return self._body
+
+    @property
     def layout(self) -> Layout | None:
         return _OPS[self._op].bodies[self._body].layout
 

@@ -44,6 +44,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any
     return kernels().linear.default(x, weight, bias)
 
 
+def always_streams(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether few rows like those of x are multiplied by our kernel, however many they are."""
+    return weight.numel() > SMALL_FLOAT32 and x.dtype is not torch.float16 and _takes(x, weight, bias)
+
+
 def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Any:
     x, name = around.before(x, "cpu"), around.activation
     if name is not None and x.numel() > limits().plain_rows * weight.size(1) and _takes(x, weight, bias):

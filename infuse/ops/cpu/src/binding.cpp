@@ -1,5 +1,8 @@
 // The kernels as PyTorch operators, `torch.ops.infuse_cpu.*`, built against PyTorch's stable ABI: one binary for torch
 // >= 2.10. ops/cpu/*.py checks shapes and dtypes and declines unsupported ones.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -53,6 +56,34 @@ std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Ten
   return {sum, y};
 }
 
+Tensor rounded_norm(Tensor x, Tensor weight, double eps) {
+  const int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0, sizes[] = {rows, columns}, last = -1;
+  const Type type = type_of(x);
+  const auto convert = kernels().router.convert;
+  std::vector<float> wide(size_t(rows * columns)), factors(static_cast<size_t>(columns));
+  convert(x.const_data_ptr(), type, wide.data(), Type::f32, rows * columns);
+  convert(weight.const_data_ptr(), type, factors.data(), Type::f32, columns);
+  Tensor squares = empty(sizes, 2, aoti_torch_dtype_float32());
+  auto* square = static_cast<float*>(squares.mutable_data_ptr());
+  for (size_t i = 0; i < wide.size(); ++i) square[i] = wide[i] * wide[i];
+  const Tensor sums = torch::stable::sum(squares, torch::headeronly::IntHeaderOnlyArrayRef(&last, 1), true);
+  for (int64_t r = 0; r < rows; ++r) {
+    const float mean = static_cast<const float*>(sums.const_data_ptr())[r] / float(columns);
+    const float scale = 1.0f / std::sqrt(mean + float(eps));
+    for (int64_t c = 0; c < columns; ++c) wide[size_t(r * columns + c)] *= scale;
+  }
+  Tensor y = empty_as(x);
+  if (type != Type::f32) {
+    convert(wide.data(), Type::f32, y.mutable_data_ptr(), type, rows * columns);
+    convert(y.const_data_ptr(), type, wide.data(), Type::f32, rows * columns);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) wide[size_t(r * columns + c)] *= factors[size_t(c)];
+  }
+  convert(wide.data(), Type::f32, y.mutable_data_ptr(), type, rows * columns);
+  return y;
+}
+
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"isa() -> str", TORCH_BOX(&isa)},
     {"has_amx() -> bool", TORCH_BOX(&has_amx)},
@@ -63,6 +94,7 @@ INFUSE_OPERATORS(CompositeExplicitAutograd,
 INFUSE_OPERATORS(CPU,
     {"norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor", TORCH_BOX(&norm)},
     {"add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> "
-     "(Tensor, Tensor)", TORCH_BOX(&add_norm)})
+     "(Tensor, Tensor)", TORCH_BOX(&add_norm)},
+    {"rounded_norm(Tensor x, Tensor weight, float eps) -> Tensor", TORCH_BOX(&rounded_norm)})
 
 }  // namespace infuse

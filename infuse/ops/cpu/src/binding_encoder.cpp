@@ -105,6 +105,8 @@ struct EncoderMachine {
   // Mixtures and scaled sums run part by part.
   bool before_experts() const { return false; }
   T* moe(const MoePart&) const { return nullptr; }
+  T* embed(const LinearPart&, const T*) const { return nullptr; }
+  T* head(const LinearPart&, const T*) const { return nullptr; }
   T* times(const T*, double) const { return nullptr; }
 
   // A buffer that holds no value.

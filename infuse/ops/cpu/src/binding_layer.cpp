@@ -1,9 +1,12 @@
 // Layers over a few new tokens in one call, with the kernels that layers/program.py calls part by part. Small
 // products, which ops/cpu/linear.py leaves to PyTorch, use our kernels too. While weights stream through the caches,
-// calling a part from Python costs 15 to 30 us, of which 3 are computation.
+// calling a part from Python costs 15 to 30 us, of which 3 are computation; so a decoder's embedding, last norm and head
+// may be in the program too, and one that runs many steps is held between them.
 #include "binding_layer.h"
 
 #include <cmath>
+#include <cstring>
+#include <memory>
 
 #include "binding_linear.h"
 #include "binding_ops.h"
@@ -47,6 +50,7 @@ struct Given {
   int64_t start;
   const Maybe &index, &weights;  // of a router that has run already
   bool before_experts;
+  const Tensor& like;  // [B, T, C] of the type of the results
 };
 
 struct StepMachine {
@@ -55,11 +59,12 @@ struct StepMachine {
   bool last = false;
   size_t layer = 0;  // counted from 1
   int64_t window = 0;
-  std::vector<const LinearPart*> attentions;  // the first product of each layer
+  std::vector<const LinearPart*> firsts;  // the first product of each layer, and the head
 
   StepMachine(const Given& given_, const Program& program, const Tensor& x_) : given(given_), x(x_) {
     for (const Step& step : program) {
-      if (const auto* a = std::get_if<AttentionPart>(&step.part)) attentions.push_back(&a->qkv);
+      if (const auto* a = std::get_if<AttentionPart>(&step.part)) firsts.push_back(&a->qkv);
+      if (step.does == Does::head) firsts.push_back(&std::get<LinearPart>(step.part));
     }
   }
   void begin(const LayerPart& part) { ++layer, window = part.window; }
@@ -70,10 +75,11 @@ struct StepMachine {
     }
   }
   void ahead_to_next_layer() const {
-    if (layer < attentions.size()) ahead(*attentions[layer]);
+    if (layer < firsts.size()) ahead(*firsts[layer]);
   }
   bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
+    if (part.rounded) return rounded_norm(*of, *part.weight, part.eps);
     return infuse::norm(*of, part.weight, part.bias, part.eps, part.offset, part.centred);
   }
   void add_norm(const NormPart& part, const Maybe& made) {
@@ -134,6 +140,34 @@ struct StepMachine {
     }
     return made;
   }
+  // The rows of a table for token ids [B, T]; nullopt for ids that it does not have.
+  Maybe embed(const LinearPart& table, const Maybe& ids) const {
+    const auto* index = static_cast<const int64_t*>(ids->const_data_ptr());
+    const int64_t tokens = ids->numel();
+    if (std::any_of(index, index + tokens, [&](int64_t id) { return id < 0 || id >= table.outputs; })) {
+      return std::nullopt;
+    }
+    Tensor rows = empty_as(given.like);
+    char* to = static_cast<char*>(rows.mutable_data_ptr());
+    if (table.code < 0) {
+      const int64_t row_bytes = rows.size(2) * int64_t(rows.element_size());
+      const auto* from = static_cast<const char*>(table.weight->const_data_ptr());
+      for (int64_t t = 0; t < tokens; ++t) {
+        std::memcpy(to + t * row_bytes, from + index[t] * row_bytes, size_t(row_bytes));
+      }
+      return rows;
+    }
+    LinearArgs a{};
+    take_panels(a, *table.weight, *table.scale, table.zero, table.code, table.outputs);
+    a.index = index, a.y = to, a.type = type_of(rows);
+    kernels().panels.gather(a, 0, tokens);
+    return rows;
+  }
+  Maybe head(const LinearPart& part, const Maybe& of) const {
+    Tensor logits = empty_rows(*of, part.outputs);
+    multiply(part, *of, logits);
+    return logits;
+  }
   // sigmoid(y . gate) of each token, not rounded.
   std::vector<float> sigmoids(const Tensor& gate, int64_t tokens) const {
     const int64_t columns = gate.size(1);
@@ -162,17 +196,7 @@ struct StepMachine {
   }
 };
 
-}  // namespace
-
-// The result [B, T, C] of one or several layers for x [B, T, C], or the input of the first mixture if `before_experts`.
-// `index` [tokens, k] int64 and `weights` [tokens, k], if given, take the place of a router's. None if a kernel does not
-// support the arguments; the step then counts as not done.
-Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias,
-                  std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start, Maybe index, Maybe weights,
-                  bool before_experts, Tensor integers, Tensor reals) {
-  const Program program = program_of(tensors, integers, reals);
-  if (!takes(program, x)) return std::nullopt;
-  const Given given{cos, sin, mask, bias, keys, values, start, index, weights, before_experts};
+Maybe run_on_team(const Program& program, const Given& given, const Tensor& x) {
   Maybe y;
   Team::together([&] {
     StepMachine machine(given, program, x);
@@ -181,10 +205,60 @@ Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, M
   return y;
 }
 
+// A program with its tensors, for steps of one shape.
+struct Held {
+  Program program;
+  std::vector<Tensor> keys, values;
+  Tensor like;  // [B, T, C], of a step
+
+  // Whether x are token ids, or values for a program that does not look them up.
+  bool takes_step(const Tensor& x) const {
+    const bool embeds = program.front().does == Does::embed;
+    if (x.dim() != (embeds ? 2 : 3) || x.size(0) != like.size(0) || x.size(1) != like.size(1)) return false;
+    if (!x.is_contiguous()) return false;
+    if (embeds) return x.scalar_type() == ScalarType::Long;
+    return x.scalar_type() == like.scalar_type() && x.size(2) == like.size(2);
+  }
+};
+
+// The result of one or several layers for x [B, T, C], or the input of the first mixture if `before_experts`.
+// `index` [tokens, k] int64 and `weights` [tokens, k], if given, take the place of a router's. None if a kernel does not
+// support the arguments; the step then counts as not done.
+Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias,
+                  std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start, Maybe index, Maybe weights,
+                  bool before_experts, Tensor integers, Tensor reals) {
+  const Program program = program_of(tensors, integers, reals);
+  if (!takes(program, x)) return std::nullopt;
+  return run_on_team(program, {cos, sin, mask, bias, keys, values, start, index, weights, before_experts, x}, x);
+}
+
+// Holds a program for steps whose values are like `like` [B, T, C]; 0 if a kernel does not support it.
+int64_t hold_layers(Tensor like, std::vector<Tensor> tensors, std::vector<Tensor> keys, std::vector<Tensor> values,
+                    Tensor integers, Tensor reals) {
+  auto held = std::make_unique<Held>(Held{program_of(tensors, integers, reals), keys, values, like});
+  return takes(held->program, like) ? reinterpret_cast<int64_t>(held.release()) : 0;
+}
+void drop_layers(int64_t held) { delete reinterpret_cast<Held*>(held); }
+
+// A step of a held program, without a mask; x are token ids [B, T] if it begins with a table.
+Maybe held_step(int64_t held, Tensor x, Maybe cos, Maybe sin, int64_t start) {
+  const Held& of = *reinterpret_cast<const Held*>(held);
+  if (!of.takes_step(x)) return std::nullopt;
+  const Maybe none;
+  return run_on_team(of.program, {cos, sin, none, none, of.keys, of.values, start, none, none, false, of.like}, x);
+}
+
+}  // namespace
+
 INFUSE_OPERATORS(CPU,
     {"layers_step(Tensor x, Tensor[] tensors, Tensor? cos, Tensor? sin, Tensor? mask, Tensor? bias, Tensor(a!)[] "
      "keys, Tensor(b!)[] values, int start, Tensor? index, Tensor? weights, bool before_experts, Tensor integers, "
      "Tensor reals) -> Tensor?",
-     TORCH_BOX(&layers_step)})
+     TORCH_BOX(&layers_step)},
+    {"hold_layers(Tensor like, Tensor[] tensors, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor integers, Tensor "
+     "reals) -> int",
+     TORCH_BOX(&hold_layers)},
+    {"held_step(int held, Tensor x, Tensor? cos, Tensor? sin, int start) -> Tensor?", TORCH_BOX(&held_step)})
+INFUSE_OPERATORS(CompositeExplicitAutograd, {"drop_layers(int held) -> ()", TORCH_BOX(&drop_layers)})
 
 }  // namespace infuse

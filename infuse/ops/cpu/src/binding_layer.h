@@ -18,6 +18,7 @@ struct NormPart {
   bool centred;
   Maybe weight, bias;
   double eps, offset;
+  bool rounded = false;  // as in binding_ops.h
 };
 struct LinearPart {
   int64_t code, outputs;  // code -1: plain
@@ -95,13 +96,13 @@ struct LayerPart {
   int64_t window;  // as in ops.attention
 };
 
-// The steps of layers/program.py in the order of ops/cpu/layer.py.
-enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream, layer };
+// The steps of layers/program.py in the order of ops/cpu/layer.py, and what a decoder computes around its layers.
+enum class Does : int64_t { norm, norm_branch, attention, mlp, moe, add, add_norm, add_norm_stream, layer, embed, head };
 inline bool adds(Does does) { return does == Does::add || does == Does::add_norm || does == Does::add_norm_stream; }
 struct Step {
   Does does;
   double scale;  // of the branch that is added
-  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, LayerPart> part;
+  std::variant<std::monostate, NormPart, AttentionPart, MlpPart, MoePart, LayerPart, LinearPart> part;
 };
 using Program = std::vector<Step>;
 
@@ -123,7 +124,10 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
     const int64_t place = integer();
     return place < 0 ? Maybe() : Maybe(tensors.at(size_t(place)));
   };
-  const auto norm = [&] { return NormPart{integer() != 0, tensor(), tensor(), real(), real()}; };
+  const auto norm = [&] {
+    const int64_t kind = integer();
+    return NormPart{kind == 1, tensor(), tensor(), real(), real(), kind == 2};
+  };
   const auto norm_if_there = [&] { return integer() ? std::optional(norm()) : std::nullopt; };
   const auto linear = [&] { return LinearPart{integer(), integer(), tensor(), tensor(), tensor(), tensor()}; };
   const auto mlp = [&] { return MlpPart{integer(), integer() != 0, linear(), linear()}; };
@@ -152,6 +156,8 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
       step.part = mlp();
     } else if (step.does == Does::moe) {
       step.part = MoePart{router(), integer() != 0, real(), experts(), mlp_if_there(), tensor()};
+    } else if (step.does == Does::embed || step.does == Does::head) {
+      step.part = linear();
     } else if (step.does != Does::add) {
       step.part = norm();
     }
@@ -231,6 +237,9 @@ inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
 
 inline bool takes(const std::monostate&, const Tensor&, int64_t) { return true; }
 inline bool takes(const LayerPart&, const Tensor&, int64_t) { return true; }
+inline bool takes(const LinearPart& ends, const Tensor& x, int64_t columns) {
+  return takes(ends, x, columns, ends.outputs);
+}
 
 inline bool takes(const Program& program, const Tensor& x) {
   if (!is_float(x) || x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
@@ -242,7 +251,7 @@ inline bool takes(const Program& program, const Tensor& x) {
 
 // ---- the interpreter ----
 
-// Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of attention and MLP;
+// Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of attention, MLP and head;
 // `branch`, the sum of their results since the last addition. A missing value is false. `last` tells the machine that
 // the next value is the result; `m.before_experts()` ends the program before a mixture, whose input is then x.
 // Returns false if a part declines.
@@ -254,6 +263,11 @@ bool run(const Program& program, Machine& m) {
     const auto* norm = std::get_if<NormPart>(&step.part);
     if (step.does == Does::layer) {
       m.begin(std::get<LayerPart>(step.part));
+      continue;
+    }
+    if (step.does == Does::embed || step.does == Does::head) {
+      const auto& part = std::get<LinearPart>(step.part);
+      if (!(m.x = step.does == Does::embed ? m.embed(part, m.x) : m.head(part, m.y))) return false;
       continue;
     }
     if (step.does == Does::moe && m.before_experts()) {

@@ -13,6 +13,9 @@ Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, 
             bool centred);
 std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias,
                                     double eps, double offset, bool centred);
+// RMSNorm as transformers writes it: x / rms(x) is rounded before it is multiplied with the weight. To the same bits,
+// since PyTorch sums the squares. x and weight of one type, contiguous.
+Tensor rounded_norm(Tensor x, Tensor weight, double eps);
 
 // binding_linear.cpp, binding_panels.cpp: few rows. x, y, bias, rows and type must be set; weights as in the schema.
 void stream_linear(LinearArgs& a, const Tensor& weight);
