@@ -288,6 +288,22 @@ def test_an_int8_cache_split_over_threads() -> None:
         assert_near(found, wanted, torch.bfloat16)
 
 
+@pytest.mark.parametrize("window", [0, 37, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_queries_round_as_each_alone(dtype: torch.dtype, window: int, threads: int) -> None:
+    """Bit for bit, wherever blocks of keys begin and end; speculation counts on it."""
+    for heads, width, length in ((8, 64, 701), (2, 80, 130), (6, 33, 66)):
+        q, scale, tokens = torch.randn(1, heads, 7, width, dtype=dtype), width**-0.5, 7
+        for make in (cached, rows_of):
+            k, v = (make(1, 2, length, width, *([dtype] if make is cached else [])) for _ in "kv")
+            several = attended(q, k, v, None, None, scale, True, window, 0.0)
+            for t in range(tokens):
+                end = length - tokens + t + 1
+                alone = q[:, :, t : t + 1], k[:, :, :end], v[:, :, :end]
+                one = attended(*alone, None, None, scale, True, window, 0.0)
+                assert torch.equal(one, several[:, t : t + 1]), (make, heads, t)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_passes_through_an_int8_cache(dtype: torch.dtype, value: float) -> None:

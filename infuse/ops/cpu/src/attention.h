@@ -3,14 +3,12 @@
 #pragma once
 
 #include "activation.h"
-#include "attention_products.h"
+#include "attention_quads.h"
 #include "rotary.h"
 
 namespace infuse {
 namespace INFUSE_ISA {
 
-constexpr int kBlock = 64;                       // keys: with 128, keys and values evict each other from the L1 cache
-constexpr int kScoreStep = kBlock + Vec::width;  // score_keys writes beyond the block
 constexpr float kInfinity = __builtin_inff();
 
 inline int64_t group_of(const AttentionArgs& a) { return a.heads / a.kv_heads; }
@@ -19,8 +17,10 @@ inline int64_t padded_rows(const AttentionArgs& a) {
   const int64_t rows = rows_of(a);
   return rows <= 2 ? rows : (rows + kRows - 1) / kRows * kRows;
 }
-inline int64_t padded_width(const AttentionArgs& a) { return (a.width + kColumns - 1) / kColumns * kColumns; }
-inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.first_key + kBlock - 1) / kBlock; }
+inline int64_t padded_width(const AttentionArgs& a) {
+  return (a.width + kQuadColumns - 1) / kQuadColumns * kQuadColumns;
+}
+inline int64_t blocks_per_head(const AttentionArgs& a) { return (a.length - a.first_key + kKeyBlock - 1) / kKeyBlock; }
 inline int64_t attention_blocks(const AttentionArgs& a) { return a.batch * a.kv_heads * blocks_per_head(a); }
 inline int64_t part_begin(const AttentionArgs& a, int64_t part) { return attention_blocks(a) * part / a.parts; }
 
@@ -32,6 +32,8 @@ struct Partial {
   float* allowed;  // positive if any key was visible
 };
 
+constexpr int64_t kQueryFloats = 2;  // for a column of a query: kQueryBytes
+
 // The scratch of one part: queries, scores, and the partial results of its first and its last head.
 struct Scratch {
   int64_t rows, width;
@@ -42,14 +44,17 @@ struct Scratch {
   static int64_t partial_floats(int64_t rows, int64_t width) { return rows * width + 3 * line(rows); }
   static int64_t floats(const AttentionArgs& a) {
     const int64_t rows = padded_rows(a), width = padded_width(a);
-    return rows * width + line(rows * kScoreStep) + 3 * line(rows) + width + 2 * partial_floats(rows, width);
+    return kQueryFloats * rows * width + line(rows * kScoreStep) + 4 * line(rows) + width +
+           2 * partial_floats(rows, width);
   }
   float* queries() const { return start; }
-  float* scores() const { return queries() + rows * width; }
+  float* scores() const { return queries() + kQueryFloats * rows * width; }
   float* keep() const { return scores() + line(rows * kScoreStep); }
   float* query_unit() const { return keep() + line(rows); }         // value of 1 in the queries of each row,
   float* weight_unit() const { return query_unit() + line(rows); }  // and in its weights, if these are integers
-  float* room() const { return weight_unit() + line(rows); }
+  // as in arrange_query
+  int32_t* query_start() const { return reinterpret_cast<int32_t*>(weight_unit() + line(rows)); }
+  float* room() const { return weight_unit() + 2 * line(rows); }
   Partial partial(int slot) const {
     float* sums = room() + width + slot * partial_floats(rows, width);
     float* largest = sums + rows * width;
@@ -67,7 +72,7 @@ inline float exp_of(float x) {
 
 // The values added to the scores of one row in one block, and the keys that it may attend to.
 struct Adjustment {
-  float added[kBlock + Vec::width], allowed[kBlock + Vec::width];
+  float added[kKeyBlock + Vec::width], allowed[kKeyBlock + Vec::width];
   bool adds, hides;
   bool any;  // any key is allowed
 };
@@ -131,9 +136,9 @@ inline void adjust(const AttentionArgs& a, int64_t b, int64_t n, int64_t t, int6
 
 // ---- softmax ----
 
-// Scales, caps and adjusts the scores of one row in place; returns the largest. Lanes beyond `count` become -infinity.
-inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int count, float* scores) {
-  const Vec scale(a.scale), cap(a.softcap), hidden(-kInfinity), none(0.0f);
+// Scales by `by`, caps and adjusts the scores of one row in place; returns the largest. Lanes beyond `count` become -infinity.
+inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int count, float by, float* scores) {
+  const Vec scale(by), cap(a.softcap), hidden(-kInfinity), none(0.0f);
   Vec largest(-kInfinity);
   for (int i = 0; i < count; i += Vec::width) {
     Vec s = load(scores + i, Vec::width) * scale;
@@ -150,17 +155,30 @@ inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int
   return largest.largest();
 }
 
-// Turns the scores of row r into weights relative to the largest score so far; `keep` is the factor for earlier sums.
+// The largest of all kKeyBlock scores of a row; only for scores without mask, bias or soft cap.
+inline float largest_score(const float* scores) {
+  Vec largest = load(scores, Vec::width);
+  for (int i = Vec::width; i < kKeyBlock; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
+  return largest.largest();
+}
+
+// Raises the largest score so far of row r to that of a block; `keep` is the factor for earlier sums. Returns the score
+// that counts as 0.
+inline float raise(const Partial& state, int64_t r, float block_largest, float& keep) {
+  const float before = state.largest[r], now = block_largest > before ? block_largest : before;
+  keep = now == before ? 1.0f : exp_of(before - now);
+  state.largest[r] = now;
+  return now == -kInfinity ? 0.0f : now;  // -infinity minus -infinity is NaN
+}
+
+// Turns the scores of row r into weights relative to the largest score so far.
 template <class S>
 void weigh_row(const Partial& state, int64_t r, float block_largest, int count, float* scores, float& keep) {
-  const float before = state.largest[r], now = block_largest > before ? block_largest : before;
-  const Vec base(now == -kInfinity ? 0.0f : now);  // -infinity minus -infinity is NaN
-  keep = now == before ? 1.0f : exp_of(before - now);
+  const Vec base(raise(state, r, block_largest, keep));
   Vec total;
   for (int i = 0; i < count; i += Vec::width) total = total +
       Weights<S>::keep(scores, i, exp(load(scores + i, Vec::width) - base));
   state.total[r] = state.total[r] * keep + total.sum();
-  state.largest[r] = now;
 }
 
 // The factor of a row's sums: one over the sum of its weights, with that of the sink of head n, if any. A fully masked
@@ -189,19 +207,24 @@ struct Head {
 
 template <class T, class S>
 void load_queries(const AttentionArgs& a, const Head& head, const Scratch& scratch) {
-  using Query = typename Products<S>::Query;
   const int64_t group = group_of(a), rows = rows_of(a), width = scratch.width;
-  Query* to = reinterpret_cast<Query*>(scratch.queries());
-  std::memset(to, 0, size_t(scratch.rows * width) * sizeof(Query));
+  std::memset(scratch.queries(), 0, size_t(kQueryFloats * scratch.rows * width) * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) {
     const T* q = static_cast<const T*>(a.q) + head.b * a.q_b + (head.n * group + r % group) * a.q_n + r / group * a.q_t;
-    if constexpr (std::is_same_v<Query, T>) {
-      std::memcpy(to + r * width, q, size_t(a.width) * sizeof(T));
-    } else if constexpr (std::is_same_v<Query, int16_t>) {
-      const float most = float(0x7fffffff / 127) / float(a.width);  // else the sum of products may exceed 32 bits
-      scratch.query_unit()[r] = to_int16(q, a.width, most < 32767 ? most : 32767, to + r * width);
+    if constexpr (std::is_same_v<S, quad8>) {
+      const int64_t at_once = scratch.rows < kRows ? scratch.rows : kRows, first = r / at_once * at_once;
+      auto* to = reinterpret_cast<int8_t*>(scratch.queries()) + first * width * kQueryBytes;
+      arrange_query(q, a.width, to + (r - first) * kQueryChunk, at_once * kQueryChunk, scratch.query_unit()[r],
+                    scratch.query_start()[r]);
+      scratch.query_unit()[r] *= a.scale;
     } else {
-      for (int64_t c = 0; c < a.width; ++c) to[r * width + c] = widen(q[c]);
+      using Query = typename Products<S>::Query;
+      Query* to = reinterpret_cast<Query*>(scratch.queries()) + r * width;
+      if constexpr (std::is_same_v<Query, T>) {
+        std::memcpy(to, q, size_t(a.width) * sizeof(T));
+      } else {
+        for (int64_t c = 0; c < a.width; ++c) to[c] = widen(q[c]);
+      }
     }
   }
 }
@@ -220,11 +243,19 @@ RowsAhead ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t 
 }
 
 template <class S, int ROWS>
-void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int count, RowsAhead ahead) {
-  const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.queries());
+void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int count, const float* key_scales,
+                RowsAhead ahead) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    score_keys<S, ROWS>(k, a.k_t, count, a.width, q + r * scratch.width, scratch.width,
-        scratch.scores() + r * kScoreStep, kScoreStep, ahead);
+    float* scores = scratch.scores() + r * kScoreStep;
+    if constexpr (std::is_same_v<S, quad8>) {
+      const QuadQueries q = {reinterpret_cast<const int8_t*>(scratch.queries()) + r * scratch.width * kQueryBytes,
+                             scratch.query_unit() + r, scratch.query_start() + r};
+      count == kKeyBlock ? score_quads<ROWS, true>(k, a.k_t, count, a.width, q, key_scales, scores, ahead)
+                         : score_quads<ROWS, false>(k, a.k_t, count, a.width, q, key_scales, scores, ahead);
+    } else {
+      const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.queries()) + r * scratch.width;
+      score_keys<S, ROWS>(k, a.k_t, count, a.width, q, scratch.width, scores, ahead);
+    }
     ahead.count = 0;
   }
 }
@@ -232,55 +263,43 @@ template <class S, int ROWS>
 void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const S* v, int count,
               RowsAhead ahead) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
-    const ValueBlock<S> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep, kScoreStep,
+    const ValueBlock<S> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep,
                                  state.sums + r * scratch.width, scratch.width, scratch.keep() + r,
                                  scratch.weight_unit() + r, ahead};
-    add_values<S, ROWS>(block);
+    if constexpr (std::is_same_v<S, quad8>) {
+      count == kKeyBlock ? add_quads<ROWS, true>(block) : add_quads<ROWS, false>(block);
+    } else {
+      add_values<S, ROWS>(block);
+    }
     ahead.count = 0;
   }
 }
 
-// The scales of the keys and values of a block of an int8 cache.
-struct BlockScales {
-  float keys[kBlock], values[kBlock];
-};
-
-inline void multiply_row(float* row, const float* by, int count, float factor) {
+inline void multiply_row(float* row, const float* by, int count) {
   for (int i = 0; i < count; i += Vec::width) {
-    store(row + i, load(row + i, Vec::width) * load(by + i, Vec::width) * Vec(factor), Vec::width);
+    store(row + i, load(row + i, Vec::width) * load(by + i, Vec::width), Vec::width);
   }
-}
-
-// Multiplies the scores of row r by the scales of their keys, or its weights by those of their values; these are then
-// rounded if S is multiplied in pairs.
-template <class S>
-void scale_scores(const Scratch& scratch, int64_t r, const BlockScales& scales, int count) {
-  multiply_row(scratch.scores() + r * kScoreStep, scales.keys, count, kInPairs<S> ? scratch.query_unit()[r] : 1.0f);
-}
-template <class S>
-void scale_weights(const Scratch& scratch, int64_t r, const BlockScales& scales, int count) {
-  float* row = scratch.scores() + r * kScoreStep;
-  multiply_row(row, scales.values, count, 1.0f);
-#if defined(__AVX512F__)
-  if constexpr (kInPairs<S>) {
-    scratch.weight_unit()[r] = to_int16(row, count, 32767.0f, reinterpret_cast<int16_t*>(row));
-  }
-#endif
 }
 
 template <class T, class S>
 void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scratch, const Partial& state, int64_t key) {
-  const int count = int(a.length - key < kBlock ? a.length - key : kBlock);
-  constexpr bool of_int8 = !std::is_same_v<S, T>;
+  const int count = int(a.length - key < kKeyBlock ? a.length - key : kKeyBlock);
+  constexpr bool of_int8 = !std::is_same_v<S, T>, in_quads = std::is_same_v<S, quad8>;
   const S* k = static_cast<const S*>(a.k) + head.b * a.k_b + head.n * a.k_n + key * a.k_t;
   const S* v = static_cast<const S*>(a.v) + head.b * a.v_b + head.n * a.v_n + key * a.v_t;
-  BlockScales scales;
-  if constexpr (of_int8) load_scales(k, a.k_t, count, a.width, scales.keys);
-  const RowsAhead values = ahead_of(a, v, a.v_t, count);
-  scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, values)
-                    : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, values)
-                    : score_rows<S, kRows>(a, scratch, k, count, values);
-  if constexpr (of_int8) load_scales(v, a.v_t, count, a.width, scales.values);  // their rows have been prefetched
+  BlockScales<S> scales;
+  const auto scales_of = [&](const S* rows, int64_t step, float* to) {
+    if constexpr (in_quads) load_quad_scales(rows, step, count, a.width, to);
+    else if constexpr (of_int8) load_scales(rows, step, count, a.width, to);
+  };
+  scales_of(k, a.k_t, scales.keys);
+  const int64_t left = a.length - key - count, next = left < kKeyBlock ? left : kKeyBlock;
+  const RowsAhead keys = ahead_of(a, k + count * a.k_t, a.k_t, next);
+  scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, keys)
+                    : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, scales.keys, keys)
+                    : score_rows<S, kRows>(a, scratch, k, count, scales.keys, keys);
+  scales_of(v, a.v_t, scales.values);
+  if constexpr (in_quads) scales.poison = poison_of(scales);
   const int64_t group = group_of(a), rows = rows_of(a);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0;  // else one adjustment serves all heads
   Adjustment with;
@@ -288,15 +307,23 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     if (each_head || r % group == 0) adjust(a, head.b, head.n * group + r % group, r / group, key, count, with);
     float* scores = scratch.scores() + r * kScoreStep;
     if (with.any) state.allowed[r] = 1.0f;
-    if constexpr (of_int8) scale_scores<S>(scratch, r, scales, count);
-    weigh_row<S>(state, r, adjusted_scores(a, with, count, scores), count, scores, scratch.keep()[r]);
-    if constexpr (of_int8) scale_weights<S>(scratch, r, scales, count);
+    if constexpr (in_quads) {
+      const bool whole = count == kKeyBlock && !with.adds && !with.hides && a.softcap <= 0;
+      const float largest = whole ? largest_score(scores) : adjusted_scores(a, with, count, 1.0f, scores);
+      for (int i = (count + 15) / 16 * 16; i < kKeyBlock; ++i) scores[i] = -kInfinity;
+      const float base = raise(state, r, largest, scratch.keep()[r]);
+      const float total = weigh_quads(scores, base, scales, scratch.weight_unit()[r]);
+      state.total[r] = state.total[r] * scratch.keep()[r] + total;
+    } else {
+      if constexpr (of_int8) multiply_row(scores, scales.keys, count);
+      weigh_row<S>(state, r, adjusted_scores(a, with, count, a.scale, scores), count, scores, scratch.keep()[r]);
+      if constexpr (of_int8) multiply_row(scores, scales.values, count);
+    }
   }
-  const int64_t left = a.length - key - count;
-  const RowsAhead next = ahead_of(a, k + count * a.k_t, a.k_t, left < kBlock ? left : kBlock);
-  scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, next)
-                    : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, next)
-                    : add_rows<S, kRows>(a, scratch, state, v, count, next);
+  const RowsAhead values = ahead_of(a, v + count * a.v_t, a.v_t, next);
+  scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, values)
+                    : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, values)
+                    : add_rows<S, kRows>(a, scratch, state, v, count, values);
 }
 
 // Divides and rounds.
@@ -324,7 +351,7 @@ void attention_part(const AttentionArgs& a, int64_t part) {
     const Partial state = scratch.partial(block == begin ? 0 : 1);
     load_queries<T, S>(a, head, scratch);
     clear(scratch, state);
-    for (int64_t i = first; i < last; ++i) attend_block<T, S>(a, head, scratch, state, a.first_key + i * kBlock);
+    for (int64_t i = first; i < last; ++i) attend_block<T, S>(a, head, scratch, state, a.first_key + i * kKeyBlock);
     if (first == 0 && last == per_head) write_head<T, S>(a, head, scratch, state);
     block += last - first;
   }
@@ -373,8 +400,8 @@ void combine_parts(const AttentionArgs& a) {
 template <class T, class Run>
 void with_held(const AttentionArgs& a, Run run) {
   if (!a.of_int8) return run(T(), T());
-#if defined(__AVX512F__)
-  using Held = std::conditional_t<std::is_same_v<T, float>, code8, pair8>;
+#if defined(__AVX512VNNI__)
+  using Held = std::conditional_t<std::is_same_v<T, float>, code8, quad8>;
 #else
   using Held = code8;
 #endif

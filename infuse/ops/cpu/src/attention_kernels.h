@@ -7,6 +7,9 @@
 
 namespace infuse {
 
+// Keys that few queries attend to at once: with 128, keys and values evict each other from the L1 cache.
+constexpr int kKeyBlock = 64;
+
 // Heads [0, heads) of x go to q, the next kv_heads to keys and the last kv_heads to values, both at tokens start + t.
 // If cos is given, the first `turned` of the `width` columns of queries and keys are rotated.
 struct RotaryArgs {
@@ -55,7 +58,7 @@ struct AttentionArgs {
   Scored mask, bias, sinks;  // sinks: one logit for each head, strided by n, that joins the softmax
   int64_t q_b, q_n, q_t, k_b, k_n, k_t, v_b, v_n, v_t;
   int64_t batch, heads, kv_heads, tokens, length, width;
-  int64_t first_key;  // keys before it are hidden from every query
+  int64_t first_key;  // keys before it are hidden from every query; where a block begins
   int64_t ahead;      // with tiles: distance to the next tile that the same thread is likely to take
   int64_t window;     // or 0
   float scale, softcap;

@@ -1,10 +1,12 @@
 // The two products of attention over one block of keys: scores = q k^T, and sums = keep * sums + weights v.
 // Rows are the queries that share a key head, ROWS at a time, so that a key is loaded once for all of them. S is the
-// type of keys and values: that of the activations, or of codes of an int8 cache, whose scales are applied outside.
+// type of keys and values: that of the activations, or of codes of an int8 cache, whose scales are applied outside
+// (codes as integers: attention_quads.h).
 #pragma once
 
 #include <type_traits>
 
+#include "attention_kernels.h"
 #include "int8_rows.h"
 
 namespace infuse {
@@ -15,22 +17,17 @@ constexpr int kRows = 4;
 // Queries and sums are padded to a multiple of this many columns, the widest step of all instruction sets.
 constexpr int64_t kColumns = 32;
 
-// Lane by lane.
-struct AddFloats {
-  static Vec of(Vec a, Vec b) { return a + b; }
-};
+constexpr int kScoreStep = kKeyBlock + Vec::width;  // of the scores of a row: score_keys writes beyond the block
 
-// Multiplies keys of type S: as floats, or (below) as pairs of bf16 or of integers.
+// Multiplies keys of type S: as floats, or (below) as pairs of bf16.
 template <class S>
 struct Products {
   using Query = float;
   using Reg = Vec;
-  using Adds = AddFloats;
   static constexpr int step = Vec::width;
   static Reg key(const S* p, int n) { return load(p, n); }
   static Reg query(const Query* p) { return load(p, step); }
   static Vec add(Reg k, Reg q, Vec sum) { return fma(k, q, sum); }
-  static Vec floats(Vec sums) { return sums; }
 };
 
 // Prefetches the rest of a row whose first columns are read now. Otherwise the later pass over the other columns would
@@ -40,8 +37,8 @@ inline void fetch_rest(const T* row, int64_t from, int64_t width) {
   for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
 }
 
-// The rows that are read after those of a block: its values after its keys, the next keys after its values. They are
-// prefetched one by one meanwhile, since the hardware would begin anew with each block: 14 instead of 40 GB/s.
+// The next block's keys while those of a block are read, then its values. They are prefetched row by row, since the
+// hardware would begin anew with each block: 14 instead of 40 GB/s.
 struct RowsAhead {
   const char* rows;
   int64_t step_bytes, row_bytes;
@@ -51,6 +48,7 @@ struct RowsAhead {
     if (i >= count) return;
     const char* row = rows + i * step_bytes;
     if (step_bytes == row_bytes) {
+#pragma GCC unroll 4
       for (const char* end = row + n * row_bytes; row < end; row += 64) __builtin_prefetch(row, 0, 2);
       return;
     }
@@ -61,10 +59,9 @@ struct RowsAhead {
 };
 
 // Lane i of the result is the sum of the lanes of x[i]. Inlined, or the sums would be kept in memory.
-template <class Adds>
 [[gnu::always_inline]] inline Vec sum_each(const Vec (&x)[Vec::width]) {
 #if defined(__AVX512F__)
-  const auto sum = [](__m512 a, __m512 b) { return Adds::of(a, b).v; };
+  const auto sum = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
   __m512 quads[4];  // quads[j]: quarter i holds four partial sums of x[4 i + j]
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
@@ -77,7 +74,7 @@ template <class Adds>
   const __m512 high = sum(_mm512_unpacklo_ps(quads[2], quads[3]), _mm512_unpackhi_ps(quads[2], quads[3]));
   return sum(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xEE));
 #elif defined(__AVX2__)
-  const auto sum = [](__m256 a, __m256 b) { return Adds::of(a, b).v; };
+  const auto sum = [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); };
   __m256 quads[2];  // quads[j]: both halves hold partial sums of x[4 j] to x[4 j + 3]
   for (int j = 0; j < 2; ++j) {
     const __m256 a = x[4 * j].v, b = x[4 * j + 1].v, c = x[4 * j + 2].v, d = x[4 * j + 3].v;
@@ -113,10 +110,10 @@ void store_by_rows(Vec x, float* to, int64_t step) {
   for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * step, lanes + r * COUNT, COUNT * sizeof(float));
 }
 
-// scores[r * score_step + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
+// scores[r * kScoreStep + i] = q row r times key i. Writes up to Vec::width meaningless scores beyond `count`.
 template <class S, int ROWS>
 void score_keys(const S* k, int64_t k_step, int count, int64_t width, const typename Products<S>::Query* q,
-                int64_t q_step, float* scores, int64_t score_step, const RowsAhead& ahead) {
+                int64_t q_step, float* scores, const RowsAhead& ahead) {
   using P = Products<S>;
   constexpr int KEYS = Vec::width / ROWS;
   for (int i = 0; i < count; i += KEYS) {
@@ -138,7 +135,7 @@ void score_keys(const S* k, int64_t k_step, int count, int64_t width, const type
     int64_t c = 0;
     for (; c + P::step <= width; c += P::step) add_step(c, P::step);
     if (c < width) add_step(c, int(width - c));
-    store_by_rows<ROWS>(P::floats(sum_each<typename P::Adds>(sums)), scores + i, score_step);
+    store_by_rows<ROWS>(sum_each(sums), scores + i, kScoreStep);
   }
 }
 
@@ -149,12 +146,11 @@ struct ValueBlock {
   int64_t v_step;
   int count;
   int64_t width;
-  const float* weights;
-  int64_t weight_step;
+  const float* weights;  // rows of kScoreStep
   float* sums;
   int64_t sum_step;
   const float* keep;  // factor of the sums so far, for each row
-  const float* unit;  // value of 1 in the weights of each row, if these are integers
+  const float* unit;  // value of 1 in the weights of each row, if these are integers (attention_quads.h)
   RowsAhead ahead;
 };
 
@@ -177,7 +173,7 @@ void add_columns(const ValueBlock<S>& b, int64_t c, int n) {
     for (int j = 0; j < COLUMNS; ++j) values[j] = load(v + j * Vec::width, last);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      const Vec weight(b.weights[r * b.weight_step + i]);
+      const Vec weight(b.weights[r * kScoreStep + i]);
 #pragma GCC unroll 4
       for (int j = 0; j < COLUMNS; ++j) sums[r][j] = fma(weight, values[j], sums[r][j]);
     }
@@ -197,67 +193,19 @@ struct Weights {
   }
 };
 
-#if defined(__AVX512F__)
-
-inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? __mmask32(~0u) : __mmask32((1u << n) - 1); }
-
-// A code of an int8 cache that VNNI multiplies with queries and weights of 16 bits, each with the unit of its row: less
-// work than as floats, and more exact than bf16.
-struct pair8 {
-  int8_t value;
-};
-inline Vec multiply_pairs16(__m512i a, __m512i b, Vec sum) {
-  return _mm512_castsi512_ps(_mm512_dpwssd_epi32(_mm512_castps_si512(sum.v), a, b));
-}
-inline __m512i codes_of_32(const pair8* p, __mmask32 there) {
-  return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(there, p));
-}
-
-template <>
-struct Products<pair8> {
-  using Query = int16_t;
-  using Reg = __m512i;
-  struct Adds {
-    static Vec of(Vec a, Vec b) {
-      return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)));
-    }
-  };
-  static constexpr int step = 32;
-  static Reg key(const pair8* p, int n) { return codes_of_32(p, first_of_32(n)); }
-  static Reg query(const Query* p) { return _mm512_loadu_si512(p); }
-  static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs16(k, q, sum); }
-  static Vec floats(Vec sums) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sums.v)); }
-};
-
-// Rounds n floats to 16 bits; returns the value of 1. If one is not finite, that is NaN.
-template <class T>
-float to_int16(const T* x, int64_t n, float most, int16_t* to) {
-  const float largest = largest_magnitude(x, n), unit = largest / most;
-  const Vec inverse(largest > 1e-33f ? most / largest : 0.0f);  // beyond that it may be infinite
-  for (int64_t c = 0; c < n; c += Vec::width) {
-    const int count = int(n - c < Vec::width ? n - c : Vec::width);
-    const __m512i steps = _mm512_cvtps_epi32((load(x + c, count) * inverse).v);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + c), _mm512_cvtsepi32_epi16(steps));
-  }
-  return unit;
-}
-
-#endif
-
 #if defined(__AVX512BF16__)
 
+inline __mmask32 first_of_32(int64_t n) { return n >= 32 ? __mmask32(~0u) : __mmask32((1u << n) - 1); }
 inline Vec multiply_pairs(__m512i a, __m512i b, Vec sum) { return _mm512_dpbf16_ps(sum.v, (__m512bh)a, (__m512bh)b); }
 
 template <>
 struct Products<bf16> {
   using Query = bf16;
   using Reg = __m512i;
-  using Adds = AddFloats;
   static constexpr int step = 32;
   static Reg key(const bf16* p, int n) { return _mm512_maskz_loadu_epi16(first_of_32(n), p); }
   static Reg query(const Query* p) { return _mm512_loadu_si512(p); }
   static Vec add(Reg k, Reg q, Vec sum) { return multiply_pairs(k, q, sum); }
-  static Vec floats(Vec sums) { return sums; }
 };
 
 // Rounds to bf16 and packs at the front of the row: the product takes the weights of two keys at once.
@@ -270,37 +218,15 @@ struct Weights<bf16> {
   }
 };
 
-#endif
-
-#if defined(__AVX512F__)
-
-// Values of type S, of two keys at a time: pairs of 16 bits.
-template <class S>
-struct Pairs;
-#if defined(__AVX512BF16__)
-template <>
-struct Pairs<bf16> {
-  static __m512i load(const bf16* p, __mmask32 there) { return _mm512_maskz_loadu_epi16(there, p); }
-  static Vec add(__m512i values, __m512i weights, Vec sum) { return multiply_pairs(values, weights, sum); }
-  static Vec floats(Vec sum, float) { return sum; }
-};
-#endif
-template <>
-struct Pairs<pair8> {
-  static __m512i load(const pair8* p, __mmask32 there) { return codes_of_32(p, there); }
-  static Vec add(__m512i values, __m512i weights, Vec sum) { return multiply_pairs16(values, weights, sum); }
-  static Vec floats(Vec sum, float unit) { return Products<pair8>::floats(sum) * Vec(unit); }
-};
-
 // Adds 32 * GROUPS columns of two values at a time, interleaved by unpacking. Each group of 32 sums is therefore stored
 // as columns 0-3, 8-11, 16-19, 24-27 and then 4-7, 12-15, 20-23, 28-31; Finished reorders them.
-template <class S, int ROWS, int GROUPS>
-void add_column_groups(const ValueBlock<S>& b, int64_t c, int64_t n) {
+template <int ROWS, int GROUPS>
+void add_column_groups(const ValueBlock<bf16>& b, int64_t c, int64_t n) {
   constexpr int SUMS = 2 * GROUPS;
   const __mmask32 mask = GROUPS == 1 ? first_of_32(n) : __mmask32(~0u);
   Vec sums[ROWS][SUMS];
   for (int i = 0; i < b.count; i += 2) {
-    const S* v = b.v + i * b.v_step + c;
+    const bf16* v = b.v + i * b.v_step + c;
     if (c == 0) {
       fetch_rest(v, 32 * GROUPS, b.width), fetch_rest(v + b.v_step, 32 * GROUPS, b.width);
       b.ahead.fetch(i, 2);
@@ -309,29 +235,30 @@ void add_column_groups(const ValueBlock<S>& b, int64_t c, int64_t n) {
     __m512i values[SUMS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) {
-      const __m512i even = Pairs<S>::load(v + 32 * g, mask), odd = Pairs<S>::load(v + b.v_step + 32 * g, second);
+      const __m512i even = _mm512_maskz_loadu_epi16(mask, v + 32 * g);
+      const __m512i odd = _mm512_maskz_loadu_epi16(second, v + b.v_step + 32 * g);
       values[2 * g] = _mm512_unpacklo_epi16(even, odd), values[2 * g + 1] = _mm512_unpackhi_epi16(even, odd);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       int pair;
-      std::memcpy(&pair, reinterpret_cast<const int16_t*>(b.weights + r * b.weight_step) + i, 4);
+      std::memcpy(&pair, reinterpret_cast<const bf16*>(b.weights + r * kScoreStep) + i, 4);
       const __m512i weight = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-      for (int j = 0; j < SUMS; ++j) sums[r][j] = Pairs<S>::add(values[j], weight, sums[r][j]);
+      for (int j = 0; j < SUMS; ++j) sums[r][j] = multiply_pairs(values[j], weight, sums[r][j]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, Pairs<S>::floats(sums[r][j], b.unit[r]));
+    for (int j = 0; j < SUMS; ++j) add_block(b, r, c + j * 16, sums[r][j]);
 }
 
-template <class S, int ROWS>
-void add_pairs(const ValueBlock<S>& b) {
+template <int ROWS>
+void add_pairs(const ValueBlock<bf16>& b) {
   int64_t c = 0;
-  for (; c + 64 <= b.width; c += 64) add_column_groups<S, ROWS, 2>(b, c, 64);
-  for (; c < b.width; c += 32) add_column_groups<S, ROWS, 1>(b, c, b.width - c);
+  for (; c + 64 <= b.width; c += 64) add_column_groups<ROWS, 2>(b, c, 64);
+  for (; c < b.width; c += 32) add_column_groups<ROWS, 1>(b, c, b.width - c);
 }
 
 #endif
@@ -339,10 +266,7 @@ void add_pairs(const ValueBlock<S>& b) {
 // Whether the values of two keys are multiplied at once, with weights of 16 bits.
 #if defined(__AVX512BF16__)
 template <class S>
-constexpr bool kInPairs = std::is_same_v<S, bf16> || std::is_same_v<S, pair8>;
-#elif defined(__AVX512F__)
-template <class S>
-constexpr bool kInPairs = std::is_same_v<S, pair8>;
+constexpr bool kInPairs = std::is_same_v<S, bf16>;
 #else
 template <class S>
 constexpr bool kInPairs = false;
@@ -360,22 +284,20 @@ void add_one_by_one(const ValueBlock<S>& b) {
 
 template <class S, int ROWS>
 void add_values(const ValueBlock<S>& b) {
-#if defined(__AVX512F__)
-  if constexpr (kInPairs<S>) {
-    add_pairs<S, ROWS>(b);
-  } else {
-    add_one_by_one<S, ROWS>(b);
-  }
-#else
-  add_one_by_one<S, ROWS>(b);
+#if defined(__AVX512BF16__)
+  if constexpr (kInPairs<S>) return add_pairs<ROWS>(b);
 #endif
+  if constexpr (!kInPairs<S>) add_one_by_one<S, ROWS>(b);
 }
 
 // The sums of one row in column order, copied to `room` if they are stored in another order.
 template <class S>
 const float* finished(const float* sums, int64_t width, float* room) {
-  if (!kInPairs<S>) return sums;
-  for (int64_t c = 0; c < width; c += 32) {
+  if (!kInPairs<S> && !std::is_same_v<S, quad8>) return sums;
+  for (int64_t c = 0; std::is_same_v<S, quad8> && c < width; c += kQuadColumns) {
+    for (int i = 0; i < 16; ++i) std::memcpy(room + c + 16 * (i % 4) + 4 * (i / 4), sums + c + 4 * i, 16);
+  }
+  for (int64_t c = 0; kInPairs<S> && c < width; c += 32) {
     for (int i = 0; i < 4; ++i) {
       std::memcpy(room + c + 8 * i, sums + c + 4 * i, 16);
       std::memcpy(room + c + 8 * i + 4, sums + c + 16 + 4 * i, 16);

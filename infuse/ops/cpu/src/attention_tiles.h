@@ -10,7 +10,7 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int kTileQueries = 128;  // rows of a tile: queries times heads per key head
-constexpr int64_t kTileScoreStep = kBlock + Vec::width;
+constexpr int64_t kTileScoreStep = kKeyBlock + Vec::width;
 
 // What a tile multiplies: words of `values` numbers; `step_rows` rows are in registers at once.
 struct InFloats {
@@ -41,11 +41,11 @@ struct InPairs {
 template <class P>
 struct Tile {
   using Word = typename P::Word;
-  static constexpr int weight_step = kBlock / P::values;
+  static constexpr int weight_step = kKeyBlock / P::values;
   int64_t depth, columns;
   Word* q;         // [rows][depth] words of consecutive columns
-  Word* k;         // [depth][kBlock]
-  Word* v;         // [kBlock / values][columns] words of consecutive keys
+  Word* k;         // [depth][kKeyBlock]
+  Word* v;         // [kKeyBlock / values][columns] words of consecutive keys
   float* sums;     // [rows][columns]
   float* scores;   // [step_rows][kTileScoreStep]
   Word* weights;   // [step_rows][weight_step]
@@ -62,7 +62,7 @@ struct Tile {
       return static_cast<void*>(from);
     };
     q = static_cast<Word*>(take(kTileQueries * depth));
-    k = static_cast<Word*>(take(depth * kBlock));
+    k = static_cast<Word*>(take(depth * kKeyBlock));
     v = static_cast<Word*>(take(weight_step * columns));
     sums = static_cast<float*>(take(kTileQueries * columns));
     scores = static_cast<float*>(take(P::step_rows * kTileScoreStep));
@@ -130,7 +130,7 @@ Vec columns_of(const S* row, int64_t c, int64_t width, float scale) {
 
 template <class S>
 void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InFloats>& tile) {
-  for (int i = 0; i < kBlock; i += Vec::width) {
+  for (int i = 0; i < kKeyBlock; i += Vec::width) {
     for (int64_t c = 0; c < tile.depth; c += Vec::width) {
       Vec lanes[Vec::width];
       for (int r = 0; r < Vec::width && i + r < count; ++r) {
@@ -139,7 +139,7 @@ void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InFloat
       }
       transpose(lanes);
       for (int64_t p = 0; p < Vec::width && c + p < tile.depth; ++p) {
-        store(tile.k + (c + p) * kBlock + i, lanes[p], Vec::width);
+        store(tile.k + (c + p) * kKeyBlock + i, lanes[p], Vec::width);
       }
     }
   }
@@ -179,7 +179,7 @@ struct Columns<code8> {
 };
 template <class S>
 void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InPairs>& tile) {
-  for (int i = 0; i < kBlock; i += 16) {
+  for (int i = 0; i < kKeyBlock; i += 16) {
     for (int64_t c = 0; c < tile.depth; c += 16) {
       Vec words[16];
       const __mmask32 there = first_of_32(a.width > 2 * c ? a.width - 2 * c : 0);
@@ -188,14 +188,16 @@ void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InPairs
         words[r] = _mm512_castsi512_ps(Columns<S>::pairs(row + 2 * c, row_scale_of(row, a.width), there));
       }
       transpose(words);
-      for (int64_t p = 0; p < 16 && c + p < tile.depth; ++p) _mm512_store_ps(tile.k + (c + p) * kBlock + i, words[p].v);
+      for (int64_t p = 0; p < 16 && c + p < tile.depth; ++p) {
+        _mm512_store_ps(tile.k + (c + p) * kKeyBlock + i, words[p].v);
+      }
     }
   }
 }
 
 template <class S>
 void load_values(const AttentionArgs& a, const S* v, int count, const Tile<InPairs>& tile) {
-  for (int pair = 0; pair < kBlock / 2; ++pair) {
+  for (int pair = 0; pair < kKeyBlock / 2; ++pair) {
     const S *even = v + 2 * pair * a.v_t, *odd = even + a.v_t;
     const bool has_even = 2 * pair < count, has_odd = 2 * pair + 1 < count;
     const float even_scale = has_even ? row_scale_of(even, a.width) : 0.0f,
@@ -241,7 +243,7 @@ template <class P, int R>
 void score_tile(const Tile<P>& tile, int64_t row, int count) {
   for (int key = 0; key < count; key += 2 * Vec::width) {
     Vec sums[R][2];
-    add_products<P, R>(tile.q + row * tile.depth, tile.depth, tile.k + key, kBlock, tile.depth, sums);
+    add_products<P, R>(tile.q + row * tile.depth, tile.depth, tile.k + key, kKeyBlock, tile.depth, sums);
     for (int r = 0; r < R; ++r) {
       store(tile.scores + r * kTileScoreStep + key, sums[r][0], Vec::width);
       store(tile.scores + r * kTileScoreStep + key + Vec::width, sums[r][1], Vec::width);
@@ -281,7 +283,7 @@ template <>
 inline void score_tile_rows(const Tile<InPairs>& tile, int64_t row, int64_t rows, int count) {
   const AmxRows queries = {tile.q + row * tile.depth, tile.depth, kAmxPairs, kAmxRows * tile.depth};
   for (int key = 0; key < count; key += 2 * Vec::width) {
-    amx_multiply(rows, queries, tile.k + key, kBlock, tile.depth / kAmxPairs, tile.scores + key, kTileScoreStep);
+    amx_multiply(rows, queries, tile.k + key, kKeyBlock, tile.depth / kAmxPairs, tile.scores + key, kTileScoreStep);
   }
 }
 
@@ -302,13 +304,6 @@ inline void add_tile_values(const Tile<InPairs>& tile, int64_t row, int64_t rows
 }
 
 #endif
-
-// The largest of all kBlock scores of a row; only for scores without mask, bias or soft cap.
-inline float largest_score(const float* scores) {
-  Vec largest = load(scores, Vec::width);
-  for (int i = Vec::width; i < kBlock; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
-  return largest.largest();
-}
 
 // Stores weights from key i on; e^x as exactly as the words are.
 inline Vec store_weights(float* to, int i, Vec exponent) {
@@ -334,9 +329,9 @@ float weigh_tile_row(const Tile<P>& tile, int64_t row, int r, float block_larges
   const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale);
   const float keep = now == before ? 1.0f : before == -kInfinity ? 0.0f : exp_of(before - now);
   const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
-  for (int i = written; i < kBlock; ++i) scores[i] = -kInfinity;
+  for (int i = written; i < kKeyBlock; ++i) scores[i] = -kInfinity;
   Vec total;
-  for (int i = 0; i < kBlock; i += Vec::width) {
+  for (int i = 0; i < kKeyBlock; i += Vec::width) {
     const Vec exponent = fma(load(scores + i, Vec::width), factor, base);
     total = total + store_weights(tile.weights + r * tile.weight_step, i, exponent);
   }
@@ -359,8 +354,8 @@ void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, in
     if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
     if (with.any) tile.allowed[row + r] = 1.0f;
     float* scores = tile.scores + r * kTileScoreStep;
-    if (with.adds || with.hides || a.softcap > 0 || a.scale <= 0 || count < kBlock) {
-      keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, scores), 1.0f, count);
+    if (with.adds || with.hides || a.softcap > 0 || a.scale <= 0 || count < kKeyBlock) {
+      keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, a.scale, scores), 1.0f, count);
     } else {
       keep[r] = weigh_tile_row(tile, row, r, largest_score(scores) * a.scale, a.scale, count);
     }
@@ -416,8 +411,8 @@ void attend_tile_in(const AttentionArgs& a, int64_t index, void* scratch) {
   const int64_t position = a.length - a.tokens + t;  // the first query's position among the keys
   const int64_t low = a.window ? position - a.window + 1 : 0, high = a.causal ? position + count_t : a.length;
   const int64_t end = high < a.length ? high : a.length;
-  for (int64_t key = low > 0 ? low : 0; key < end; key += kBlock) {
-    const int count = int(end - key < kBlock ? end - key : kBlock);
+  for (int64_t key = low > 0 ? low : 0; key < end; key += kKeyBlock) {
+    const int count = int(end - key < kKeyBlock ? end - key : kKeyBlock);
     a.of_int8 ? load_block<P, code8>(a, of.head, key, count, tile) : load_block<P, T>(a, of.head, key, count, tile);
     for (int64_t row = 0; row < of.rows; row += P::step_rows) {
       const int64_t rows = of.rows - row < P::step_rows ? of.rows - row : P::step_rows;

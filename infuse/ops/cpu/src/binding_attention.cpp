@@ -267,7 +267,8 @@ std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, 
   if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return std::nullopt;
   if (!set_sinks(a.sinks, sinks, a.heads)) return std::nullopt;
   a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
-  a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) : 0;
+  // At a whole block: so the sums of a query are the same whether it comes alone or with others.
+  a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) / kKeyBlock * kKeyBlock : 0;
   Tensor out = empty({a.batch, a.tokens, a.heads, a.width}, q);
   a.out = out.mutable_data_ptr();
   run_attention(a);

@@ -26,6 +26,12 @@ inline Vec load(const code8* p, int n) {
 #endif
 }
 
+// The same, multiplied as an integer, four at once (attention_quads.h).
+struct quad8 {
+  int8_t value;
+};
+constexpr int64_t kQuadColumns = 64;  // of a register of codes
+
 inline float scale_of(const void* row, int64_t width) {
   float scale;
   std::memcpy(&scale, static_cast<const char*>(row) + width, sizeof(scale));

@@ -32,20 +32,21 @@ void arrange_plain(const LinearArgs& a) {
 
 // ---- one row of x ----
 
-// The product of a weight row with x. Several chains, so that additions overlap.
+// The product of a weight row with x. With AVX-512 in one chain, which adds in the order of several_rows and is as fast:
+// the next row's chain begins meanwhile. Narrower registers need several, so that additions overlap.
 template <class T>
 float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x) {
   using P = Elements<T>;
-  constexpr int chains = 4;
-  Vec acc[chains];
-  const auto step = [&](int64_t i, int count, int chain) __attribute__((always_inline)) {
+  constexpr int steps = 4, chains = Vec::width == 16 ? 1 : steps;
+  Vec acc[steps];
+  const auto step = [&](int64_t i, int count, int s) __attribute__((always_inline)) {
     // prefetch each cache line once
-    if (chain * P::block * sizeof(T) % 64 == 0) prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
-    acc[chain] = P::dot(P::weights(w + i, count), x + i, acc[chain]);
+    if (s * P::block * sizeof(T) % 64 == 0) prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+    acc[s % chains] = P::dot(P::weights(w + i, count), x + i, acc[s % chains]);
   };
   int64_t i = 0;
-  for (; i + chains * P::block <= inputs; i += chains * P::block) {
-    for (int c = 0; c < chains; ++c) step(i + c * P::block, P::block, c);
+  for (; i + steps * P::block <= inputs; i += steps * P::block) {
+    for (int s = 0; s < steps; ++s) step(i + s * P::block, P::block, s);
   }
   for (; i < inputs; i += P::block) step(i, int(inputs - i < P::block ? inputs - i : P::block), 0);
   return ((acc[0] + acc[1]) + (acc[2] + acc[3])).sum();
@@ -117,7 +118,7 @@ void write_panel(const LinearArgs& a, const PanelSums<R>& sums, int64_t o, int c
     for (int r = 0; r < R; ++r) {
       Vec of_rows[Vec::width];
       for (int i = 0; i < Vec::width; ++i) of_rows[i] = load(sums[n + i < kPanel ? n + i : n][r], Vec::width);
-      Vec sum = sum_each<AddFloats>(of_rows);
+      Vec sum = sum_each(of_rows);
       if (bias) sum = sum + load(bias + o + n, there);
       store(static_cast<T*>(a.y) + (first + r) * a.outputs + o + n, sum, there);
     }
