@@ -121,6 +121,40 @@ def test_what_the_caller_brings_along(asked: str, kind: str) -> None:
     assert torch.equal(generated(model, **more, **way(kind)), generated(original, **more))
 
 
+class Recorded(t.StoppingCriteria):
+    """How many scores it was given at each length."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int | None] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.counts[input_ids.shape[1]] = None if scores is None else len(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_criteria_see_the_scores_that_are_recorded() -> None:
+    _, model = pair()
+    for records in (False, True):
+        criterion, more = Recorded(), {"return_dict_in_generate": records, "output_scores": records}
+        generated(model, stopping_criteria=[criterion], **more, **LOOKUP)
+        assert criterion.counts == {9 + n: n if records else None for n in range(1, NEW + 1)}
+
+
+@pytest.mark.parametrize("kind", ["lookup", "injected"])
+def test_guidance_keeps_its_own_cache_in_order(kind: str) -> None:
+    """Its processor is asked once for each token: candidates, which it would see too, are left out."""
+    original, model = pair()
+    exact = generated(original, guidance_scale=1.5)
+    assert torch.equal(generated(model, guidance_scale=1.5, **way(kind)), exact)
+
+
+def test_beams_are_not_disturbed_by_an_assistant() -> None:
+    """transformers passes it on to every layer there."""
+    original, model = pair()
+    found, exact = (generated(one, num_beams=2, assistant_model=draft("injected")) for one in (model, original))
+    assert torch.equal(found, exact)
+
+
 @pytest.mark.parametrize("kind", ["lookup", "injected"])
 def test_each_token_as_the_end(kind: str) -> None:
     """Of the answer's own: wherever in a step it comes, nothing follows it."""

@@ -232,7 +232,9 @@ class _Asked:
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
         if not one or any(self.value(name) for name in _NOT_OURS):
             return None
-        if any(self.value(name) is not None for name in _SPECULATE):
+        # The processor of guidance_scale runs the model over a cache of its own, which rejected candidates would spoil.
+        guided = self.value("guidance_scale") not in (None, 1)
+        if not guided and any(self.value(name) is not None for name in _SPECULATE):
             return None if self._kwargs.get("inputs_embeds") is not None else speculate
         return None if self.value("return_dict_in_generate") else decode
 

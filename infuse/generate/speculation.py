@@ -154,7 +154,7 @@ class _Search:
             count += 1
             done = tokens[count - 1] in ends or before + count == self._limit_tokens
             for criterion in asked:
-                done = bool(criterion(ids[:, : before + count], None)) or done
+                done = bool(criterion(ids[:, : before + count], self._scores_until(count))) or done
             if count == len(tokens):
                 break
         self.ids = ids[:, : before + count]
@@ -165,6 +165,11 @@ class _Search:
         if self._config.return_dict_in_generate and self._raw_BNV is not None:
             self._logits += (ordinary(self._raw_BNV[:, n]) for n in range(count))
         return tokens[:count], done
+
+    def _scores_until(self, count: int) -> tuple[Tensor, ...] | None:
+        """Scores of all tokens up to the step's first `count`; None unless they are recorded, as in transformers."""
+        recorded = self._config.return_dict_in_generate and self._config.output_scores
+        return (*self._scores, *self._rows[:count]) if recorded else None
 
     def result(self) -> Any:
         """The token ids, or transformers' record of them with scores and logits if they were asked for."""

@@ -21,7 +21,7 @@ SERVED = frozenset({
 # Arguments that do not change what a layer computes. Names that start with "output_" do not either.
 NEUTRAL = frozenset({
     "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "tokenizer", "assistant_tokenizer",  # passed along by transformers' decoding loops
+    "tokenizer", "assistant_tokenizer", "assistant_model",  # passed along by transformers' decoding loops
     "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
 })  # fmt: skip
 
