@@ -16,7 +16,16 @@ from forked import Program
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 import infuse
@@ -68,6 +77,13 @@ def run(*arguments, code=0):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == code, f"exit code {done.exit_code}\n{done.output}\n{done.exception!r}"
     return done.stdout, done.stderr
+
+
+def changed(folder, **values):
+    """The folder, with other values in its configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    return folder
 
 
 def greedy(folder, tokens):
@@ -227,8 +243,24 @@ def test_env_tells_why_there_are_no_kernels():
         (lambda path: [(path / "config.json").unlink(), path][1], "no config.json"),
         (lambda path: [(path / "config.json").write_text("{"), path][1], "cannot be read"),
         (lambda path: [(path / "config.json").write_text('{"model_type": "nonesuch"}'), path][1], "nonesuch"),
+        (lambda path: [(path / "config.json").write_text("null"), path][1], "cannot be read: TypeError"),
+        (lambda path: [(path / "generation_config.json").write_text("[]"), path][1], "cannot be read: TypeError"),
+        (lambda path: changed(path, hidden_size="wide"), "cannot be read"),
+        (lambda path: changed(path, hidden_act="none"), "describes no LlamaForCausalLM: KeyError"),
+        (lambda path: changed(path, architectures=["logging"]), "names logging, which is no model"),
     ],
-    ids=["missing", "file", "no config", "broken config", "unknown type"],
+    ids=[
+        "missing",
+        "file",
+        "no config",
+        "broken config",
+        "unknown type",
+        "no object",
+        "no settings",
+        "wrong type",
+        "unknown activation",
+        "no model",
+    ],  # fmt: skip
 )
 def test_wrong_folders(copy, command, break_it, told):
     name, *options = command
@@ -267,10 +299,21 @@ def test_no_tokenizer(copy):
     assert "no tokenizer" in run("generate", copy, "--prompt", "x", code=2)[1]
 
 
+def test_a_tokenizer_that_is_none(copy):
+    (copy / "tokenizer.json").write_text("{}")
+    assert "no tokenizer that transformers can read" in run("generate", copy, "--prompt", "x", code=2)[1]
+
+
+def test_more_tokens_than_positions(copy, tmp_path):
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=None)
+    GPT2LMHeadModel(config).save_pretrained(copy)
+    for command in (("generate", "--prompt", PROMPT, "--max-new-tokens", 40), ("bench", "--repeats", 1)):
+        name, *options = command
+        assert "the model has 16 positions" in run(name, copy, *options, code=2)[1]
+
+
 def test_an_architecture_that_transformers_does_not_have(copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["NonesuchForCausalLM"]}))
-    assert "NonesuchForCausalLM" in run("plan", copy, code=2)[1]
+    assert "NonesuchForCausalLM" in run("plan", changed(copy, architectures=["NonesuchForCausalLM"]), code=2)[1]
 
 
 def test_a_model_that_does_not_generate(tmp_path, copy):
@@ -289,5 +332,7 @@ def test_wrong_options(folder):
     assert "float33" in run("plan", folder, "--dtype", "float33", code=2)[1]
     assert "int5" in run("plan", folder, "--quant", "int5", code=2)[1]
     run("plan", folder, "--verify", "perhaps", code=2)
+    assert "UTF-8" in run("generate", folder, "--prompt", "\udcff", code=2)[1]
+    run("generate", folder, "--prompt", "x", "--sample", "--seed", 2**70, code=2)
     run("generate", folder, code=2)
     run("nonsense", code=2)

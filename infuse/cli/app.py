@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
-from infuse.cli.messages import FAILED, WRONG_USE, Counted, bar, fail, remarks, without_tracebacks
+from infuse.cli.messages import FAILED, WRONG_USE, Counted, bar, fail, refusals_of_generate, remarks, without_tracebacks
 from infuse.cli.model_folder import copy_rest, empty_model, load_generative, read_config, read_tokenizer, start_engine
 from infuse.cli.ranks import as_ranks, rank_device
 
@@ -57,6 +57,9 @@ Ranks = Annotated[
 ExpertRanks = Annotated[
     int | None,
     typer.Option("--ep", min=1, help="Ranks that divide the experts of mixtures; with --tp: tp * ep ranks."),
+]
+Seed = Annotated[
+    int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="With --sample: the same seed gives the same text.")
 ]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
@@ -111,7 +114,7 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="With --sample: draw from the likeliest of this mass.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="With --sample: the same seed gives the same text.")] = None,
+    seed: Seed = None,
     lookup: Annotated[
         int | None, typer.Option(min=1, help="Verify up to so many tokens at once that followed the same words before.")
     ] = None,
@@ -142,10 +145,8 @@ def generate(
         import transformers
 
         tokenizer = read_tokenizer(model_dir)
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        inputs = _tokens_of(prompt, tokenizer)
         prompt_tokens = inputs["input_ids"].shape[1]
-        if prompt_tokens == 0:
-            fail("the prompt has no tokens; give at least one character", WRONG_USE)
         engine = start_engine(model_dir, config, _settings(dtype, quant, verify, device, tp, ep, kv_cache))
         more: dict[str, Any] = {"prompt_lookup_num_tokens": lookup}
         if draft is not None:
@@ -156,8 +157,18 @@ def generate(
         more = {name: value for name, value in more.items() if value is not None}
         streamer = Counted(transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         start = time.perf_counter()
-        ids = engine.generate(**inputs.to(engine.module.device), **more, streamer=streamer)
+        with refusals_of_generate(engine.module, prompt_tokens + max_new_tokens):
+            ids = engine.generate(**inputs.to(engine.module.device), **more, streamer=streamer)
         _tell_speed(ids.shape[1] - prompt_tokens, time.perf_counter() - start, streamer.pieces)
+
+
+def _tokens_of(prompt: str, tokenizer: Any) -> Any:
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that Python could not decode
+        fail("the prompt is not valid UTF-8", WRONG_USE)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if inputs["input_ids"].shape[1] == 0:
+        fail("the prompt has no tokens; give at least one character", WRONG_USE)
+    return inputs
 
 
 def _tell_speed(new_tokens: int, seconds: float, pieces: int) -> None:
@@ -216,9 +227,10 @@ def bench(
             models["transformers eager"] = load_generative(model_dir, config, dtype=model.dtype).to(model.device)
         ids = torch.randint(config.get_text_config().vocab_size, (batch, prompt_tokens), device=model.device)
         runs: dict[str, list[Speed]] = {name: [] for name in models}
-        for _ in bar(range(1 + repeats), "timing"):
-            for name, one in models.items():  # in turns, so that a machine that slows down slows both
-                runs[name].append(timed(one, ids, new_tokens))
+        with refusals_of_generate(model, prompt_tokens + new_tokens):
+            for _ in bar(range(1 + repeats), "timing"):
+                for name, one in models.items():  # in turns, so that a machine that slows down slows both
+                    runs[name].append(timed(one, ids, new_tokens))
         speeds = {name: middle(several[1:]) for name, several in runs.items()}  # the first run warms up
         speeds["bound"] = bound(model, products * batch * prompt_tokens // engine.group.size)
         what = f"{type(model).__name__}, {_short(model.dtype)}, weights {quant or 'as they are'}"

@@ -49,6 +49,26 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
+def described(error: Exception) -> str:
+    """The error's message, with its class where the message alone says little: KeyError's is a name."""
+    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def refusals_of_generate(model: Any, tokens: int) -> Iterator[None]:
+    """Print what `generate` refuses without a traceback, also that `tokens` are more than a table of the model has."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error), WRONG_USE)
+    except IndexError as error:
+        config = model.config.get_text_config()
+        known = [("max_position_embeddings", "positions"), ("vocab_size", "ids of tokens")]
+        sizes = [f"{value} {what}" for name, what in known if (value := getattr(config, name, None)) is not None]
+        held = " and ".join(sizes)
+        fail(f"{error}: prompt and answer have {tokens} tokens, and the model has {held}; ask for fewer", WRONG_USE)
+
+
 def bar(items: Iterable[Any], description: str) -> Iterable[Any]:
     """A progress bar on terminals, nothing elsewhere."""
     return track(items, description=description, console=remarks(), transient=True, disable=not sys.stderr.isatty())

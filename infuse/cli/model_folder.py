@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infuse.cli.messages import FAILED, WRONG_USE, bar, fail, remarks
+from infuse.cli.messages import FAILED, WRONG_USE, bar, described, fail, remarks
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,8 @@ def read_config(model_dir: Path, weights: bool = False) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError) as error:
-        fail(f"{model_dir / 'config.json'} cannot be read: {error}", WRONG_USE)
+    except Exception as error:  # whatever transformers meets in a file that is not as it expects
+        fail(f"{model_dir / 'config.json'} cannot be read: {described(error)}", WRONG_USE)
 
 
 def model_class(config: Any) -> Any:
@@ -40,10 +40,10 @@ def model_class(config: Any) -> Any:
 
     if not config.architectures:
         return transformers.AutoModel
-    found = getattr(transformers, config.architectures[0], None)
-    if found is None:
-        version = transformers.__version__
-        fail(f"config.json names {config.architectures[0]}, which transformers {version} does not have", WRONG_USE)
+    name = str(config.architectures[0])
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        fail(f"config.json names {name}, which is no model of transformers {transformers.__version__}", WRONG_USE)
     return found
 
 
@@ -53,11 +53,18 @@ def empty_model(model_dir: Path, config: Any) -> Any:
     import transformers
 
     kind = model_class(config)
-    with torch.device("meta"):
-        model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
-    if model.can_generate() and (model_dir / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir, local_files_only=True)
-    return model.to(config.dtype or torch.float32).eval()
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+        model = model.to(config.dtype or torch.float32).eval()
+    except Exception as error:  # from values that no model has
+        fail(f"{model_dir / 'config.json'} describes no {kind.__name__}: {described(error)}", WRONG_USE)
+    if model.can_generate() and (path := model_dir / "generation_config.json").is_file():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+        except Exception as error:
+            fail(f"{path} cannot be read: {described(error)}", WRONG_USE)
+    return model
 
 
 def start_engine(model_dir: Path, config: Any, settings: dict[str, Any]) -> Any:
@@ -98,7 +105,6 @@ def copy_rest(model_dir: Path, out: Path) -> None:
 
 def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "auto") -> Any:
     """The folder's model, in evaluation mode. Exits with a message if it does not generate or cannot be read."""
-    from safetensors import SafetensorError
     from transformers.utils.logging import set_tqdm_hook
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,8 +114,8 @@ def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "au
     before = set_tqdm_hook(hook)
     try:
         model = kind.from_pretrained(model_dir, config=config, dtype=dtype, local_files_only=True).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        fail(f"the weights in {model_dir} cannot be loaded: {error}", FAILED)
+    except Exception as error:  # each format of files raises its own
+        fail(f"the weights in {model_dir} cannot be loaded: {described(error)}", FAILED)
     finally:
         set_tqdm_hook(before)
     return _generative(model)
@@ -120,5 +126,5 @@ def read_tokenizer(model_dir: Path) -> Any:
 
     try:
         return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        fail(f"{model_dir} has no tokenizer that transformers can read: {error}", WRONG_USE)
+    except Exception as error:
+        fail(f"{model_dir} has no tokenizer that transformers can read: {described(error)}", WRONG_USE)
