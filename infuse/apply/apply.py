@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
 
+from infuse import memory
 from infuse.apply.build import Builder
 from infuse.apply.prove import Proofs
 from infuse.apply.swap import Swaps
@@ -61,6 +63,7 @@ class Proven:
         if quantized_by(model) is None:
             cast_parameters(model, dtype)
             cast_buffers(model, dtype, source.put)
+        memory.collapse(chain(model.parameters(), model.buffers()))
         return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
 
 
