@@ -156,7 +156,7 @@ def test_pieces_make_up_a_tensor(shapes: list, whole: tuple, packed: Packed | No
     ("shapes", "whole", "packed"),
     [
         ([(2, 3)], (4, 6), None), ([(2,)], (2, 1), None), ([(3,), (3,)], (7,), None),
-        ([(5,), (5,)], (12,), Packed((4, 4, 4))), ([()], (1,), None),
+        ([(5,), (5,)], (12,), Packed((4, 4, 4))), ([()], (1,), None), ([(0, 3)], (4, 3), None), ([(3,)], (0,), None),
     ],
 )  # fmt: skip
 def test_what_makes_up_no_tensor(shapes: list, whole: tuple, packed: Packed | None) -> None:

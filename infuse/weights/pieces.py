@@ -54,6 +54,8 @@ def tiling(shapes: Sequence[Shape], wanted: Shape, packed: Packed | None = None)
 
 def _plain_parts(lengths: Sequence[int], whole: int) -> _Parts:
     """Place the pieces one after another; neighbours are replicas if the pieces add up to a multiple of the whole."""
+    if not whole or not sum(lengths):
+        return []
     copies = sum(lengths) // whole if sum(lengths) % whole == 0 and len(set(lengths)) == 1 else 1
     stops = list(accumulate(lengths[::copies]))
     if stops[-1] != whole:
