@@ -31,26 +31,42 @@ inline size_t integer_x_bytes(const LinearArgs& a) {
 }
 inline size_t integer_tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t); }
 
+// Arranges N groups, 4, 2 or 1, of row r of a block of `count` rows; `to`: the first group of the block.
+template <int N, class T, Code C>
+void arrange_group_bytes(const LinearArgs& a, const T* x, int64_t length, int64_t count, int64_t r, uint32_t* to) {
+  const int64_t words = kHeaderWords + length / 4 * count;
+  __m512i lanes[4];
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) lanes[g] = g < N ? peaks_of(x + g * length, length) : lanes[g % N];
+  const FourFixedPoints fixed(lanes, kMostByte);
+  if (!fixed.finite) __atomic_store_n(a.finite, false, __ATOMIC_RELAXED);
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    char* bytes = reinterpret_cast<char*>(to + g * words + kHeaderWords + r * (length / 4));
+    lanes[g] = g < N ? put_bytes<C>(fixed[g], x + g * length, length, bytes) : lanes[g % N];
+  }
+  const __m128i sums = lanes_of_four(lanes, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+  alignas(16) uint32_t starts[4];
+  _mm_store_si128(reinterpret_cast<__m128i*>(starts), _mm_mullo_epi32(sums, _mm_set1_epi32(-kMoved<C>)));
+  for (int g = 0; g < N; ++g, to += words) {
+    to[kStart * count + r] = starts[g];
+    std::memcpy(to + kScale * count + r, &fixed.scale[g], 4);
+  }
+}
+
 // Arranges row r of a block of `count` rows.
 template <class T, Code C>
 void arrange_bytes(const LinearArgs& a, const T* x, int64_t count, int64_t r, uint32_t* to) {
-  const int64_t length = a.inputs / a.groups;
-  for (int64_t g = 0; g < a.groups; ++g, x += length) {
-    const FixedPoint fixed = FixedPoint::of(x, length, kMostByte);
-    if (std::isnan(fixed.scale)) __atomic_store_n(a.finite, false, __ATOMIC_RELAXED);
-    char* bytes = reinterpret_cast<char*>(to + kHeaderWords + r * (length / 4));
-    __m512i sums = _mm512_setzero_si512();
-    by_sixteen(length, [&](int64_t i, int n) {
-      const __m512i values = fixed(load(x + i, n));
-      sums = _mm512_add_epi32(sums, values);
-      const __m128i quads = in_quads<C>(values);
-      is_whole(n) ? _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), quads)
-          : _mm_mask_storeu_epi8(bytes + i, first(n), quads);
-    });
-    to[kStart * count + r] = -uint32_t(kMoved<C>) * uint32_t(_mm512_reduce_add_epi32(sums));
-    std::memcpy(to + kScale * count + r, &fixed.scale, 4);
-    to += kHeaderWords + length / 4 * count;
+  const int64_t length = a.inputs / a.groups, words = kHeaderWords + length / 4 * count;
+  int64_t g = 0;
+  for (; g + 4 <= a.groups; g += 4, x += 4 * length, to += 4 * words) {
+    arrange_group_bytes<4, T, C>(a, x, length, count, r, to);
   }
+  if (g + 2 <= a.groups) {
+    arrange_group_bytes<2, T, C>(a, x, length, count, r, to);
+    g += 2, x += 2 * length, to += 2 * words;
+  }
+  if (g < a.groups) arrange_group_bytes<1, T, C>(a, x, length, count, r, to);
 }
 
 template <class T, Code C>

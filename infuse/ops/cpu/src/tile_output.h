@@ -65,33 +65,41 @@ void store_both(T* to, Vec low, Vec high, int left) {
 #if defined(__AVX512BF16__)
 inline void store_both(bf16* to, Vec low, Vec high, int left) {
   const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high.v, low.v));
-  _mm512_mask_storeu_epi16(to, Elements<bf16>::first_words(left), both);
+  left >= kTileOutputs ? _mm512_storeu_si512(to, both)
+      : _mm512_mask_storeu_epi16(to, Elements<bf16>::first_words(left), both);
 }
 #endif
 
 // Writes the sums of one tile: outputs from o on, or act(gate) * up for gates from o on; up values follow all gates.
-template <class T, class Activate>
+template <class T, bool GATED, class Activate>
 void write_rows(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row,
                 const Activate& act) {
-  const int64_t columns = a.gated ? a.outputs / 2 : a.outputs;
+  constexpr int most = GATED ? kPanelRows : kTileOutputs;
+  const int64_t columns = GATED ? a.outputs / 2 : a.outputs;
   const T* bias = static_cast<const T*>(a.bias);
   T* to = static_cast<T*>(a.y) + first_row * columns + o;
-  const int left = int(columns - o < kTileOutputs ? columns - o : kTileOutputs),
-      beyond = a.gated ? left : left - kPanelRows;
+  const int left = int(columns - o < most ? columns - o : most), beyond = GATED ? left : left - kPanelRows;
   const Vec low_bias = bias ? load(bias + o, left) : Vec();
-  const Vec high_bias = bias && beyond > 0 ? load(bias + (a.gated ? columns : kPanelRows) + o, beyond) : Vec();
-  for (int64_t r = 0; r < rows; ++r, sums += kTileOutputs, to += columns) {
-    const Vec low = act(load(sums, Vec::width) + low_bias), high = load(sums + kPanelRows, Vec::width) + high_bias;
-    if (a.gated) {
-      store(to, low * high, left);
-    } else {
-      store_both(to, low, act(high), left);
+  const Vec high_bias = bias && beyond > 0 ? load(bias + (GATED ? columns : kPanelRows) + o, beyond) : Vec();
+  const auto write = [&](auto whole) {  // a constant count needs no masks
+    const int n = decltype(whole)::value ? most : left;
+    for (int64_t r = 0; r < rows; ++r, sums += kTileOutputs, to += columns) {
+      const Vec low = act(load(sums, Vec::width) + low_bias), high = load(sums + kPanelRows, Vec::width) + high_bias;
+      if constexpr (GATED) {
+        store_coarse(to, low * high, n);
+      } else {
+        store_both(to, low, act(high), n);
+      }
     }
-  }
+  };
+  left == most ? write(std::true_type()) : write(std::false_type());
 }
 template <class T>
 void write_sums(const LinearArgs& a, const float* sums, int64_t rows, int64_t o, int64_t first_row) {
-  const auto write = [&](const auto& act) { write_rows<T>(a, sums, rows, o, first_row, act); };
+  const auto write = [&](const auto& act) {
+    a.gated ? write_rows<T, true>(a, sums, rows, o, first_row, act)
+        : write_rows<T, false>(a, sums, rows, o, first_row, act);
+  };
   if (!a.activates) return write([](Vec x) { return x; });
   with_activation(a.act, [&](auto act) { write([](Vec x) { return activated<decltype(act)::value, T>(x); }); });
 }

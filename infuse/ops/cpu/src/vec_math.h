@@ -257,18 +257,15 @@ inline Vec erf(Vec x) {
 
 // x Phi(x) = max(x, 0) - |x| Phi(-|x|). log2 Phi(-t) is a polynomial, the minimax fit up to 13.7 with an error of
 // 4.1e-5; beyond it the result rounds to max(x, 0). Within 0.52 units in the last place of bf16, also for x < -5, where
-// 1 + erf has lost its digits.
+// 1 + erf has lost its digits. Summed in pairs, since a chain of ten takes a quarter longer.
 inline Vec gelu_for_bf16(Vec x) {
-  const Vec t = smaller(Vec(13.7f), absolute(x));
-  Vec p = fma(Vec(-1.714145492e-9f), t, Vec(1.284115996e-7f));
-  p = fma(p, t, Vec(-4.220554719e-6f));
-  p = fma(p, t, Vec(8.051414625e-5f));
-  p = fma(p, t, Vec(-9.975456633e-4f));
-  p = fma(p, t, Vec(8.564664982e-3f));
-  p = fma(p, t, Vec(-5.370585993e-2f));
-  p = fma(p, t, Vec(-4.590995014e-1f));
-  p = fma(p, t, Vec(-1.150835395f));
-  p = fma(p, t, Vec(-1.000040770f));
+  const Vec t = smaller(Vec(13.7f), absolute(x)), t2 = t * t, t4 = t2 * t2;
+  const Vec p8 = fma(Vec(-1.714145492e-9f), t, Vec(1.284115996e-7f)),
+      p6 = fma(Vec(-4.220554719e-6f), t, Vec(8.051414625e-5f)),
+      p4 = fma(Vec(-9.975456633e-4f), t, Vec(8.564664982e-3f)),
+      p2 = fma(Vec(-5.370585993e-2f), t, Vec(-4.590995014e-1f)),
+      p0 = fma(Vec(-1.150835395f), t, Vec(-1.000040770f));
+  const Vec p = fma(fma(p8, t4, fma(p6, t2, p4)), t4, fma(p2, t2, p0));
   return larger(Vec(0.0f), x) - t * coarse_exp2(p);
 }
 
