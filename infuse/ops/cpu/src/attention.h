@@ -155,10 +155,10 @@ inline float adjusted_scores(const AttentionArgs& a, const Adjustment& with, int
   return largest.largest();
 }
 
-// The largest of all kKeyBlock scores of a row; only for scores without mask, bias or soft cap.
-inline float largest_score(const float* scores) {
+// The largest of a row's first scores, whole registers; only for scores without mask, bias or soft cap.
+inline float largest_score(const float* scores, int count = kKeyBlock) {
   Vec largest = load(scores, Vec::width);
-  for (int i = Vec::width; i < kKeyBlock; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
+  for (int i = Vec::width; i < count; i += Vec::width) largest = max(load(scores + i, Vec::width), largest);
   return largest.largest();
 }
 

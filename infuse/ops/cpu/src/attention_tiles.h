@@ -130,7 +130,7 @@ Vec columns_of(const S* row, int64_t c, int64_t width, float scale) {
 
 template <class S>
 void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InFloats>& tile) {
-  for (int i = 0; i < kKeyBlock; i += Vec::width) {
+  for (int i = 0; i < count; i += Vec::width) {
     for (int64_t c = 0; c < tile.depth; c += Vec::width) {
       Vec lanes[Vec::width];
       for (int r = 0; r < Vec::width && i + r < count; ++r) {
@@ -179,7 +179,7 @@ struct Columns<code8> {
 };
 template <class S>
 void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InPairs>& tile) {
-  for (int i = 0; i < kKeyBlock; i += 16) {
+  for (int i = 0; i < count; i += 16) {
     for (int64_t c = 0; c < tile.depth; c += 16) {
       Vec words[16];
       const __mmask32 there = first_of_32(a.width > 2 * c ? a.width - 2 * c : 0);
@@ -340,6 +340,38 @@ float weigh_tile_row(const Tile<P>& tile, int64_t row, int r, float block_larges
   return keep;
 }
 
+// The same for `rows` rows whose scores are neither masked nor changed. The factors of all rows are computed at once:
+// whether a row has a larger score than before cannot be predicted.
+template <class P>
+void weigh_tile_rows(const Tile<P>& tile, int64_t row, int64_t rows, float scale, int count, float* keep) {
+  const int written = P::depth_step > 1 ? kKeyBlock : (count + Vec::width - 1) / Vec::width * Vec::width;
+  alignas(64) float tops[P::step_rows], bases[P::step_rows];
+  for (int64_t r = 0; r < rows; ++r) {
+    float* scores = tile.scores + r * kTileScoreStep;
+    for (int i = count; i < written; ++i) scores[i] = -kInfinity;
+    tops[r] = largest_score(scores, written);
+  }
+  const Vec lowest(-kInfinity), factor(scale);
+  for (int64_t r = 0; r < rows; r += Vec::width) {
+    const int n = int(rows - r < Vec::width ? rows - r : Vec::width);
+    float* largest = tile.largest + row + r;
+    const Vec before = load(largest, n), now = max(load(tops + r, n) * factor, before);
+    store(keep + r, where_less(lowest, now, exp(before - now), Vec(1.0f)), n);
+    store(bases + r, where_less(lowest, now, Vec(0.0f) - now, Vec(0.0f)), n);
+    store(largest, now, n);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* scores = tile.scores + r * kTileScoreStep;
+    const Vec base(bases[r]);
+    Vec total;
+    for (int i = 0; i < written; i += Vec::width) {
+      const Vec exponent = fma(load(scores + i, Vec::width), factor, base);
+      total = total + store_weights(tile.weights + r * tile.weight_step, i, exponent);
+    }
+    tile.total[row + r] = tile.total[row + r] * keep[r] + total.sum();
+  }
+}
+
 template <class P>
 void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, int64_t row, int64_t rows, int64_t key,
                  int count) {
@@ -347,8 +379,15 @@ void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, in
   score_tile_rows(tile, row, rows, count);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0,
       each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
+  const int64_t first_query = a.length - a.tokens + of.t + row / group;
+  const bool all_keys = !a.window && (!a.causal || key + count <= first_query + 1);
+  alignas(64) float keep[P::step_rows];
+  if (all_keys && !a.mask.data && !a.bias.data && a.softcap <= 0 && a.scale > 0) {
+    for (int64_t r = 0; r < rows; ++r) tile.allowed[row + r] = 1.0f;
+    weigh_tile_rows(tile, row, rows, a.scale, count, keep);
+    return add_tile_values(tile, row, rows, count, keep);
+  }
   Adjustment with;
-  float keep[P::step_rows];
   for (int r = 0; r < rows; ++r) {
     const int64_t n = (row + r) % group, t = of.t + (row + r) / group;
     if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
