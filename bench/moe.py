@@ -1,6 +1,7 @@
 """Mixtures of experts against transformers' grouped form, in one process, interleaved: prefill, decode, init.
 
     python bench/moe.py [--shape small qwen3-30b-layer] [--formats int8 int4 int8:a8] [--peers] [--out FILE.md]
+    python bench/moe.py --init [--shape small]      # init alone, beside a dense model of the same bytes
 
 Random weights. A step's bound is the bytes that it uses, at the read bandwidth probed around it: of the experts, those
 that the routes of all rows are expected to hit.
@@ -113,6 +114,30 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
     return markdown(table, "; ".join(remarks))
 
 
+def init_report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
+    """Init of the mixture and of a dense model whose MLP is as wide as all experts together, in turns."""
+    inner = shape["num_experts"] * shape["moe_intermediate_size"]
+    of_both = {key: value for key, value in shape.items() if "expert" not in key and not key.startswith("moe")}
+    config = transformers.Qwen3Config(**of_both, intermediate_size=inner)
+    models = {"mixture": made(shape), "dense": random_model(transformers.Qwen3ForCausalLM, config, DTYPE)}
+    table = Table(title=f"{name}: init, s; median of {args.repeats} in turns")
+    for heading in ("", "verify", *models, "spread", "spread"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for format in ("", *args.formats):
+        for verify in ("sample", "off"):
+            seconds: dict[str, list[float]] = {kind: [] for kind in models}
+            for _ in range(args.repeats):
+                for kind, model in models.items():
+                    copied = copy.deepcopy(model)
+                    start = time.perf_counter()
+                    infuse.init_inference(copied, dtype=DTYPE, verify=verify, **({"quant": format} if format else {}))
+                    seconds[kind].append(time.perf_counter() - start)
+            spreads = [f"{min(found):.2f}-{max(found):.2f}" for found in seconds.values()]
+            table.add_row(format or "bf16", verify, *(f"{median(found):.2f}" for found in seconds.values()), *spreads)
+    sizes = (f"{kind}: {parameter_bytes(model) / 1e9:.2f} GB" for kind, model in models.items())
+    return markdown(table, ", ".join(sizes))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["small"])
@@ -120,10 +145,11 @@ def main() -> None:
     for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peers", action="store_true", help="llama.cpp too, if its packages are there")
+    parser.add_argument("--init", action="store_true", help="only init, beside a dense model of the same bytes")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
     for name in args.shape:
-        show(report(SHAPES[name], name, args), args.out)
+        show((init_report if args.init else report)(SHAPES[name], name, args), args.out)
 
 
 if __name__ == "__main__":
