@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,6 +155,32 @@ def test_a_norm_of_another_kind_is_called(made: list[bool]) -> None:
     finally:
         kind.forward = forward  # type: ignore[method-assign]
     assert not torch.equal(changed, exact) and torch.equal(answer(engine), exact)
+
+
+def halved(model: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Halved())
+
+
+def limited(model: Any) -> None:
+    model.get_input_embeddings().max_norm = 0.05
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.cat((weight[::2] / 2, weight[1::2] * 2))
+
+
+@pytest.mark.parametrize("change", [halved, limited])
+def test_a_head_or_table_that_becomes_another_is_noticed(change: Callable[[Any], None], made: list[bool]) -> None:
+    """In place, after an answer whose steps were one call. A table with a largest norm changes what it looks up."""
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    before = answer(engine)
+    change(engine.module), change(original)
+    exact = answer(original)
+    assert torch.equal(answer(engine), exact) and (change is limited or not torch.equal(before, exact))
+    tables = [model.get_input_embeddings().weight for model in (engine.module, original)]
+    torch.testing.assert_close(*tables)
 
 
 def test_ids_outside_the_table_are_the_models(made: list[bool]) -> None:

@@ -168,13 +168,13 @@ class Linear(InferenceModule, nn.Linear):
     def arguments(self) -> tuple:
         """The op's arguments after x: weight and bias, before those of ops.linear.Around."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
-        return held["weight"], held["bias"]
+        weight = held.get("weight")
+        return self.weight if weight is None else weight, held["bias"]  # None: parametrized or pruned
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
             return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
-        held = self._parameters
-        y = self._body(x, held["weight"], held["bias"])
+        y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
 

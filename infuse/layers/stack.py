@@ -69,6 +69,8 @@ class StackCall(OneCall):
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
         """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""
+        if self.takes_ids and not _looks_up(self._roots[0], x_BTC):
+            return None
         tensors, slots = self._tensors(self._roots), [cache.slot(index) for index in self._indices]
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
