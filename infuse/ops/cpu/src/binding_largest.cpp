@@ -8,52 +8,45 @@
 namespace infuse {
 namespace {
 
-constexpr int64_t kChunk = 2048;  // values that are compared at once
-typedef float Lanes __attribute__((vector_size(32)));
-typedef int32_t Masks __attribute__((vector_size(32)));
-constexpr int64_t kLanes = sizeof(Lanes) / sizeof(float);
+constexpr int64_t kChunk = 2048, kLanes = 16;  // values that are converted, and compared, at once
+constexpr int kFours = kLanes / 4;
+// In the 16 bytes of a vector on every machine.
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t Masks __attribute__((vector_size(16)));
 
-// Calls run(values, first, count) for chunks of a row as float, filled up with -infinity, until it returns true.
-template <class F>
-void over_chunks(const char* row, Type type, int64_t count, const F& run) {
-  alignas(64) float values[kChunk];
-  for (int64_t first = 0; first < count; first += kChunk) {
-    const int64_t n = std::min(kChunk, count - first);
-    std::fill(values + n, values + kChunk, -std::numeric_limits<float>::infinity());
-    kernels().router.convert(row + first * (type == Type::f32 ? 4 : 2), type, values, Type::f32, n);
-    if (run(values, first, n)) return;
-  }
+// Values [first, first + kChunk) of a row as float; beyond its end, -infinity.
+void widen(const char* row, Type type, int64_t first, int64_t count, float* to) {
+  const int64_t n = std::min(kChunk, count - first);
+  kernels().router.convert(row + first * (type == Type::f32 ? 4 : 2), type, to, Type::f32, n);
+  std::fill(to + n, to + kChunk, -std::numeric_limits<float>::infinity());
 }
 
 int64_t largest_of(const char* row, Type type, int64_t count) {
-  Lanes most = Lanes{} - std::numeric_limits<float>::infinity();
-  Masks numbers = Masks{} - 1;
-  over_chunks(row, type, count, [&](const float* values, int64_t, int64_t) {
+  alignas(64) float values[kChunk], most[kLanes];
+  float largest = 0;
+  int64_t best = -1;  // the chunk with the largest value
+  for (int64_t first = 0; first < count; first += kChunk) {
+    widen(row, type, first, count, values);
+    Four most_of[kFours], v[kFours];
+    Masks numbers = Masks{} - 1;
+    std::memcpy(most_of, values, sizeof most_of);
     for (int64_t i = 0; i < kChunk; i += kLanes) {
-      Lanes v;
-      std::memcpy(&v, values + i, sizeof v);
-      numbers &= v == v;
-      most = v > most ? v : most;
-    }
-    return false;
-  });
-  float largest = most[0];
-  bool all_numbers = true;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    largest = std::max(largest, most[lane]);
-    all_numbers = all_numbers && numbers[lane];
-  }
-  int64_t found = 0;
-  over_chunks(row, type, count, [&](const float* values, int64_t first, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      if (all_numbers ? values[i] == largest : values[i] != values[i]) {
-        found = first + i;
-        return true;
+      std::memcpy(v, values + i, sizeof v);
+      for (int j = 0; j < kFours; ++j) {
+        const Masks larger = v[j] > most_of[j];
+        most_of[j] = Four((larger & Masks(v[j])) | (~larger & Masks(most_of[j])));
+        numbers &= v[j] == v[j];
       }
     }
-    return false;
-  });
-  return found;
+    if (!(numbers[0] & numbers[1] & numbers[2] & numbers[3])) {
+      return first + (std::find_if(values, values + kChunk, [](float each) { return each != each; }) - values);
+    }
+    std::memcpy(most, most_of, sizeof most);
+    const float of_chunk = *std::max_element(most, most + kLanes);
+    if (best < 0 || of_chunk > largest) largest = of_chunk, best = first;
+  }
+  widen(row, type, best, count, values);
+  return best + (std::find(values, values + kChunk, largest) - values);
 }
 
 // Of x [..., V], contiguous: the first of equals, and the first NaN if there is one, as torch.argmax.
