@@ -56,6 +56,8 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     q, mask = empty(1, 32, 1, 128, dtype=dtype), torch.ones(1, 1, 1, 2048, dtype=torch.bool)
     yield "attention", (q, cache, cache, None, None, 0.1, True, 0, 0.0), {}
     yield "attention", (q, cache, cache, mask, None, 0.1, False, 512, 0.0), {"length": one}
+    rows = empty(1, 8, 2048, 132, dtype=torch.int8)
+    yield "attention", (q, rows, rows, mask, None, 0.1, False, 0, 0.0), {"length": one}
     long, wide = empty(1, 16, 500, 256, dtype=dtype), empty(1, 8, 500, 256, dtype=dtype)
     yield "attention", (long, wide, wide, None, None, 0.1, True, 0, 50.0), {}
     alibi = empty(1, 32, 64, 80, dtype=dtype)

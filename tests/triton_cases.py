@@ -5,6 +5,7 @@ compiled (test_gpu_ops.py).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from infuse import ops
 from infuse.ops import Case, registered
+from infuse.ops.cache_rows import quantize_rows
 from infuse.ops.triton import configurations, experts
 from infuse.ops.triton.configurations import Tiles
 from infuse.quant.format import QuantizedWeight
@@ -182,6 +184,18 @@ def test_attention_split_over_the_cache(dtype: torch.dtype, monkeypatch: pytest.
     ):  # fmt: skip
         wanted = ops.attention.reference(q, k, v, *args)
         assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), dtype)
+
+
+def test_attention_reads_the_rows_of_an_int8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts and without dequantizing them first, if their scales are at multiples of 4 bytes."""
+    monkeypatch.setattr(configurations, "MULTIPROCESSORS", 8)
+    q, args = torch.randn(1, 4, 1, 20, device=DEVICE).bfloat16(), (None, None, 0.2, True, 0, 0.0)
+    k, v = (quantize_rows(torch.randn(1, 300, 2, 20, device=DEVICE)).transpose(1, 2) for _ in "kv")
+    wanted = ops.attention.reference(q, k, v, *args)
+    odd = [F.pad(rows, (1, 0))[..., 1:] for rows in (k, v)]
+    assert_near(ops.attention.body("triton")(q, *odd, *args).cpu(), wanted.cpu(), torch.bfloat16)
+    monkeypatch.setattr(sys.modules["infuse.ops.attention"], "values_of", None)
+    assert_near(ops.attention.body("triton")(q, k, v, *args).cpu(), wanted.cpu(), torch.bfloat16)
 
 
 @by_dtype

@@ -34,6 +34,14 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return (codes.float() * scale.view(*rows.shape[:-1], 1)).to(dtype)
 
 
+def scales_in(rows: Tensor) -> Tensor | None:
+    """The scales of rows [B, K, L, D + 4] as a float32 view [B, K, L]; None if they are not at multiples of 4 bytes."""
+    places = (rows.storage_offset(), *rows.stride()[:-1], rows.shape[-1])
+    if rows.stride(-1) != 1 or any(place % SCALE_BYTES for place in places):
+        return None
+    return rows.view(torch.float32)[..., -1]
+
+
 def values_of(cached: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Keys or values of a cache: dequantized if they are rows, else unchanged."""
     return dequantize_rows(cached, dtype) if cached.dtype == torch.int8 else cached

@@ -485,7 +485,7 @@ class _Decision:
         for name in names:
             if name not in self.choices:
                 refused = self.refused
-                if self.config.kv_cache and name in ("attention", "rotary_append"):
+                if self.config.kv_cache and name == "rotary_append":
                     refused = {**refused, "triton": f"a cache in {self.config.kv_cache} has no kernels there"}
                 self.choices[name] = ops.registered()[name].choose(self.device, self.dtype, refused)
         return tuple((name, self.choices[name].body) for name in dict.fromkeys(names))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infuse.ops.attention import attention
+from infuse.ops.cache_rows import SCALE_BYTES, scales_in
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import attention_tiles, power_above
 
@@ -24,12 +25,18 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float, causal: bool, window: int,
     softcap: float, sinks: Tensor | None = None, length: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Reads `length` on the device. A fully masked row is zeros, also with an additive mask of -inf."""
+    """Reads `length` on the device, and rows of an int8 cache as they are, if their scales are at multiples of 4 bytes.
+
+    A fully masked row is zeros, also with an additive mask of -inf.
+    """
     batch, heads, tokens, width = q.shape
-    kv_heads, keys, value_width = k.shape[1], k.shape[2], v.shape[3]
+    of_int8 = k.dtype == v.dtype == torch.int8
+    scales = (scales_in(k), scales_in(v)) if of_int8 else (None, None)
+    kv_heads, keys, value_width = k.shape[1], k.shape[2], v.shape[3] - (SCALE_BYTES if of_int8 else 0)
     ours = length is not None or tokens <= MOST_FEW or softcap > 0 or bias is not None or sinks is not None
     ours = ours or (window > 0 and mask is None)
-    alike = q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and batch * kv_heads <= 65535
+    alike = None not in scales if of_int8 else q.dtype == k.dtype == v.dtype
+    alike = alike and q.dtype in DTYPES and batch * kv_heads <= 65535
     if not ours or not alike or max(width, value_width) > 256 or min(batch, tokens, keys, value_width) == 0:
         return attention.body("torch")(q, k, v, mask, bias, scale, causal, window, softcap, sinks, length)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -47,7 +54,7 @@ def _attention(
         sums = q.new_empty(chosen.splits, rows, 2, dtype=torch.float32)
     padded = max(power_above(value_width), 16)
     kernels("attention").attend[(-(-tokens * group // chosen.rows), batch * kv_heads, chosen.splits)](
-        q, k, v, mask, bias, sinks, parts, sums, keys if length is None else length,
+        q, k, v, *scales, mask, bias, sinks, parts, sums, keys if length is None else length,
         tokens, kv_heads, width, value_width, scale, window, softcap,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *(NO_STRIDES if mask is None else mask.stride()),
         *(NO_STRIDES if bias is None else bias.stride()),

@@ -30,6 +30,29 @@ def key_range(
 
 
 @triton.jit
+def scores_of(q_tile, k, scales, at, there, d, width, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Products with the keys at `at`, which are codes of an int8 cache if there are scales."""
+    k_tile = tl.load(k + at[None, :] + d[:, None], mask=there[None, :] & (d < width)[:, None], other=0.0)
+    if scales is not None:
+        k_tile = k_tile.to(tl.float32).to(q_tile.dtype)  # exact; the interpreter casts no integers to bfloat16
+    scores = dot(q_tile, k_tile, tl.zeros((ROWS, KEYS), tl.float32))
+    if scales is not None:
+        scores *= tl.load(scales + at // 4, mask=there, other=0.0)[None, :]
+    return scores
+
+
+@triton.jit
+def values_of(v, scales, at, there, of_value, width, dtype: tl.constexpr):
+    """The values at `at`, likewise."""
+    inside = there[:, None] & (of_value < width)[None, :]
+    v_tile = tl.load(v + at[:, None] + of_value[None, :], mask=inside, other=0.0)
+    if scales is not None:
+        of_key = tl.load(scales + at // 4, mask=there, other=0.0)
+        v_tile = (v_tile.to(tl.float32) * of_key[:, None]).to(dtype)
+    return v_tile
+
+
+@triton.jit
 def biased(scores, allowed, bias, at):
     """The scores plus the bias, if any."""
     if bias is not None:
@@ -90,8 +113,8 @@ def write_rows(
 
 @triton.jit
 def attend(
-    q, k, v, mask, bias, sinks, out, sums, length, tokens, kv_heads, width, value_width, scale, window, softcap,
-    q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride,
+    q, k, v, k_scales, v_scales, mask, bias, sinks, out, sums, length, tokens, kv_heads, width, value_width, scale,
+    window, softcap, q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride,
     v_batch_stride, v_head_stride, v_token_stride, mask_batch_stride, mask_head_stride, mask_token_stride,
     mask_key_stride, bias_batch_stride, bias_head_stride, bias_token_stride, bias_key_stride,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASK_IS_BOOL: tl.constexpr,
@@ -99,6 +122,8 @@ def attend(
     VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [B, H, T, D] over k, v [B, K, L, D], written to out [B, T, H, D].
+
+    With k_scales and v_scales, k and v are codes of an int8 cache (ops/cache_rows.py); strides are theirs, in bytes.
 
     With SPLITS > 1, out receives undivided float32 parts [SPLITS, B * T * H, D], and sums [SPLITS, B * T * H, 2] the
     maximum and the sum of each. LENGTH_IS_THERE: `length` points to the number of keys.
@@ -116,16 +141,13 @@ def attend(
     begin, end = key_range(keys, tokens, window, CAUSAL, WINDOWED, GROUP, ROWS, KEYS, SPLITS)
     highest, part = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     total, seen = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.int32)
-    k_at = k + batch * k_batch_stride + kv_head * k_head_stride
-    v_at = v + batch * v_batch_stride + kv_head * v_head_stride
+    k_first = batch * k_batch_stride + kv_head * k_head_stride
+    v_first = batch * v_batch_stride + kv_head * v_head_stride
     for first in range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
         there = key < keys
-        k_tile = tl.load(
-            k_at + key[None, :].to(tl.int64) * k_token_stride + d[:, None],
-            mask=there[None, :] & (d < width)[:, None], other=0.0,
-        )  # fmt: skip
-        scores = dot(q_tile, k_tile, tl.zeros((ROWS, KEYS), tl.float32)) * scale
+        at = k_first + key.to(tl.int64) * k_token_stride
+        scores = scores_of(q_tile, k, k_scales, at, there, d, width, ROWS, KEYS) * scale
         if CAPPED:
             scores = tanh(scores / softcap) * softcap
         allowed = real[:, None] & there[None, :]
@@ -137,10 +159,8 @@ def attend(
         scores = biased(scores, allowed, bias, at[:, None] + key[None, :] * bias_key_stride)
         at = batch * mask_batch_stride + head * mask_head_stride + token * mask_token_stride
         scores, allowed = masked(scores, allowed, mask, at[:, None] + key[None, :] * mask_key_stride, MASK_IS_BOOL)
-        v_tile = tl.load(
-            v_at + key[:, None].to(tl.int64) * v_token_stride + of_value[None, :],
-            mask=there[:, None] & (of_value < value_width)[None, :], other=0.0,
-        )  # fmt: skip
+        at = v_first + key.to(tl.int64) * v_token_stride
+        v_tile = values_of(v, v_scales, at, there, of_value, value_width, q_tile.dtype)
         seen = tl.maximum(seen, tl.max(allowed.to(tl.int32), 1))
         highest, total, part = added(scores, v_tile, highest, total, part)
     # If all allowed scores are -inf, the result is NaN, as in softmax; a fully masked row is zeros.
