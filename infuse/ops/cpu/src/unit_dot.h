@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "fixed_point.h"
+#include "int8_rows.h"
 #include "linear_kernels.h"
 #include "tile_words.h"
 
@@ -260,6 +261,191 @@ struct UnitDot<f16, Code::int4> : IntegerDot<f16, Code::int4> {};
 template <>
 struct UnitDot<bf16, Code::int4> : IntegerDot<bf16, Code::int4> {};
 #endif
+
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// Integer codes with x as 16-bit integers times a scale per chunk, as below; one instruction multiplies the codes of a
+// pair of inputs with two of them and adds the products, exactly.
+//
+//   chunk → [R] of {start of the sums, scale}, then [units][R][pairs of a unit] of two integers
+template <class T, Code C>
+struct PairDot {
+  using X = uint32_t;
+  static constexpr int pairs = kUnit<C> / 2;
+  static constexpr float kMost = 32639;  // with codes of 8 bits, a chunk's sum is below 2^30
+
+  static int64_t words(const LinearArgs& a) {
+    const int64_t in_group = a.inputs / kUnit<C> / a.groups;
+    return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
+  }
+
+  static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
+    const int64_t in_group = a.inputs / kUnit<C> / a.groups, of_group = (in_group + kChunkUnits - 1) / kChunkUnits;
+    to += begin * (2 * of_group + pairs * in_group) * R;
+    over_chunks<C>(a, begin, end, [&](int64_t first_unit, int64_t units) {
+      for (int r = 0; r < R; ++r) {
+        const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs + first_unit * kUnit<C>;
+        arrange_chunk(x, units * kUnit<C>, to + 2 * r, to + 2 * R + pairs * r, pairs * R);
+      }
+      to += 2 * R + pairs * R * units;
+    });
+  }
+
+  // Arranges a chunk of one row; units are `step` apart.
+  static void arrange_chunk(const T* x, int64_t count, X* header, X* to, int64_t step) {
+    const float peak = largest_magnitude(x, count);  // NaN if x is not finite: the sum is then computed again exactly
+    const float lift = peak < 0x1p-64f ? 0x1p64f : 1;  // for the smallest peaks, kMost / peak overflows float
+    const float steps = peak > 0 ? kMost / (peak * lift) : 0, scale = peak / kMost;
+    __m256i sum = _mm256_setzero_si256();
+    for (int64_t i = 0; i < count; i += 8) {
+      const int n = int(count - i < 8 ? count - i : 8);
+      const __m256i value = _mm256_cvtps_epi32((load(x + i, n) * Vec(lift) * Vec(steps)).v);
+      sum = _mm256_add_epi32(sum, value);
+      const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(value), _mm256_extracti128_si256(value, 1));
+      X* at = to + i / kUnit<C> * step;
+      if (kUnit<C> == 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(at), words);
+      } else {
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(at), words);
+        if (n > 4) _mm_storeh_pd(reinterpret_cast<double*>(at + step), _mm_castsi128_pd(words));
+      }
+    }
+    int32_t lanes[8], total = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum);
+    for (int32_t lane : lanes) total += lane;
+    header[0] = C == Code::int4 ? uint32_t(-8 * total) : 0;  // codes of 4 bits are multiplied as unsigned
+    std::memcpy(header + 1, &scale, 4);
+  }
+
+  // The codes of pair `pair` of each row.
+  [[gnu::always_inline]] static __m256i codes_of(__m256i words, int pair) {
+    if (C == Code::int8) return _mm256_srai_epi16(pair ? words : _mm256_slli_epi16(words, 8), 8);
+    const __m256i moved = pair ? _mm256_srli_epi16(words, 4 * pair) : words;
+    return pair == 3 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15));
+  }
+
+  template <int R>
+  struct Sums {
+    static constexpr int units = 2;
+    const X* header;
+    __m256i sum[R];
+
+    explicit Sums(const X*& x) : header(x) {
+      for (int r = 0; r < R; ++r) sum[r] = _mm256_set1_epi32(int(x[2 * r]));
+      x += 2 * R;
+    }
+    template <int U>
+    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) {
+        const __m256i words = load_words(p + u * kUnitBytes<C>);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < pairs; ++pair) {
+          const __m256i w = codes_of(words, pair);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const __m256i both = _mm256_set1_epi32(int(x[(u * R + r) * pairs + pair]));
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(w, both));
+          }
+        }
+      }
+      x += U * R * pairs;
+    }
+    Vec total(int r) const {
+      float scale;
+      std::memcpy(&scale, header + 2 * r + 1, 4);
+      return Vec(_mm256_cvtepi32_ps(sum[r])) * Vec(scale);
+    }
+  };
+};
+
+template <>
+struct UnitDot<bf16, Code::int8> : PairDot<bf16, Code::int8> {};
+template <>
+struct UnitDot<bf16, Code::int4> : PairDot<bf16, Code::int4> {};
+template <>
+struct UnitDot<f16, Code::int8> : PairDot<f16, Code::int8> {};
+template <>
+struct UnitDot<f16, Code::int4> : PairDot<f16, Code::int4> {};
+
+// fp8 and fp6 through fp16, two codes of a row at once: in the halves of a word their bits are moved to those of fp16,
+// whose conversion keeps subnormals. x as [inputs / 2][R][2]. The sums of four rows of the weight are in a register, of
+// codes 0 and 1 of each pair apart.
+template <class T, Code C>
+struct HalfDot {
+  using X = float;
+  static constexpr int pairs = kUnit<C> / 2;
+  static constexpr float lacking = C == Code::fp8 ? 256.0f : 4096.0f;  // for the difference of the exponents' bias
+  static int64_t words(const LinearArgs& a) { return a.inputs; }
+  static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
+    const int64_t length = a.inputs / a.groups;
+    for (int r = 0; r < R; ++r) {
+      const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs;
+      for (int64_t i = begin * length; i < end * length; ++i) to[(i / 2 * R + r) * 2 + i % 2] = widen(x[i]);
+    }
+  }
+
+  // Pair `pair` of each row at the bits of fp16.
+  [[gnu::always_inline]] static __m256i halves_of(const Unit<C>& d, int pair) {
+    if constexpr (C == Code::fp8) {
+      const __m256i upper = pair ? d.words[0] : _mm256_slli_epi16(d.words[0], 8);
+      return _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16(short(0xbf80)));
+    } else {
+      __m256i upper;
+      if (pair < 6) {
+        upper = _mm256_slli_epi16(d.words[pair / 2], pair % 2 ? 4 : 10);
+      } else {
+        const __m256i high = pair == 6 ? _mm256_slli_epi16(d.words[2], 2) : d.words[2];
+        const __m256i lower = _mm256_set1_epi16(0x3c00);
+        upper = _mm256_or_si256(_mm256_and_si256(lower, _mm256_srli_epi16(d.words[pair - 6], 2)),
+                                _mm256_andnot_si256(lower, high));
+      }
+      return _mm256_and_si256(_mm256_srai_epi16(upper, 2), _mm256_set1_epi16(short(0x9f00)));
+    }
+  }
+
+  template <int R>
+  struct Sums {
+    static constexpr int chains = R == 1 ? 4 : R == 2 ? 2 : 1, units = C == Code::fp8 ? 2 : 1;
+    Vec first[chains][R], second[chains][R];  // of four rows each
+    explicit Sums(const X*&) {}
+    template <int U>
+    [[gnu::always_inline]] void add(const uint8_t* p, const X*& x) {
+#pragma GCC unroll 2
+      for (int u = 0; u < U; ++u) {
+        const Unit<C> d = load_unit<C>(p + u * kUnitBytes<C>);
+#pragma GCC unroll 8
+        for (int pair = 0; pair < pairs; ++pair) {
+          const __m256i halves = halves_of(d, pair);
+          const Vec low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+          const Vec high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+          const int c = (u * pairs + pair) % chains;
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            double both;
+            std::memcpy(&both, x + ((u * pairs + pair) * R + r) * 2, 8);
+            const Vec twice = _mm256_castpd_ps(_mm256_set1_pd(both));
+            first[c][r] = fma(low, twice, first[c][r]), second[c][r] = fma(high, twice, second[c][r]);
+          }
+        }
+      }
+      x += U * kUnit<C> * R;
+    }
+    Vec total(int r) const {
+      Vec low = first[0][r], high = second[0][r];
+      for (int c = 1; c < chains; ++c) low = low + first[c][r], high = high + second[c][r];
+      const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(low.v, high.v));  // of rows 0, 1, 4, 5, 2, 3, 6, 7
+      return Vec(_mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8))) * Vec(lacking);
+    }
+  };
+};
+
+template <class T>
+struct UnitDot<T, Code::fp8> : HalfDot<T, Code::fp8> {};
+template <class T>
+struct UnitDot<T, Code::fp6> : HalfDot<T, Code::fp6> {};
 
 #endif
 
