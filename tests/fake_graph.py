@@ -124,7 +124,8 @@ class FakeBackend:
         try:
             if self.fail is not None:
                 raise self.fail
-            with recorder, patch("torch.cuda.is_current_stream_capturing", lambda: True):
+            captured = patch("infuse.layers.diffusion.derived._is_captured", lambda tensor: True)
+            with recorder, captured, patch("torch.cuda.is_current_stream_capturing", lambda: True):
                 result = run()  # models ask for it, and then do not look at their masks
         finally:
             self._open = False

@@ -29,9 +29,7 @@ class Derived:
 
     def of(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """make(), or its last result if that was made from the same unchanged tensors."""
-        if is_compiling() or any(t.is_inference() for t in tensors):
-            return make()
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_compiling() or any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
             return make()
         versions, held = tuple(t._version for t in tensors), self._held
         values = tuple(_some_values(t) for t in tensors if t.device.type == "cpu")
@@ -53,6 +51,11 @@ class Derived:
 
     def __reduce__(self) -> tuple:  # copies and pickles of a module start empty
         return Derived, ()
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether what is computed from `tensor` is recorded for a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _some_values(tensor: Tensor) -> Tensor:
