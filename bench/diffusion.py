@@ -135,7 +135,7 @@ def empty(kind: Any, **settings: Any) -> nn.Module:
         model = kind(**settings).to(DTYPE)
     if wanted.type == "meta":
         return model
-    model = model.to_empty(device="cpu")
+    model = model.to_empty(device=wanted)
     for parameter in model.parameters():
         parameter.data.uniform_(-0.03, 0.03)
         if parameter.dim() == 1:

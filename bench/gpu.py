@@ -1,7 +1,7 @@
 """Everything there is to measure on one NVIDIA GPU, in one command and under eight minutes; random weights made on the
 device.
 
-    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--parts tests encoders decoders] [--minutes
+    python bench/gpu.py --out bench/results/DATE-gpu.md [--quick] [--parts tests encoders denoisers decoders] [--minutes
     8]
 
 Writes the report as Markdown to FILE and all figures as JSON beside it. What does not fit into the time is left out,
@@ -31,6 +31,7 @@ from rich.table import Table
 
 import gpu_models as models
 import infuse
+from gpu_diffusion import denoisers
 from gpu_kernels import Matrix, kernels, matrices
 from gpu_models import Plan, Row
 from gpu_runs import Bounds, Budget, bounds
@@ -38,7 +39,7 @@ from infuse.generate.install import GraphUse, install, uninstall
 from report import markdown, show
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("tests", "encoders", "decoders")
+PARTS = ("tests", "encoders", "denoisers", "decoders")
 TEST_SECONDS = 120.0
 
 
@@ -62,6 +63,8 @@ def main() -> None:
     if "encoders" in args.parts:
         bert = transformers.BertConfig(**(models.TINY_BERT if plan.tiny else models.BERT_LARGE))
         results["rows"] += models.encoders(plan, bert, measured, budget)
+    if "denoisers" in args.parts:
+        results["rows"] += denoisers(plan, measured, budget)
     if "decoders" in args.parts:
         looks = partial(look_at, plan, measured, results, tables)
         for name, kind, config in decoders(plan.tiny, args.quick):
