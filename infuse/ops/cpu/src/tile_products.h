@@ -195,19 +195,20 @@ TileKernels panel_tiles() {
   return made;
 }
 
-inline TilesByType plain_tile_kernels() {
+// make(T()) of each type that this table multiplies by tiles.
+template <class F>
+TilesByType by_type(const F& make) {
 #if defined(__AVX512BF16__)
-  return {plain_tiles<float>(), plain_tiles<bf16>()};
+  return {make(float()), make(bf16())};
 #else
-  return {plain_tiles<float>(), {}};
+  return {make(float()), {}};
 #endif
 }
+inline TilesByType plain_tile_kernels() {
+  return by_type([](auto type) { return plain_tiles<decltype(type)>(); });
+}
 inline TilesByType panel_tile_kernels() {
-#if defined(__AVX512BF16__)
-  return {panel_tiles<float>(), panel_tiles<bf16>()};
-#else
-  return {panel_tiles<float>(), {}};
-#endif
+  return by_type([](auto type) { return panel_tiles<decltype(type)>(); });
 }
 
 #else

@@ -27,6 +27,29 @@ void over_chunks(const LinearArgs& a, int64_t begin, int64_t end, const F& run) 
   }
 }
 
+// x as integers times a scale for each chunk: [R] of {start of the sums, scale}, then [units][R] of two bytes an input.
+template <Code C>
+int64_t chunked_words(const LinearArgs& a) {
+  const int64_t in_group = a.inputs / kUnit<C> / a.groups;
+  return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
+}
+
+// Arranges groups [begin, end) of rows [row, row + R); arrange_chunk(x, count, header, to, step) one chunk of one row,
+// whose units are `step` apart.
+template <class T, Code C, class F>
+void arrange_chunks(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, uint32_t* to,
+                    const F& arrange_chunk) {
+  constexpr int64_t unit_words = kUnit<C> / 2;
+  to += begin * (chunked_words<C>(a) / a.groups) * R;
+  over_chunks<C>(a, begin, end, [&](int64_t first_unit, int64_t units) {
+    for (int r = 0; r < R; ++r) {
+      const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs + first_unit * kUnit<C>;
+      arrange_chunk(x, units * kUnit<C>, to + 2 * r, to + 2 * R + unit_words * r, unit_words * R);
+    }
+    to += 2 * R + unit_words * R * units;
+  });
+}
+
 // Parallel sums per row, so that no product waits for the previous one: 8 to 20 in total, as registers allow.
 constexpr int sum_chains(int R) {
 #if defined(__AVX512F__)
@@ -134,21 +157,10 @@ struct IntegerDot {
   static constexpr int quads = kUnit<C> / 4;
   static constexpr float kMost = 32639;  // 127 * 256 + 127
 
-  static int64_t words(const LinearArgs& a) {
-    const int64_t in_group = a.inputs / kUnit<C> / a.groups;
-    return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
-  }
+  static int64_t words(const LinearArgs& a) { return chunked_words<C>(a); }
 
   static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
-    const int64_t in_group = a.inputs / kUnit<C> / a.groups, of_group = (in_group + kChunkUnits - 1) / kChunkUnits;
-    to += begin * (2 * of_group + 2 * quads * in_group) * R;
-    over_chunks<C>(a, begin, end, [&](int64_t first_unit, int64_t units) {
-      for (int r = 0; r < R; ++r) {
-        const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs + first_unit * kUnit<C>;
-        arrange_chunk(x, units * kUnit<C>, to + 2 * r, to + 2 * R + 2 * quads * r, 2 * quads * R);
-      }
-      to += 2 * R + 2 * quads * R * units;
-    });
+    arrange_chunks<T, C>(a, row, R, begin, end, to, arrange_chunk);
   }
 
   // Arranges a chunk of one row; units are `step` apart.
@@ -276,21 +288,10 @@ struct PairDot {
   static constexpr int pairs = kUnit<C> / 2;
   static constexpr float kMost = 32639;  // with codes of 8 bits, a chunk's sum is below 2^30
 
-  static int64_t words(const LinearArgs& a) {
-    const int64_t in_group = a.inputs / kUnit<C> / a.groups;
-    return a.inputs / 2 + 2 * a.groups * ((in_group + kChunkUnits - 1) / kChunkUnits);
-  }
+  static int64_t words(const LinearArgs& a) { return chunked_words<C>(a); }
 
   static void arrange(const LinearArgs& a, int64_t row, int R, int64_t begin, int64_t end, X* to) {
-    const int64_t in_group = a.inputs / kUnit<C> / a.groups, of_group = (in_group + kChunkUnits - 1) / kChunkUnits;
-    to += begin * (2 * of_group + pairs * in_group) * R;
-    over_chunks<C>(a, begin, end, [&](int64_t first_unit, int64_t units) {
-      for (int r = 0; r < R; ++r) {
-        const T* x = static_cast<const T*>(a.x) + (row + r) * a.inputs + first_unit * kUnit<C>;
-        arrange_chunk(x, units * kUnit<C>, to + 2 * r, to + 2 * R + pairs * r, pairs * R);
-      }
-      to += 2 * R + pairs * R * units;
-    });
+    arrange_chunks<T, C>(a, row, R, begin, end, to, arrange_chunk);
   }
 
   // Arranges a chunk of one row; units are `step` apart.
