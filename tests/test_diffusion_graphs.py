@@ -39,6 +39,22 @@ def test_denoisers(name: str) -> None:
     assert len(backend.captures) == 2 and backend.replays >= 4
 
 
+def test_time_steps_that_are_numbers() -> None:
+    """In a user's own loop: by position and by name, whole and not, in one graph for each dtype."""
+    unet, backend = made("sd15").unet, FakeBackend()
+    x, text = torch.randn(2, 4, 16, 24), torch.randn(2, 5, 32)
+    steps = [999, 501, 10, 3, 10.5, 9.5, 8.5]
+    with torch.no_grad():
+        wanted = [unet(x, step, text).sample for step in steps]
+    graphed(unet, backend)
+    with torch.no_grad():
+        found = [unet(x, step, text).sample for step in steps]
+        named = unet(x, timestep=10, encoder_hidden_states=text).sample
+    for one, other in zip([*found, named], [*wanted, wanted[2]], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert len(backend.captures) == 2 and backend.replays == 3
+
+
 def test_encoder_and_decoder_of_a_vae() -> None:
     vae, backend = made("sd15").vae, FakeBackend()
     samples = [torch.randn(1, 3, 32, 40) for _ in range(4)]

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
 from infuse import interrupts
+from infuse.architectures.component_inputs import is_component
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
@@ -49,6 +50,8 @@ _NOT_OURS = (
     "speculation_type", "assistant_ensemble_weight", "synced_gpus", "stop_strings", "token_healing",
     "output_attentions", "output_hidden_states",
 )  # fmt: skip
+# Models of diffusers that round a time step given as a number down to an integer; the others keep fractions.
+_WHOLE_STEPS = frozenset({"PriorTransformer", "UNet1DModel", "UNet2DModel"})
 _SPECULATE = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
 _ASSISTANTS = ("assistant_model", "tokenizer", "assistant_tokenizer")
 
@@ -114,6 +117,8 @@ def install(
     install_continuous(module)
     fix_vocabulary(module)
     handles = []
+    if graphs is not None and graphs.forward and (place := _place_of_time_step(module)) is not None:
+        handles.append(module.register_forward_pre_hook(partial(_time_step_as_tensor, *place), with_kwargs=True))
     if next((p.device.type for p in module.parameters()), "cpu") != "cpu":
         handles.append(module.register_forward_pre_hook(_moved, with_kwargs=True))
     if limit_tokens is not None:
@@ -283,3 +288,27 @@ def _moved(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         return value.to(device) if isinstance(value, Tensor) and value.device != device else value
 
     return tuple(moved(arg) for arg in args), {name: moved(value) for name, value in kwargs.items()}
+
+
+def _place_of_time_step(module: nn.Module) -> tuple[int, str] | None:
+    """Position and name of the argument of a diffusers' model that may be a number; None without one."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:] if is_component(module) else []
+    return next(((names.index(name), name) for name in ("timestep", "timesteps") if name in names), None)
+
+
+def _time_step_as_tensor(
+    position: int, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook: make a time step that is a number a tensor, as the model does itself inside of its graph.
+
+    One graph then serves all time steps, and capturing it copies nothing from the host.
+    """
+    given = args[position] if position < len(args) else kwargs.get(name)
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return args, kwargs
+    whole = isinstance(given, int) or type(module).__name__ in _WHOLE_STEPS
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    made = torch.tensor([given], dtype=torch.int64 if whole else torch.float64, device=device)
+    if position < len(args):
+        return (*args[:position], made, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: made}
