@@ -15,8 +15,8 @@ from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inpu
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
-from infuse.layers.diffusion import joint
-from infuse.layers.diffusion.joint import JointBlock, SingleBlock
+from infuse.layers.diffusion import heads
+from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.step import MODULE
 
 BLOCKS = ("JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")
@@ -56,7 +56,7 @@ def test_every_block_is_replaced_and_computes_the_same(name: str) -> None:
     paths, wanted, uneven = blocks(model), run(model), run(model, UNEVEN)
     engine = infuse.init_inference(model, dtype=torch.float32, verify="strict")
     assert sorted(step.path for step in engine.plan.steps if step.depth == MODULE) == sorted(paths) and len(paths) > 1
-    assert all(isinstance(model.get_submodule(path), (JointBlock, SingleBlock)) for path in paths)
+    assert all(isinstance(model.get_submodule(path), StreamsBlock) for path in paths)
     assert error(run(model), wanted) < 5e-6 and error(run(model, UNEVEN), uneven) < 5e-6
 
 
@@ -105,7 +105,7 @@ def test_a_single_block_by_parts_of_its_rows(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         wanted = block(x, text, temb)
         for rows in (1, 3, 7):
-            monkeypatch.setattr(joint, "_PART_BYTES", rows * block.image.out.in_features * 4)
+            monkeypatch.setattr(heads, "_PART_BYTES", rows * block.image.out.in_features * 4)
             assert all(error(one, other) < 1e-6 for one, other in zip(block(x, text, temb), wanted, strict=True))
         empty = block(x[:, :0], text[:, :0], temb)
     assert [one.shape for one in empty] == [(2, 0, width)] * 2
@@ -118,6 +118,15 @@ def test_a_text_that_ends_in_the_last_block() -> None:
     x = torch.randn(1, 4, 32)
     text, image = last(x, torch.randn(1, 3, 32), torch.randn(1, 32))
     assert text is None and image.shape == x.shape and last.context_pre_only is True
+
+
+def test_each_norm_has_its_own_eps() -> None:
+    model = transformer("sd3")
+    for at, norm in enumerate(one for one in model.transformer_blocks.modules() if isinstance(one, nn.LayerNorm)):
+        norm.eps = 0.1 * (at + 1)
+    wanted = run(model)
+    infuse.init_inference(model, dtype=torch.float32, verify="strict")
+    assert isinstance(model.transformer_blocks[0], StreamsBlock) and error(run(model), wanted) < 5e-6
 
 
 def test_rotation_is_left_out_as_in_the_original() -> None:
@@ -155,7 +164,7 @@ def test_unknown_arguments_are_refused_by_name() -> None:
 
 
 def changed_norm(block: Any) -> None:
-    block.norm2.eps = 1e-3
+    block.norm2 = nn.LayerNorm(32)
 
 
 def another_processor(block: Any) -> None:

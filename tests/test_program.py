@@ -1,4 +1,4 @@
-"""Residual shapes as programs, and what the peepholes make of them (layers/program.py)."""
+"""Residual shapes as programs, and what the peepholes make of them (architectures/program.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ from families import BY_NAME
 
 import infuse
 from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, LayerShape
+from infuse.architectures.program import (
+    ADD,
+    ATTENTION,
+    IMAGE,
+    MLP,
+    NORM,
+    TEXT,
+    Program,
+    Step,
+    carried,
+    folded,
+    merged,
+    program_of,
+)
 from infuse.layers.block import Block
-from infuse.layers.program import Program, folded, merged, program_of
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +80,17 @@ def test_scaled_branches_are_added_by_themselves(shape: LayerShape) -> None:
     program = program_of(replace(shape, residual_scale=0.5))
     assert words(folded(program)) == "folded_attention(norm1) add folded_mlp(norm2) add"
     assert [step.scale for step in merged(program) if step.does.startswith("add")] == [0.5, 0.5]
+
+
+def test_sums_of_streams_go_with_norms_that_are_modulated_as_they_are_or_with_products() -> None:
+    """A gated sum goes with a modulated norm of its stream, a plain one with a plain norm or the product before it."""
+    gated, modulated, plain = Step(ADD, on=IMAGE, by=(2,)), Step(NORM, "norm", on=IMAGE, by=(1, 0)), Step(ADD, on=IMAGE)
+    mlp, norm = Step(MLP, "mlp", on=IMAGE), Step(NORM, "norm", on=IMAGE)
+    assert merged((gated, modulated)) == (Step("add_norm", "norm", on=IMAGE, by=(2, 1, 0)),)
+    assert merged((plain, norm)) == (Step("add_norm", "norm", on=IMAGE),)
+    for apart in ((gated, norm), (plain, modulated), (plain, Step(NORM, on=IMAGE)), (plain, norm._replace(on=TEXT))):
+        assert merged(apart) == apart
+    across = Step(ATTENTION, "cross", on=IMAGE, over=TEXT)
+    assert words(carried((across, plain, modulated, mlp, gated))) == (
+        "carry attention(cross) take norm(norm) mlp(mlp) add"
+    )

@@ -28,9 +28,10 @@ from infuse.architectures.unet import ConvShape
 from infuse.device import Device
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion import buffers, convolution
+from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Conv
 from infuse.layers.diffusion.derived import Derived
-from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule, TransformerBlock
+from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.layers.parts import make_part
 from infuse.layers.surroundings import Surroundings
 from infuse.ops import registered
@@ -561,7 +562,7 @@ def test_layers_are_ours() -> None:
     model = unet()
     infuse.init_inference(model, dtype=torch.float32)
     kinds = {type(module) for module in model.modules()}
-    assert TransformerBlock in kinds and ImageAttention in kinds and ImageAttentionModule not in kinds
+    assert StreamsBlock in kinds and ImageAttention in kinds and ImageAttentionModule not in kinds
 
 
 class Halved(Attention):

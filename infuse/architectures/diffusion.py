@@ -10,11 +10,12 @@ from torch import nn
 from infuse.architectures.dit import MODULES as BLOCKS
 from infuse.architectures.feed_forward import FEED_FORWARD
 from infuse.architectures.image_attention import MODULES as ATTENTIONS
+from infuse.architectures.image_transformer import MODULES as TRANSFORMERS
 from infuse.architectures.module import ModuleSpec
 from infuse.architectures.normed_attention import MODULES as NORMED
 from infuse.architectures.unet import MODULES as CONVOLUTIONS
 
-MODULES: tuple[ModuleSpec, ...] = (FEED_FORWARD, *ATTENTIONS, *NORMED, *CONVOLUTIONS, *BLOCKS)
+MODULES: tuple[ModuleSpec, ...] = (FEED_FORWARD, *ATTENTIONS, *NORMED, *CONVOLUTIONS, *TRANSFORMERS, *BLOCKS)
 
 _BY_CLASS: Mapping[str, ModuleSpec] = MappingProxyType({spec.layer: spec for spec in MODULES})
 

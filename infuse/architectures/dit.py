@@ -1,20 +1,18 @@
 """Blocks of diffusion transformers: SD3's joint block, Flux's double and single blocks.
 
-A time step modulates all norms and gates. A joint block has two sequences, image and text, each with its own weights,
-and one attention over both.
+A time step modulates all norms and gates. A joint block has two streams, image and text, each with its own weights, and
+one attention over both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.feed_forward import bind_feed_forward
-from infuse.architectures.mlp import MLPShape
-from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
+from infuse.architectures.module import ModuleSpec, class_path
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import (
     COLUMN,
@@ -22,7 +20,6 @@ from infuse.architectures.part import (
     INNER,
     KV_HEADS,
     ROW,
-    WHOLE,
     Extent,
     Matrix,
     Parameter,
@@ -30,36 +27,46 @@ from infuse.architectures.part import (
     Share,
     named,
 )
+from infuse.architectures.program import (
+    ATTENTION,
+    CAT,
+    CLIP,
+    EMPTY,
+    END,
+    IMAGE,
+    JOINT,
+    MLP,
+    SPLIT,
+    TEXT,
+    TIME,
+    TURNS,
+    Program,
+    Step,
+)
+from infuse.architectures.streams import (
+    CONTINUOUS,
+    MODULATION,
+    SINGLE,
+    ZERO,
+    ZERO_X,
+    StreamsShape,
+    bind_modulated_norm,
+    bind_modulation,
+    gated,
+    modulated,
+)
 
 _MODELS = "diffusers.models."
 _FLUX = f"{_MODELS}transformers.transformer_flux."
 _NORMS = f"{_MODELS}normalization."
-ZERO, ZERO_X, CONTINUOUS = "AdaLayerNormZero", "SD35AdaLayerNormZeroX", "AdaLayerNormContinuous"
-SINGLE = "AdaLayerNormZeroSingle"
-# Vectors that the linear of each modulation makes: shift, scale and gate of attention, then of the MLP, then of the
-# second attention; CONTINUOUS makes scale and shift.
-VECTORS: Mapping[str, int] = {ZERO: 6, ZERO_X: 9, CONTINUOUS: 2, SINGLE: 3}
-
-
-@dataclass(frozen=True)
-class ModulationShape(PartShape):
-    """The linear from the time embedding to all shifts, scales and gates of a block: `outputs` of them, whole."""
-
-    hidden: int
-    outputs: int
-    bias: bool
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return (Matrix("linear", self.outputs, self.hidden, self.bias, WHOLE, ()),)
 
 
 @dataclass(frozen=True)
 class HeadsShape(PartShape):
     """The projections of one sequence: q, k and v with the norms of q and k, and the output (None: there is none).
 
-    `out` is whether the output has a bias. `beside`: the width of an MLP whose result the output projection takes after
-    the heads; its first linear has the bias `up_bias`.
+    `out` is whether the output has a bias. `beside`: the width of an MLP with `activation` whose result the output
+    projection takes after the heads; its first linear has the bias `up_bias`.
     """
 
     hidden: int
@@ -72,6 +79,7 @@ class HeadsShape(PartShape):
     out: bool | None
     beside: int = 0
     up_bias: bool = False
+    activation: str = ""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -94,7 +102,7 @@ class HeadsShape(PartShape):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return ("joined_heads", "attention")
+        return ("joined_heads", "attention", *(("activation",) if self.beside else ()))
 
     def of_rank(self, share: Share) -> HeadsShape:
         out = self.out if self.out is None else self.out and share.is_first
@@ -102,146 +110,82 @@ class HeadsShape(PartShape):
         return replace(self, heads=share.count(HEADS), out=out, beside=beside)
 
 
-@dataclass(frozen=True)
-class JointShape(ModuleShape):
-    """A block of two sequences. `second`: an attention of the image alone, beside the first (SD3.5).
-
-    Without `text_mlp` the text ends in this block. `text_first`: its order in the attention. `turns`: queries and keys
-    are rotated. `eps` is that of the modulated norms. `clips`: the text is clamped in float16.
-    """
-
-    modulation: ModulationShape
-    image: HeadsShape
-    text: HeadsShape
-    second: HeadsShape | None
-    image_mlp: MLPShape
-    text_mlp: MLPShape | None
-    eps: float
-    text_first: bool
-    turns: bool
-    clips: bool
-
-    @property
-    def parts(self) -> Mapping[str, PartShape]:
-        held = {name: getattr(self, name) for name in _JOINT_PARTS}
-        return {name: part for name, part in held.items() if part is not None}
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        return (*super().ops, "modulated_norm", "gated_add", "gated_add_norm")
-
-
-_JOINT_PARTS = ("modulation", "image", "text", "second", "image_mlp", "text_mlp")
-
-
-@dataclass(frozen=True)
-class SingleShape(ModuleShape):
-    """Flux's single block: attention beside an MLP, over text and image as one sequence."""
-
-    modulation: ModulationShape
-    image: HeadsShape
-    activation: str
-    eps: float
-
-    @property
-    def parts(self) -> Mapping[str, PartShape]:
-        return {"modulation": self.modulation, "image": self.image}
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        return (*super().ops, "activation", "modulated_norm", "gated_add")
+_QKV, _ADDED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+_TEXT_AND_TIME = (("encoder_hidden_states", TEXT), ("temb", TIME))
+# The vectors of a stream: shift, scale and gate of attention, then of the MLP, then of the second attention, which
+# reads the block's input as the first one does.
+_FIRST, _SECOND = (gated(IMAGE, 2),), (
+    modulated("norm1", IMAGE, 6), gated(IMAGE, 2), Step(ATTENTION, "second", on=IMAGE), gated(IMAGE, 8),
+)  # fmt: skip
+_IMAGE_MLP = (modulated("norm2", IMAGE, 3), Step(MLP, "ff", on=IMAGE), gated(IMAGE, 5))
+_TEXT_MLP = (modulated("norm2_context", TEXT, 3), Step(MLP, "ff_context", on=TEXT), gated(TEXT, 5))
 
 
 @dataclass(frozen=True)
 class JointBlock:
-    """A joint block; `processor` is the class that its attention is computed by."""
+    """A joint block: `processor` is the class that its attention is computed by, over the streams in this `order`."""
 
+    layer: str
     processor: str
-    text_first: bool
-    turns: bool
-    clips: bool
+    order: tuple[str, str]
+    call: tuple[tuple[str, str], ...]
+    clips: bool = False
 
-    def bind(self, binder: Binder, name: str) -> JointShape:
-        block = binder.layer
-        if getattr(block, "_chunk_size", None) is not None:
+    def bind(self, binder: Binder, name: str) -> StreamsShape:
+        if getattr(binder.layer, "_chunk_size", None) is not None:
             binder.differ("its feed-forward runs in chunks")
-        second = getattr(block, "attn2", None) is not None
+        second = getattr(binder.layer, "attn2", None) is not None
         ends = getattr(binder.module("attn"), "to_add_out", None) is None
-        modulation, eps = _modulation(
-            binder, {"norm1": ZERO_X if second else ZERO, "norm1_context": CONTINUOUS if ends else ZERO}
+        held = bind_modulation(
+            binder,
+            {"norm1": (IMAGE, ZERO_X if second else ZERO), "norm1_context": (TEXT, CONTINUOUS if ends else ZERO)},
         )
-        for path in ("norm2", *(() if ends else ("norm2_context",))):
-            _check_norm(binder, path, eps)
-        return JointShape(
-            modulation,
-            image=_heads(binder, "attn", "image", self.processor, ("to_q", "to_k", "to_v"), "norm_{}", "to_out.0"),
-            text=_heads(
-                binder, "attn", "text", self.processor, ("add_q_proj", "add_k_proj", "add_v_proj"), "norm_added_{}",
-                None if ends else "to_add_out",
-            ),
-            second=_heads(binder, "attn2", "second", self.processor, ("to_q", "to_k", "to_v"), "norm_{}", "to_out.0")
-            if second
-            else None,
-            image_mlp=bind_feed_forward(binder, "ff", "image_mlp"),
-            text_mlp=None if ends else bind_feed_forward(binder, "ff_context", "text_mlp"),
-            eps=eps,
-            text_first=self.text_first,
-            turns=self.turns,
-            clips=self.clips,
-        )  # fmt: skip
+        held[IMAGE] = _heads(binder, "attn", IMAGE, self.processor, _QKV, "norm_{}", "to_out.0")
+        out = None if ends else "to_add_out"
+        held[TEXT] = _heads(binder, "attn", TEXT, self.processor, _ADDED, "norm_added_{}", out)
+        if second:
+            held["second"] = _heads(binder, "attn2", "second", self.processor, _QKV, "norm_{}", "to_out.0")
+        for suffix in ("",) if ends else ("", "_context"):
+            held[f"norm2{suffix}"] = bind_modulated_norm(binder, f"norm2{suffix}")
+            held[f"ff{suffix}"] = bind_feed_forward(binder, f"ff{suffix}", f"ff{suffix}")
+        text = modulated("norm1_context", TEXT, 0)
+        if ends:  # its norm has the scale first
+            text, end = text._replace(by=(0, 1)), (Step(END, on=TEXT),)
+        else:
+            end = (gated(TEXT, 2), *_TEXT_MLP, *((Step(CLIP, on=TEXT),) if self.clips else ()))
+        image = (*(_SECOND if second else _FIRST), *_IMAGE_MLP)
+        joint = Step(JOINT, on=self.order[0], over=self.order[1])
+        program = (MODULATION, modulated("norm1", IMAGE, 0), text, joint, *image, *end)
+        return StreamsShape(self.layer, program, tuple(held.items()), self.call, (TEXT, IMAGE))
 
 
 @dataclass(frozen=True)
 class SingleBlock:
-    """Flux's single block."""
+    """Flux's single block: attention beside an MLP, over text and image as one stream."""
 
+    layer: str
     processor: str
+    call: tuple[tuple[str, str], ...]
+    program: Program = (
+        MODULATION, Step(CAT, on=IMAGE, over=TEXT), modulated("norm", IMAGE, 0), Step(ATTENTION, IMAGE, on=IMAGE),
+        gated(IMAGE, 2), Step(CLIP, on=IMAGE), Step(SPLIT, on=IMAGE, over=TEXT),
+    )  # fmt: skip
 
-    def bind(self, binder: Binder, name: str) -> SingleShape:
-        modulation, eps = _modulation(binder, {"norm": SINGLE})
-        heads = _heads(binder, "attn", "image", self.processor, ("to_q", "to_k", "to_v"), "norm_{}", None)
+    def bind(self, binder: Binder, name: str) -> StreamsShape:
+        held = bind_modulation(binder, {"norm": (IMAGE, SINGLE)})
+        heads = _heads(binder, "attn", IMAGE, self.processor, _QKV, "norm_{}", None)
         up, out = binder.linear("proj_mlp"), binder.linear("proj_out")
         width = heads.heads * heads.head_width
         if out.columns != width + up.rows:
             binder.differ(f"proj_out takes {out.columns} columns; heads and MLP make {width} + {up.rows}")
-        binder.fill_linear("image.up", ("proj_mlp",), up.bias)
-        binder.fill_linear("image.out", ("proj_out",), out.bias)
+        binder.fill_linear(f"{IMAGE}.up", ("proj_mlp",), up.bias)
+        binder.fill_linear(f"{IMAGE}.out", ("proj_out",), out.bias)
         activation = binder.module("act_mlp")
         if type(activation) is not nn.GELU:
             binder.differ(f"act_mlp is a {type(activation).__name__}, not a GELU")
-        name = "gelu_tanh" if getattr(activation, "approximate", "") == "tanh" else "gelu"
-        return SingleShape(modulation, replace(heads, out=out.bias, beside=up.rows, up_bias=up.bias), name, eps)
-
-
-def _modulation(binder: Binder, kinds: Mapping[str, str]) -> tuple[ModulationShape, float]:
-    """Bind the linears of the modulations at these paths as one; return it and the eps of their norms."""
-    linears, epsilons = [], []
-    for path, kind in kinds.items():
-        found = class_path(binder.module(path))
-        if found != f"{_NORMS}{kind}":
-            binder.differ(f"{path} is a {found.rpartition('.')[2]}, not {kind}")
-        if getattr(binder.module(path), "emb", None) is not None:
-            binder.differ(f"{path} embeds the time step itself")
-        linear = binder.linear(f"{path}.linear")
-        linears.append(linear)
-        if linear.rows != VECTORS[kind] * linear.columns:
-            binder.differ(f"{path}.linear makes {linear.rows} rows of {linear.columns}, not {VECTORS[kind]} vectors")
-        epsilons.append(_check_norm(binder, f"{path}.norm", None))
-    if len(set(epsilons)) > 1:
-        binder.differ(f"the norms of {' and '.join(kinds)} have different eps: {epsilons}")
-    paths = tuple(f"{path}.linear" for path in kinds)
-    bias = binder.all_or_no_bias(paths, linears)
-    binder.fill_linear("modulation.linear", paths, bias)
-    return ModulationShape(linears[0].columns, sum(linear.rows for linear in linears), bias), epsilons[0]
-
-
-def _check_norm(binder: Binder, path: str, eps: float | None) -> float:
-    """The eps of the layer norm without weights at `path`, which must be `eps` if that is given."""
-    norm = binder.module(path)
-    found = getattr(norm, "eps", 0.0)
-    if type(norm) is not nn.LayerNorm or norm.elementwise_affine or (eps is not None and found != eps):
-        binder.differ(f"{path} is {norm}, not a LayerNorm without weights{'' if eps is None else f' with eps {eps}'}")
-    return found
+        act = "gelu_tanh" if getattr(activation, "approximate", "") == "tanh" else "gelu"
+        held[IMAGE] = replace(heads, out=out.bias, beside=up.rows, up_bias=up.bias, activation=act)
+        return StreamsShape(self.layer, self.program, tuple(held.items()), self.call, (TEXT, IMAGE))
 
 
 def _heads(
@@ -300,13 +244,17 @@ def _head_norm(binder: Binder, path: str, target: str, width: int) -> float | No
     return eps
 
 
+_SD3, _SD3_PROCESSOR = (
+    f"{_MODELS}attention.JointTransformerBlock",
+    f"{_MODELS}attention_processor.JointAttnProcessor2_0",
+)
+_DOUBLE, _SINGLE, _FLUX_PROCESSOR = (
+    f"{_FLUX}{name}" for name in ("FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxAttnProcessor")
+)
+_SD3_CALL = (*_TEXT_AND_TIME, ("joint_attention_kwargs", EMPTY))
+_FLUX_CALL = (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("joint_attention_kwargs", EMPTY))
 MODULES = (
-    ModuleSpec(
-        f"{_MODELS}attention.JointTransformerBlock",
-        JointBlock(f"{_MODELS}attention_processor.JointAttnProcessor2_0", text_first=False, turns=False, clips=False),
-    ),
-    ModuleSpec(
-        f"{_FLUX}FluxTransformerBlock", JointBlock(f"{_FLUX}FluxAttnProcessor", text_first=True, turns=True, clips=True)
-    ),
-    ModuleSpec(f"{_FLUX}FluxSingleTransformerBlock", SingleBlock(f"{_FLUX}FluxAttnProcessor")),
+    ModuleSpec(_SD3, JointBlock("JointTransformerBlock", _SD3_PROCESSOR, (IMAGE, TEXT), _SD3_CALL)),
+    ModuleSpec(_DOUBLE, JointBlock("FluxTransformerBlock", _FLUX_PROCESSOR, (TEXT, IMAGE), _FLUX_CALL, clips=True)),
+    ModuleSpec(_SINGLE, SingleBlock("FluxSingleTransformerBlock", _FLUX_PROCESSOR, _FLUX_CALL)),
 )

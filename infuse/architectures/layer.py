@@ -19,7 +19,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.part import PartShape, ShapeOfParts
 from infuse.errors import SpecMismatch
 
-# Residual shapes, drawn in layers/program.py.
+# Residual shapes, drawn in architectures/program.py.
 PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
 TENSOR, TUPLE, BIASED = "tensor", "tuple", "biased"  # return type of the layer's forward; BIASED: T5's, with its bias

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from infuse import ops
 from infuse.architectures.attention import Alibi, RelativeBias
 from infuse.architectures.layer import BIASED, PARALLEL, TUPLE, LayerShape
+from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
@@ -28,7 +29,7 @@ from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
-from infuse.layers.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of, run
+from infuse.layers.program import run
 from infuse.layers.recorders import is_heard
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group

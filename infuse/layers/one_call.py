@@ -19,6 +19,7 @@ from infuse.architectures.attention import NoPosition
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import AVERAGE
 from infuse.architectures.norm import RMS
+from infuse.architectures.program import ADD, ADD_NORM, ADD_NORM_STREAM, ATTENTION, Program
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
@@ -28,7 +29,6 @@ from infuse.layers.linear import Quantized, QuantizedLinear, all_are_heard, unto
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
-from infuse.layers.program import ADD, ADD_NORM, ADD_NORM_STREAM, ATTENTION, Program
 from infuse.native import DTYPES, limits
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.layer import STEPS, encoder_layer, layers_step

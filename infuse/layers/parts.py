@@ -9,19 +9,21 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
-from infuse.architectures.dit import JointShape, SingleShape
 from infuse.architectures.feed_forward import FeedForwardShape
-from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageTransformerShape, TransformerBlockShape
+from infuse.architectures.image_attention import ImageAttentionModuleShape
+from infuse.architectures.image_transformer import ImageTransformerShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
+from infuse.architectures.streams import StreamsShape
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
+from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
-from infuse.layers.diffusion.image_attention import ImageAttentionModule, ImageTransformer, TransformerBlock
-from infuse.layers.diffusion.joint import JointBlock, SingleBlock
+from infuse.layers.diffusion.image_attention import ImageAttentionModule
+from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
@@ -34,12 +36,10 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
         MoEShape: MoE,
         FeedForwardShape: FeedForward,
         ImageAttentionModuleShape: ImageAttentionModule,
-        TransformerBlockShape: TransformerBlock,
         ImageTransformerShape: ImageTransformer,
         ResnetShape: Resnet,
         UpsampleShape: Upsample,
-        JointShape: JointBlock,
-        SingleShape: SingleBlock,
+        StreamsShape: StreamsBlock,
         NormedAttentionShape: NormedAttention,
     }
 )

@@ -1,115 +1,47 @@
-"""Programs for the residual shapes, and the interpreter that runs a block's program part by part.
+"""The interpreters of programs (architectures/program.py), part by part.
 
-PRE                POST               PARALLEL             SANDWICH
-x ----+            x ----+            x --+------+----+    x ----+
-norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
-attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
-  + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
-x ----+            x ----+                                   + --+
-norm2 |            mlp   |                                 x ----+
-mlp   |              + --+                                 norm2, mlp, post2 likewise
-  + --+            norm2
-
-A program works on three values: `x`, the residual stream; `y`, the input of the next attention or MLP; and `branch`,
-the sum of their outputs since the last ADD. Two peephole passes fuse neighbouring steps: `merged` fuses an ADD with the
-norm after it, `folded` fuses norms and sums with adjacent products. C++ also runs merged programs:
-ops/cpu/src/binding_layer.h.
+`run` has one stream, in three local variables, with caches, attention weights and ranks' sums of parallel branches.
+`run_streams` has several streams, modulated by a time step. They have no more in common than a plain norm and an MLP,
+and a language model's step of one token should look up no streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, LayerShape
+from infuse.architectures.program import (
+    ADD,
+    ADD_NORM,
+    ADD_NORM_STREAM,
+    ATTENTION,
+    CARRY,
+    CAT,
+    CLIP,
+    END,
+    FOLDED_ATTENTION,
+    FOLDED_MLP,
+    JOINT,
+    MASK,
+    MLP,
+    MODULATE,
+    NORM,
+    NORM_BRANCH,
+    REDUCE,
+    SPLIT,
+    TAKE,
+    TEXT_MASK,
+    TIME,
+    TURNS,
+    Program,
+)
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, untouched
 from infuse.layers.norm import Norm
 
-# y = norm(x); x = y = norm(x); branch = norm(branch)
-NORM, NORM_STREAM, NORM_BRANCH = "norm", "norm_stream", "norm_branch"
-ATTENTION, MLP = "attention", "mlp"  # branch += part(y)
-ADD = "add"  # x = y = x + scale * branch; start a new branch
-REDUCE = "reduce"  # branch = sum of all ranks' branches
-ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # made by `merged`
-# Made by `folded`: branch = branch + part(norm(x)) (both FOLDED_ steps); branch = x; x = y = branch and a new branch.
-FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "carry", "take"
-
-
-class Step(NamedTuple):
-    """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in."""
-
-    does: str
-    part: str = ""
-    scale: float = 1.0
-    norm: str = ""
-
-
-Program = tuple[Step, ...]
-
-_NORM1, _NORM2 = Step(NORM, "norm1"), Step(NORM, "norm2")
-_ATTENTION, _MLP, _ADD = Step(ATTENTION), Step(MLP, "mlp"), Step(ADD)
-_PROGRAMS: Mapping[str, Program] = MappingProxyType({
-    PRE: (_NORM1, _ATTENTION, _ADD, _NORM2, _MLP, _ADD),
-    POST: (_ATTENTION, _ADD, Step(NORM_STREAM, "norm1"), _MLP, _ADD, Step(NORM_STREAM, "norm2")),
-    PARALLEL: (_NORM1, _ATTENTION, _NORM2, _MLP, Step(REDUCE), _ADD),
-    SANDWICH: (
-        _NORM1, _ATTENTION, Step(NORM_BRANCH, "post1"), _ADD, _NORM2, _MLP, Step(NORM_BRANCH, "post2"), _ADD,
-    ),
-})  # fmt: skip
-
-
-def program_of(shape: LayerShape, ranks: int = 1) -> Program:
-    """Return the steps of a block, leaving out norms that it does not have.
-
-    Only PARALLEL reduces over ranks as a step of its own, for both branches at once.
-    """
-    absent = {name for name in ("norm1", "norm2", "post1", "post2") if getattr(shape, name) is None}
-    return tuple(
-        step._replace(scale=shape.residual_scale) if step.does == ADD else step
-        for step in _PROGRAMS[shape.residual]
-        if step.part not in absent and (step.does != REDUCE or ranks > 1)
-    )
-
-
-def merged(program: Program) -> Program:
-    """Merge each ADD and the norm after it into one step."""
-    steps: list[Step] = []
-    for step in program:
-        if steps and steps[-1].does == ADD and step.does in (NORM, NORM_STREAM):
-            does = ADD_NORM if step.does == NORM else ADD_NORM_STREAM
-            step = Step(does, step.part, steps.pop().scale)
-        steps.append(step)
-    return tuple(steps)
-
-
-def folded(program: Program) -> Program:
-    """Fold norms into the products that read them, and each ADD into the products before it.
-
-    An ADD is folded only if products alone made its branch, the branch is not scaled and no NORM_STREAM follows.
-    """
-    steps: list[Step] = []
-    norm, begin = "", 0  # the norm that products read; index in `steps` where the branch begins
-    for i, step in enumerate(program):
-        if step.does == NORM:
-            norm = step.part
-        elif step.does in (ATTENTION, MLP):
-            does = FOLDED_ATTENTION if step.does == ATTENTION else FOLDED_MLP
-            steps.append(step._replace(does=does, norm=norm))
-        elif step.does == ADD:
-            products_alone = all(made.does in (FOLDED_ATTENTION, FOLDED_MLP) for made in steps[begin:])
-            normed = i + 1 < len(program) and program[i + 1].does == NORM_STREAM
-            if products_alone and not normed and step.scale == 1.0:
-                steps[begin:] = [Step(CARRY), *steps[begin:], Step(TAKE)]
-            else:
-                steps.append(step)
-            norm, begin = "", len(steps)
-        else:
-            steps.append(step)
-    return tuple(steps)
+LARGEST = 65504  # of float16
 
 
 def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +50,7 @@ def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: I
     y: Tensor = x
     branch: Any = None  # a tensor once a part has run
     weights: Tensor | None = None
-    for does, name, scale, norm in program:
+    for does, name, scale, norm, *_ in program:
         if does == NORM:
             y = direct(parts[name], x)
         elif does == ATTENTION:
@@ -156,3 +88,52 @@ def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(branch, x)
     x = x + branch
     return x, norm(x)
+
+
+def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
+    """Run the program on the streams [B, T, C] in `values`, where their results take their place.
+
+    `block` has the parts and `gated_add`. `values` has masks, rotations and the time step, too.
+    """
+    parts: dict[str, Any] = block._modules
+    y: dict[str, Any] = {}
+    branch: dict[str, Any] = {}
+    vectors: dict[str, tuple[Tensor, ...]] = {}
+    for does, name, _, _, on, by, over in program:
+        x: Any = values.get(on)
+        part: Any = parts.get(name)
+        given = [vectors[on][i] for i in by]
+        if does == NORM:
+            y[on] = x if part is None else part(x, *given) if by else direct(part, x)
+        elif does == ATTENTION:
+            mask = values.get(TEXT_MASK if over else MASK)
+            branch[on] = part.attended(y.pop(on), values.get(over), mask, branch.get(on), values.get(TURNS))
+        elif does == JOINT:
+            first, second = parts[on], parts[over]
+            both = first.over(y[on], second, y[over], values.get(TURNS))
+            one, other = both.split([y.pop(on).shape[1], y.pop(over).shape[1]], dim=1)
+            branch[on], branch[over] = first.projected(one), second.projected(other)
+        elif does == MLP:
+            branch[on] = part.fused(y.pop(on), None, branch.get(on))
+        elif does == ADD:
+            values[on] = block.gated_add(branch.pop(on), *given, x) if by else x + branch.pop(on)
+        elif does == ADD_NORM and by:
+            values[on], y[on] = part.add(branch.pop(on), x, *given)
+        elif does == ADD_NORM:
+            values[on], y[on] = _added(part, branch.pop(on), x)
+        elif does == CARRY:
+            branch[on] = x
+        elif does == TAKE:
+            values[on] = branch.pop(on)
+        elif does == MODULATE:
+            vectors = part(values[TIME])
+        elif does == CAT:
+            values[on] = torch.cat((values[over], x), dim=1)
+        elif does == SPLIT:
+            length = values[over].shape[1]
+            values[over], values[on] = x[:, :length], x[:, length:]
+        elif does == CLIP:
+            values[on] = x.clip(-LARGEST, LARGEST) if x.dtype == torch.float16 else x
+        else:
+            assert does == END, does
+            values[on] = None

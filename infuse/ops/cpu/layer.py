@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infuse.native import kernels
 
-# The steps of layers/program.py that C++ can run; that a decoder's layer begins; and the lookups and the product around
-# its layers. In the order of `enum class Does` in src/binding_layer.h.
+# The steps of architectures/program.py that C++ can run; that a decoder's layer begins; and the lookups and the product
+# around its layers. In the order of `enum class Does` in src/binding_layer.h.
 STEPS = (
     *("norm", "norm_branch", "attention", "mlp", "moe", "add", "add_norm", "add_norm_stream", "layer"),
     *("embed", "head"),

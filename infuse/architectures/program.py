@@ -1,0 +1,145 @@
+"""Programs: a block as a list of steps, for the residual shapes and, in specs, for blocks of several streams.
+
+PRE                POST               PARALLEL             SANDWICH
+x ----+            x ----+            x --+------+----+    x ----+
+norm1 |            attn  |            norm1    norm2  |    norm1 |        (PARALLEL without norm2 feeds
+attn  |              + --+            attn      mlp   |    attn  |         both from norm1; SANDWICH may
+  + --+            norm1               +---------+----+    post1 |         lack norm1 and norm2)
+x ----+            x ----+                                   + --+
+norm2 |            mlp   |                                 x ----+
+mlp   |              + --+                                 norm2, mlp, post2 likewise
+  + --+            norm2
+
+A program works on three values: `x`, the residual stream; `y`, the input of the next attention or MLP; and `branch`,
+the sum of their outputs since the last ADD. A block of a diffusion transformer has them for each of its streams.
+Peephole passes fuse neighbouring steps: `merged` fuses an ADD with the norm after it, `folded` and `carried` fuse norms
+and sums with adjacent products. layers/program.py runs programs; C++ also runs merged ones of one stream:
+ops/cpu/src/binding_layer.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, LayerShape
+
+# y = norm(x); x = y = norm(x); branch = norm(branch)
+NORM, NORM_STREAM, NORM_BRANCH = "norm", "norm_stream", "norm_branch"
+ATTENTION, MLP = "attention", "mlp"  # branch += part(y)
+ADD = "add"  # x = y = x + scale * branch; start a new branch
+REDUCE = "reduce"  # branch = sum of all ranks' branches
+ADD_NORM, ADD_NORM_STREAM = "add_norm", "add_norm_stream"  # made by `merged`
+# Made by `folded`: branch = branch + part(norm(x)) (both FOLDED_ steps); branch = x; x = y = branch and a new branch.
+FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "carry", "take"
+
+
+# Steps of blocks of several streams only.
+MODULATE = "modulate"  # vectors = part(time step)
+JOINT = "joint"  # attention over two streams in order, by the parts of their names
+CAT, SPLIT = "cat", "split"  # x of `on` = [x of `over`, x]; [x of `over`, x] = x of `on`
+CLIP, END = "clip", "end"  # in float16, clamp x to its range; drop the stream
+
+# The values of such blocks: streams, and what a call gives beside them. UNREAD changes nothing in the original either,
+# and no key of an EMPTY dict is known.
+IMAGE, TEXT = "image", "text"
+TIME, TURNS, MASK, TEXT_MASK, UNREAD, EMPTY = "time", "turns", "mask", "text mask", "unread", "empty"
+
+
+class Step(NamedTuple):
+    """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in.
+
+    With several streams, `on` is the stream that the step changes, and attention goes `over` another one. `by` are
+    indices of the stream's vectors, if a time step modulates it: scale and shift of a norm, the gate of an ADD. A NORM
+    without a part is y = x, and ADD leaves y alone.
+    """
+
+    does: str
+    part: str = ""
+    scale: float = 1.0
+    norm: str = ""
+    on: str = ""
+    by: tuple[int, ...] = ()
+    over: str = ""
+
+
+Program = tuple[Step, ...]
+
+_NORM1, _NORM2 = Step(NORM, "norm1"), Step(NORM, "norm2")
+_ATTENTION, _MLP, _ADD = Step(ATTENTION), Step(MLP, "mlp"), Step(ADD)
+_PROGRAMS: Mapping[str, Program] = MappingProxyType({
+    PRE: (_NORM1, _ATTENTION, _ADD, _NORM2, _MLP, _ADD),
+    POST: (_ATTENTION, _ADD, Step(NORM_STREAM, "norm1"), _MLP, _ADD, Step(NORM_STREAM, "norm2")),
+    PARALLEL: (_NORM1, _ATTENTION, _NORM2, _MLP, Step(REDUCE), _ADD),
+    SANDWICH: (
+        _NORM1, _ATTENTION, Step(NORM_BRANCH, "post1"), _ADD, _NORM2, _MLP, Step(NORM_BRANCH, "post2"), _ADD,
+    ),
+})  # fmt: skip
+
+
+def program_of(shape: LayerShape, ranks: int = 1) -> Program:
+    """Return the steps of a block, leaving out norms that it does not have.
+
+    Only PARALLEL reduces over ranks as a step of its own, for both branches at once.
+    """
+    absent = {name for name in ("norm1", "norm2", "post1", "post2") if getattr(shape, name) is None}
+    return tuple(
+        step._replace(scale=shape.residual_scale) if step.does == ADD else step
+        for step in _PROGRAMS[shape.residual]
+        if step.part not in absent and (step.does != REDUCE or ranks > 1)
+    )
+
+
+def merged(program: Program) -> Program:
+    """Merge each ADD and the norm after it into one step, unless a time step modulates only one of them."""
+    steps: list[Step] = []
+    for step in program:
+        last = steps[-1] if steps else None
+        if last is not None and last.does == ADD and step.does in (NORM, NORM_STREAM) and _fit(last, step):
+            does = ADD_NORM if step.does == NORM else ADD_NORM_STREAM
+            step = step._replace(does=does, scale=steps.pop().scale, by=(*last.by, *step.by))
+        steps.append(step)
+    return tuple(steps)
+
+
+def _fit(add: Step, norm: Step) -> bool:
+    return add.on == norm.on and bool(norm.part) and bool(add.by) == bool(norm.by)
+
+
+def carried(program: Program) -> Program:
+    """Fold each ADD without a gate into the product just before it: the branch begins as x, and becomes x."""
+    steps: list[Step] = []
+    for step in program:
+        last = steps[-1] if steps else None
+        if step.does == ADD and not step.by and last is not None and last.does in (ATTENTION, MLP):
+            steps[-1:] = [Step(CARRY, on=step.on), last, Step(TAKE, on=step.on)]
+        else:
+            steps.append(step)
+    return tuple(steps)
+
+
+def folded(program: Program) -> Program:
+    """Fold norms into the products that read them, and each ADD into the products before it.
+
+    An ADD is folded only if products alone made its branch, the branch is not scaled and no NORM_STREAM follows.
+    """
+    steps: list[Step] = []
+    norm, begin = "", 0  # the norm that products read; index in `steps` where the branch begins
+    for i, step in enumerate(program):
+        if step.does == NORM:
+            norm = step.part
+        elif step.does in (ATTENTION, MLP):
+            does = FOLDED_ATTENTION if step.does == ATTENTION else FOLDED_MLP
+            steps.append(step._replace(does=does, norm=norm))
+        elif step.does == ADD:
+            products_alone = all(made.does in (FOLDED_ATTENTION, FOLDED_MLP) for made in steps[begin:])
+            normed = i + 1 < len(program) and program[i + 1].does == NORM_STREAM
+            if products_alone and not normed and step.scale == 1.0:
+                steps[begin:] = [Step(CARRY), *steps[begin:], Step(TAKE)]
+            else:
+                steps.append(step)
+            norm, begin = "", len(steps)
+        else:
+            steps.append(step)
+    return tuple(steps)
