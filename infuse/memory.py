@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,37 @@ def collapse(tensors: Iterable[Tensor]) -> None:
     for begin, end in zip([0, *ends], ends, strict=False):
         start = ctypes.c_void_p(ordered[begin] * PAGE_BYTES)
         advise(start, ctypes.c_size_t((end - begin) * PAGE_BYTES), _MADV_COLLAPSE)
+
+
+def off_files(tensors: Iterable[Tensor]) -> None:
+    """Copy tensors out of mapped files of which they are less than half, in place, so that the files' pages can go.
+
+    `from_pretrained` maps a checkpoint: one norm that stays as it is would keep all of it in memory.
+    """
+    held: dict[range, list[Tensor]] = {}
+    files = _mapped_files()
+    for tensor in tensors:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+        if plain and (found := next((one for one in files if tensor.data_ptr() in one), None)):
+            held.setdefault(found, []).append(tensor)
+    for file, inside in held.items():
+        if sum(tensor.nbytes for tensor in inside) > len(file) / 2:
+            continue
+        copies: dict[Any, Tensor] = {}  # what was the same memory stays the same
+        for tensor in inside:
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            tensor.data = copies.setdefault(place, tensor.detach().clone())
+
+
+def _mapped_files() -> list[range]:
+    """The addresses of each mapped file that is worth it; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    named = [line.split() for line in lines if "/" in line]
+    found = [range(*(int(end, 16) for end in words[0].split("-"))) for words in named if not words[1].startswith("r-x")]
+    return [one for one in found if len(one) >= LEAST_BYTES]
 
 
 def channels_last(model: nn.Module) -> None:

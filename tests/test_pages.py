@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+import infuse
 from infuse import memory
 
 
@@ -64,3 +66,35 @@ def test_small_tensors_share_large_pages() -> None:
     assert all(bool((each == i).all()) for i, each in enumerate(tensors))
     if huge_kilobytes() == before:
         pytest.skip("the system collapses no pages")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_checkpoint_is_not_kept_mapped_for_its_norms(tmp_path: Path) -> None:
+    """`from_pretrained` maps the file. Tied weights stay tied, and who holds a parameter holds the model's."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=4096, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    if file not in Path("/proc/self/maps").read_text():
+        pytest.skip("this version of transformers maps no file")
+    norm, tokens = model.model.norm.weight, torch.arange(1, 9)[None]
+    expected = model(tokens).logits.detach()
+    infuse.init_inference(model, dtype=torch.float32)
+    assert file not in Path("/proc/self/maps").read_text()
+    assert model.model.norm.weight is norm and model.lm_head.weight is model.get_input_embeddings().weight
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_most_of_a_file_stays_mapped(tmp_path: Path) -> None:
+    values = torch.randn(1 << 21)
+    torch.save({"values": values}, tmp_path / "values.pt")
+    mapped = torch.load(tmp_path / "values.pt", mmap=True)["values"]
+    places = large, small, same = mapped[: 3 << 19], mapped[:4], mapped[:4]
+    addresses = [one.data_ptr() for one in places]
+    memory.off_files(places)
+    assert [one.data_ptr() for one in places] == addresses  # three quarters of the file
+    memory.off_files((small, same, torch.empty(0)))
+    assert small.data_ptr() == same.data_ptr() != addresses[1]
+    assert torch.equal(small, values[:4]) and torch.equal(large, values[: 3 << 19])

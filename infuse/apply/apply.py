@@ -63,6 +63,7 @@ class Proven:
         if quantized_by(model) is None:
             cast_parameters(model, dtype)
             cast_buffers(model, dtype, source.put)
+        memory.off_files(chain(model.parameters(), model.buffers()))
         memory.collapse(chain(model.parameters(), model.buffers()))
         return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
 
