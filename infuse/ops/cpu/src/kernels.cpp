@@ -21,6 +21,25 @@
 
 namespace infuse {
 
+#if defined(__AMX_BF16__)
+
+// AMX multiplies bf16 by tiles. The other kernels are those of avx512_bf16: a second copy takes 40 s to compile.
+const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
+  static const Kernels table = [] {
+    Kernels made = kernels_avx512_bf16();
+    made.isa = INFUSE_NAME(INFUSE_ISA);
+    made.linear.tiles.bf16 = INFUSE_ISA::plain_tiles<INFUSE_ISA::bf16>();
+    made.panels.tiles.bf16 = INFUSE_ISA::panel_tiles<INFUSE_ISA::bf16>();
+    made.attention.tile = INFUSE_ISA::attend_tile;
+    made.attention.tile_bytes = INFUSE_ISA::tile_bytes;
+    made.multiply_registers = INFUSE_ISA::multiply_registers;
+    return made;
+  }();
+  return table;
+}
+
+#else
+
 const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
   static const Kernels table = {
       INFUSE_NAME(INFUSE_ISA),
@@ -40,5 +59,7 @@ const Kernels& INFUSE_TABLE(INFUSE_ISA)() {
   };
   return table;
 }
+
+#endif
 
 }  // namespace infuse
