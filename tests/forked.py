@@ -10,7 +10,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ def _run(outputs: str, arguments: tuple[str, ...], folder: str, environment: dic
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    run_program(arguments)
+
+
+def run_program(arguments: Sequence[str]) -> None:
+    """What `python ARGUMENTS` runs, in this process."""
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})

@@ -39,8 +39,8 @@ def start(*arguments: object) -> subprocess.Popen:
 
 def command(*arguments: object, code: int = 0) -> tuple[str, str]:
     """What a command prints, whose launcher and ranks are forks."""
-    program = str(ROOT / "tests" / "cli_with_forks.py")
-    process = Program(program, *map(str, arguments), folder=ROOT, environment=environment(), daemon=False)
+    program = (str(ROOT / "tests" / "ranks_as_forks.py"), "-m", "infuse.cli.app")
+    process = Program(*program, *map(str, arguments), folder=ROOT, environment=environment(), daemon=False)
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
     return out, err

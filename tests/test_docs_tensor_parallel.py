@@ -20,10 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "tensor_parallel.md").read_text(encoding="utf-8")
-PROGRAMS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
-    "infuse": [str(ROOT / "tests" / "cli_with_forks.py")],
-}
+PROGRAMS = {"torchrun": ["-m", "torch.distributed.run", "--standalone"], "infuse": ["-m", "infuse.cli.app"]}
 
 
 def blocks() -> list[str]:
@@ -65,7 +62,8 @@ def test_the_script_and_the_commands_run(folder: Path) -> None:
     printed = []
     for line in (line[2:] for code in blocks() for line in code.splitlines() if line.startswith("$ ")):
         program, *arguments = shlex.split(line)
-        done = Program(*PROGRAMS[program], *arguments, folder=folder, environment=environment, daemon=False)
+        command = [str(ROOT / "tests" / "ranks_as_forks.py"), *PROGRAMS[program], *arguments]
+        done = Program(*command, folder=folder, environment=environment, daemon=False)
         out, err = done.communicate(timeout=240)
         assert done.returncode == 0 and "refused" not in err, f"{line}\n{err[-3000:]}"
         printed.append(out)
