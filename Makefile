@@ -5,8 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY = $(VENV)/bin/python
+MAKEFLAGS += -j2 # pip installs the tools on one core, and mypy reads, while the kernels compile
 
-.PHONY: help demo test lint bench wheel sanitize clean
+.PHONY: help demo test lint dev bench wheel sanitize clean
 
 help:
 	@echo "make demo    set up $(VENV), install infuse, complete a prompt before and after injection"
@@ -22,10 +23,10 @@ help:
 demo: $(VENV)/.infuse
 	$(PY) examples/demo.py
 
-test: $(VENV)/.dev
+test: dev
 	$(PY) -m pytest -n auto --dist worksteal
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.tools
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
@@ -44,7 +45,7 @@ wheel: $(VENV)/.torch
 # Into a copy of the package, so that the kernels in use stay as they are. Leaks are Python's own: it never frees its modules.
 # The address sanitizer does not see masked AVX-512 loads and stores; the tests run the generic and AVX2 levels too, which it sees.
 SANITIZERS = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O1
-sanitize: $(VENV)/.dev
+sanitize: dev
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r infuse tests setup.py pyproject.toml README.md LICENSE build/sanitize
 	rm -f build/sanitize/infuse/native/_kernels.so
@@ -52,7 +53,7 @@ sanitize: $(VENV)/.dev
 	test -f build/sanitize/infuse/native/_kernels.so
 	cd build/sanitize && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=. \
-	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_one_call.py tests/test_moe_one_call.py tests/test_encoder_call.py tests/test_cpu_*.py
+	  $(abspath $(PY)) -m pytest tests/test_ops.py tests/test_probe.py tests/test_one_call.py tests/test_moe_one_call.py tests/test_encoder_call.py tests/test_instruction_sets.py tests/test_cpu_*.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -68,12 +69,20 @@ $(VENV)/.made:
 $(VENV)/.torch: $(VENV)/.made
 	@$(PY) -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
 	  || $(PY) -m pip install '$(TORCH)'
+	@$(PY) -c 'import setuptools.command.bdist_wheel' 2>/dev/null || $(PY) -m pip install --quiet 'setuptools>=77'
 	@touch $@
 
 $(VENV)/.infuse: $(VENV)/.torch pyproject.toml
 	$(PY) -m pip install --quiet -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PY) -m pip install --quiet -e '.[dev]'
+dev: $(VENV)/.tools $(VENV)/.kernels
+
+# Most of these packages' modules are never imported: without --no-compile pip would compile them all.
+$(VENV)/.tools: $(VENV)/.torch pyproject.toml
+	INFUSE_BUILD=0 $(PY) -m pip install --quiet --no-compile -e '.[dev]'
 	@touch $(VENV)/.infuse $@
+
+$(VENV)/.kernels: $(VENV)/.torch pyproject.toml
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
