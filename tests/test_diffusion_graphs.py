@@ -10,7 +10,7 @@ from diffusion_pipelines import images, made
 from fake_graph import FakeBackend
 
 import infuse
-from infuse.engine.component import captured_inside
+from infuse.architectures.component_inputs import called_inside
 from infuse.generate.install import GraphUse, install, uninstall
 from infuse.graphs.forward import Forward
 
@@ -19,7 +19,7 @@ def graphed(model: Any, backend: FakeBackend) -> Any:
     """`model` injected, with its forward, or its parts', recorded by `backend`, as the engine does on a GPU."""
     engine = infuse.init_inference(model, dtype=torch.float32)
     uninstall(model, engine._handles)
-    graphs = GraphUse(backend, steps=False, forward=True, inside=captured_inside(model))
+    graphs = GraphUse(backend, steps=False, forward=True, inside=called_inside(model))
     install(model, limit_tokens=None, min_new_tokens=1, caches=False, graphs=graphs)
     return engine
 

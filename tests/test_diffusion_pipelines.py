@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from functools import cache
 from typing import Any
@@ -58,6 +59,7 @@ def test_images_are_equal_in_float32(name: str) -> None:
     wanted = [original(name, **call) for call in calls]
     engine = injected(pipe)
     assert isinstance(engine, PipelineEngine) and engine.pipeline is pipe
+    assert re.match(r"the pipeline's own first step \(.*1 step\): the image differs by", engine.plan.proof)
     found = [images(engine, name, **call) for call in calls]
     assert max(distance(a, b) for a, b in zip(found, wanted, strict=True)) <= CLOSE
     assert torch.equal(found[3], found[0])
@@ -70,6 +72,7 @@ def test_images_in_bfloat16_are_as_near_as_the_originals(name: str) -> None:
     pipe = made(name, torch.bfloat16)
     own = float((images(pipe, name) - exact).square().mean().sqrt())
     engine = injected(pipe, dtype=torch.bfloat16)
+    assert "the original's own by" in engine.plan.proof
     error = float((images(engine, name) - exact).square().mean().sqrt())
     assert error <= max(2 * own, 4e-3)
 
@@ -117,6 +120,7 @@ def test_the_engine_is_the_pipeline(engine: Any) -> None:
     text = str(engine.report())
     for name in engine.plan:
         assert f"StableDiffusionPipeline.{name}: plan for" in text
+    assert f"proof: {engine.plan.proof}" in text and engine.plan.proof in str(engine.plan)
     assert "memory of all models" in text and "<table>" in engine.report()._repr_html_()
     with pytest.raises(AttributeError):
         engine.no_such_thing  # noqa: B018

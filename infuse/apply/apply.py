@@ -5,7 +5,7 @@ Peak memory is the model plus the merged matrices of one layer. A step that fail
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +23,7 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
+from infuse.proof.cases import Call
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.loader import LayerSource
 
@@ -69,17 +70,19 @@ class Proven:
 
 
 def prove(
-    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL
-) -> Proven:
+    plan: Plan, model: nn.Module, config: InferenceConfig, progress: Progress | None = None, group: Group = LOCAL,
+    calls: Mapping[str, Call] | None = None,
+) -> Proven:  # fmt: skip
     """Prove the steps of `plan` on a live `model`, in which nothing is replaced yet.
 
-    `group` holds the ranks of the plan's mesh; all of them take part, also in every proof. Raises ProofError under
-    verify="strict" if a step fails its proof. Raises RankError if another rank decided otherwise or is gone.
+    `calls` of its modules, by path, were recorded in a step of the model's pipeline. `group` holds the ranks of the
+    plan's mesh; all of them take part, also in every proof. Raises ProofError under verify="strict" if a step fails its
+    proof. Raises RankError if another rank decided otherwise or is gone.
     """
     group.check_same({"the plan": plan.digest()}, "the plan")
     if group.size > 1:
         agree_on_weights(group, model, live_sums(model))
-    return _proven(plan, LayerSource(model), config, progress, group)
+    return _proven(plan, LayerSource(model), config, progress, group, calls or {})
 
 
 def apply(
@@ -93,15 +96,16 @@ def carry_out(
     plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
 ) -> Plan:
     """Like `apply`, but with the values of `source`; the ranks have already agreed on the plan and the values."""
-    return _proven(plan, source, config, progress, group).carry_out(progress)
+    return _proven(plan, source, config, progress, group, {}).carry_out(progress)
 
 
 @torch.no_grad()
 def _proven(
-    plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group
-) -> Proven:
+    plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group,
+    calls: Mapping[str, Call],
+) -> Proven:  # fmt: skip
     builder = Builder(source, plan.dtype, group)
     source.begin(progress)
-    proofs = Proofs(plan, config, builder)
+    proofs = Proofs(plan, config, builder, calls)
     proofs.run(progress)
     return Proven(plan, source, builder, *proofs.accepted(), proofs.notes, proofs.modules)

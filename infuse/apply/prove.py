@@ -27,8 +27,9 @@ from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
-from infuse.proof.cases import Case, expert_cases, matrix_cases, recorded_cases, routed_cases
+from infuse.proof.cases import Call, Case, expert_cases, matrix_cases, recorded_cases, routed_cases
 from infuse.proof.components import component_cases
+from infuse.proof.first_step import FIRST_STEP
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, model_sessions
 from infuse.shards.save import packed_paths
@@ -44,6 +45,7 @@ class Proofs:
     plan: Plan
     config: InferenceConfig
     builder: Builder
+    calls: Mapping[str, Call] = field(default_factory=dict)  # of modules, by path, in a step of the model's pipeline
     steps: list[Step] = field(default_factory=list)
     refused: dict[tuple, str] = field(default_factory=dict)
     interpretations: dict[tuple, int] = field(default_factory=dict)
@@ -142,17 +144,20 @@ class Proofs:
         for (owner, on_cache), paths in by_owner.items():
             model = self.model if owner == COMPONENT else self.model.get_submodule(owner or "")
             layers = {path: self.model.get_submodule(path) for path in paths}
+            own = {path: self.calls[path] for path in paths if path in self.calls}
             reason = "the model did not call it"
             recorded: dict[str, list[Case]] = {}
             try:
                 with self.builder.source.running():
                     if owner == COMPONENT:
-                        recorded = component_cases(model, layers)
+                        recorded = component_cases(model, layers, own)
                     else:
                         sessions = model_sessions(model)
                         if owner is not None:
                             sessions = block_sessions(model, on_cache, self.config.kv_cache)
                         recorded = recorded_cases(model, layers, sessions)
+                        for path, call in own.items():
+                            recorded[path].append(Case(FIRST_STEP, (call,), (None,)))
             except CheckpointError:
                 raise
             except Exception as error:  # the user's model may raise anything; if it cannot run, it cannot be proven

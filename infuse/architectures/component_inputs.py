@@ -44,6 +44,13 @@ def is_component(module: object) -> bool:
     return any(cls.__module__.partition(".")[0] == "diffusers" for cls in type(module).__mro__)
 
 
+def called_inside(model: Any) -> tuple[str, ...]:
+    """Paths of the modules that a model of diffusers runs instead of its forward: a VAE's `encode` and `decode` do."""
+    if not is_component(model) or not (hasattr(type(model), "encode") and hasattr(type(model), "decode")):
+        return ()
+    return tuple(name for name in ("encoder", "decoder") if isinstance(getattr(model, name, None), nn.Module))
+
+
 def component_inputs(model: nn.Module, make: MakeTensor, size: ComponentSize) -> dict[str, Any]:
     """Arguments of the component's forward by name. LookupError if it needs one that is not known here."""
     inputs = _Inputs(model, make, size)

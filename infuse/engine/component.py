@@ -48,13 +48,6 @@ def install_changes(model: nn.Module, plan: Plan) -> None:
         model.enable_cache = partial(enable_cache, model)  # type: ignore[assignment]
 
 
-def captured_inside(model: Any) -> tuple[str, ...]:
-    """Paths of the modules that a model of diffusers runs instead of its forward: a VAE's `encode` and `decode` do."""
-    if not is_component(model) or not (hasattr(type(model), "encode") and hasattr(type(model), "decode")):
-        return ()
-    return tuple(name for name in ("encoder", "decoder") if isinstance(getattr(model, name, None), nn.Module))
-
-
 def _refuse(model: str, name: str, why: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedCall(f"{model}.{name}: {why}")
 

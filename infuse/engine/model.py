@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values
-from infuse.architectures.component_inputs import is_component
+from infuse.architectures.component_inputs import called_inside, is_component
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.engine.component import captured_inside, install_changes
+from infuse.engine.component import install_changes
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
@@ -35,6 +35,7 @@ from infuse.plan.decide import make_plan
 from infuse.plan.plan import Plan, Report, memory, title
 from infuse.plan.step import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.profile.profiler import ForwardTimes, Profile
+from infuse.proof.cases import Call
 from infuse.shards.save import check_folder, save
 
 if TYPE_CHECKING:
@@ -65,18 +66,24 @@ def planned(
 
 def prepared(
     model: nn.Module, settings: InferenceConfig, group: Group, mesh: Mesh, progress: Progress | None,
-    decided: Plan | None = None,
+    decided: Plan | None = None, calls: Mapping[str, Call] | None = None,
 ) -> Prepared:  # fmt: skip
-    """Decide (None: nobody has) and prove the replacements in a live `model`, which is moved to its device and set to
-    evaluation.
+    """Decide (None: nobody has) and prove the replacements in a live `model`, which is `placed`.
+
+    `calls` of its modules, by path, were recorded in a step of its pipeline.
     """
     device = Device.of(settings.device or device_of(model))
     decided = decided or make_plan(model, settings, device, mesh)
-    _move(model, device.torch_device)
+    placed(model, settings)
+    return Prepared(settings, device, group, decided, prove(decided, model, settings, progress, group, calls))
+
+
+def placed(model: nn.Module, settings: InferenceConfig) -> None:
+    """Move `model` to its device and set it to evaluation."""
+    _move(model, Device.of(settings.device or device_of(model)).torch_device)
     model.eval()
     if is_component(model):
         channels_last(model)  # before the proofs, which then see the tensors that calls will have
-    return Prepared(settings, device, group, decided, prove(decided, model, settings, progress, group))
 
 
 class InferenceEngine(nn.Module):
@@ -254,7 +261,7 @@ class InferenceEngine(nn.Module):
             self.plan = replace(self.plan, notes=(*self.plan.notes, f"no CUDA graphs: {why}"))
             steps = forward = False
         keep_bytes = device.memory_bytes // _KEPT_CACHES
-        return GraphUse(backend, steps, forward, keep_bytes, inside=captured_inside(self.module))
+        return GraphUse(backend, steps, forward, keep_bytes, inside=called_inside(self.module))
 
 
 def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:

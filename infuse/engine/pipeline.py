@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 from torch import nn
 
 from infuse import interrupts
+from infuse.apply.apply import Progress
+from infuse.apply.images import with_equal_images
 from infuse.architectures.component_inputs import is_component
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
-from infuse.engine.model import InferenceEngine, check_weights, device_of, planned, prepared, tell
+from infuse.engine.model import InferenceEngine, Prepared, check_weights, device_of, placed, planned, prepared, tell
 from infuse.errors import ConfigError, NotAvailable
 from infuse.logs import progress_bars
+from infuse.parallel.group import Group
 from infuse.parallel.join import join
+from infuse.parallel.mesh import Mesh
 from infuse.plan.plan import Plan, Report
+from infuse.proof.first_step import FIRST_STEP, FirstStep, Outcome, first_outcome
 
 _PER_MODEL = "these belong to single models: give them to init_inference(pipe.{name}, ...)"
 
@@ -29,10 +35,14 @@ def is_pipeline(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PipelinePlan(Mapping[str, Plan]):
-    """The plan of each model of a pipeline, by the name of its component."""
+    """The plan of each model of a pipeline, by the name of its component.
+
+    `proof`: what a step of the pipeline showed; empty before it.
+    """
 
     pipeline: str
     plans: Mapping[str, Plan]
+    proof: str = ""
 
     def __getitem__(self, name: str) -> Plan:
         return self.plans[name]
@@ -52,10 +62,12 @@ class PipelinePlan(Mapping[str, Plan]):
         return sum(plan.after_bytes for plan in self.values())
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.pipeline}.{name}: {plan}" for name, plan in self.items())
+        proof = [f"{self.pipeline}: proof: {self.proof}"] if self.proof else []
+        return "\n".join([*proof, *(f"{self.pipeline}.{name}: {plan}" for name, plan in self.items())])
 
     def _repr_html_(self) -> str:
-        return "".join(f"<h4>{self.pipeline}.{name}</h4>{plan._repr_html_()}" for name, plan in self.items())
+        proof = f"<p>{escape(self.proof)}</p>" if self.proof else ""
+        return proof + "".join(f"<h4>{self.pipeline}.{name}</h4>{plan._repr_html_()}" for name, plan in self.items())
 
 
 def models_of(pipe: Any) -> dict[str, nn.Module]:
@@ -107,13 +119,10 @@ class PipelineEngine:
             with group.on_all_or_none("init_inference"):
                 # a wrong key shows before any proof
                 plans = {name: planned(model, settings, mesh, in_pipeline=True) for name, model in models.items()}
-                ready = {
-                    name: prepared(model, settings, group, mesh, progress, plans[name])
-                    for name, model in models.items()
-                }
+                ready, proof = _proven(pipe, models, plans, settings, group, mesh, progress)
                 engines = {name: InferenceEngine.of_component(one, progress) for name, one in ready.items()}
         self.pipeline, self.settings, self.engines, self.group = pipe, settings, engines, group
-        self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()})
+        self.plan = PipelinePlan(type(pipe).__name__, {name: engine.plan for name, engine in engines.items()}, proof)
         tell({name: (one.decided, engines[name].plan) for name, one in ready.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,12 +152,41 @@ class PipelineEngine:
         """What was replaced in each model, the memory before and after, and the profiles so far."""
         reports = {f"{self.plan.pipeline}.{name}": engine.report() for name, engine in self.engines.items()}
         sizes = f"{self.plan.before_bytes / 1e6:,.1f} MB before, {self.plan.after_bytes / 1e6:,.1f} MB now"
-        return Report.of_several(reports, f"memory of all models: {sizes}")
+        proof = f"proof: {self.plan.proof}\n" if self.plan.proof else ""
+        return Report.of_several(reports, f"{proof}memory of all models: {sizes}")
 
     def destroy(self) -> None:
         """Free the memory of all models; calls of the pipeline raise InfuseError."""
         for engine in self.engines.values():
             engine.destroy()
+
+
+def _proven(
+    pipe: Any, models: Mapping[str, nn.Module], plans: Mapping[str, Plan], settings: InferenceConfig, group: Group,
+    mesh: Mesh, progress: Progress | None,
+) -> tuple[dict[str, Prepared], str]:  # fmt: skip
+    """Prove the plans of all models on calls that the pipeline makes, and compare its images; and say what was seen.
+
+    A pipeline that cannot be run by itself is proven on inputs that are made from each model's config.
+    """
+    for model in models.values():
+        placed(model, settings)
+    step, found = FirstStep(pipe, models), None
+    reason: str | None = ""
+    if settings.verify != "off" and any(plan.steps for plan in plans.values()):
+        found = first_outcome(step, {name: [one.path for one in plan.steps] for name, plan in plans.items()})
+        reason = group.any_fault(found if isinstance(found, str) else None, FIRST_STEP)
+    calls = found.calls if isinstance(found, Outcome) and reason is None else {}
+    ready = {
+        name: prepared(model, settings, group, mesh, progress, plans[name], calls.get(name))
+        for name, model in models.items()
+    }
+    if reason is not None or not isinstance(found, Outcome):
+        text = f"on inputs made from each model's config, since the pipeline could not be run by itself: {reason}"
+        return ready, text if reason else ""
+    proven = {name: one.proven for name, one in ready.items()}
+    proven, text = with_equal_images(step, found, proven, group, strict=settings.verify == "strict")
+    return {name: replace(one, proven=proven[name]) for name, one in ready.items()}, text
 
 
 def _held(pipe: Any) -> Any:

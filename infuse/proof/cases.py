@@ -96,11 +96,7 @@ def record_run(
         interrupts.check()
         if path not in remaining:  # a shared layer runs several times; record only the first
             return
-        kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
-        hidden, *others = args or (kwargs.pop("hidden_states"),)
-        others = [CACHE if isinstance(value, Cache) else value for value in others]
-        fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask is of other rows
-        seen[path].append(Call(hidden.clone(), tuple(others), kwargs, real if fits else None))
+        seen[path].append(recorded_call(args, kwargs, real))
 
     def reached(path: str, args: tuple, output: Any) -> None:
         remaining.discard(path)
@@ -109,6 +105,15 @@ def record_run(
 
     with watched(layers, record, reached):
         run()
+
+
+def recorded_call(args: tuple, kwargs: dict[str, Any], real: Tensor | None) -> Call:
+    """The call of a layer with these arguments; `real` marks the model's tokens that are no padding."""
+    kwargs = {name: CACHE if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    hidden, *others = args or (kwargs.pop("hidden_states"),)
+    others = [CACHE if isinstance(value, Cache) else value for value in others]
+    fits = real is not None and hidden.shape[:2] == real.shape  # otherwise the mask is of other rows
+    return Call(hidden.clone(), tuple(others), kwargs, real if fits else None)
 
 
 def matrix_cases(matrix: Matrix, device: torch.device) -> list[Case]:

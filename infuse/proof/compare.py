@@ -34,7 +34,7 @@ _CACHES: dict[Any, str] = {our_cache: ", our cache", our_int8_cache: ", our int8
 _FLOOR = {torch.float32: 5e-5, torch.float64: 5e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-def _cast(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | None = None) -> Any:
+def cast_value(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | None = None) -> Any:
     """Cast a recorded argument to `dtype`, if it has the dtype `only`, and replace CACHE by this run's `cache`."""
     if isinstance(value, Tensor) and value.is_floating_point() and only in (None, value.dtype):
         lowest = max(torch.finfo(dtype).min, torch.finfo(value.dtype).min)  # a mask's lowest value must not become -inf
@@ -42,8 +42,8 @@ def _cast(value: Any, dtype: torch.dtype, cache: Any, only: torch.dtype | None =
     if value is CACHE:
         return cache
     if isinstance(value, dict):
-        return {name: _cast(one, dtype, cache, only) for name, one in value.items()}
-    return type(value)(_cast(v, dtype, cache, only) for v in value) if isinstance(value, (tuple, list)) else value
+        return {name: cast_value(one, dtype, cache, only) for name, one in value.items()}
+    return type(value)(cast_value(v, dtype, cache, only) for v in value) if isinstance(value, (tuple, list)) else value
 
 
 def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callable[[], Any] | None) -> list[Tensor]:
@@ -55,8 +55,8 @@ def outputs(layer: nn.Module, case: Case, dtype: torch.dtype, make_cache: Callab
     results = []
     for call in case.calls:
         only = call.hidden.dtype if case.whole else None
-        args = [_cast(arg, dtype, cache, only) for arg in call.args]
-        kwargs = {name: _cast(value, dtype, cache, only) for name, value in call.kwargs.items()}
+        args = [cast_value(arg, dtype, cache, only) for arg in call.args]
+        kwargs = {name: cast_value(value, dtype, cache, only) for name, value in call.kwargs.items()}
         # An embedding takes indices, which keep their dtype.
         given = call.hidden.to(dtype) if call.hidden.is_floating_point() else call.hidden
         hidden = given.clone()

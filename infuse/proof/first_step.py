@@ -1,0 +1,131 @@
+"""One step of a whole diffusion pipeline: what its models are called with, what they return, and its image.
+
+The pipeline runs as a shallow copy with a scheduler of its own, so that the user's keeps its state.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infuse import interrupts
+from infuse.architectures.component_inputs import called_inside
+from infuse.architectures.model_inputs import watched
+from infuse.architectures.pipeline_inputs import pipeline_inputs
+from infuse.errors import CheckpointError, RankError, in_brief
+from infuse.proof.cases import CACHE, Call, recorded_call
+
+FIRST_STEP = "the pipeline's own first step"
+
+
+@dataclass
+class Outcome:
+    """`results`: what the first call of each part of a model returned, by (model, part), in the order of the calls."""
+
+    image: Tensor
+    results: dict[tuple[str, str], list[Tensor]]
+    calls: dict[str, dict[str, Call]] = field(default_factory=dict)  # of modules: model → path → first call
+
+
+class FirstStep:
+    """Runs one step of `pipe`, whose models are `models`, always with the same arguments."""
+
+    def __init__(self, pipe: Any, models: Mapping[str, nn.Module]):
+        self._pipe, self._models = pipe, models
+        self.pixels = ""
+
+    @torch.no_grad()
+    def run(self, paths: Mapping[str, Iterable[str]] | None = None) -> Outcome:
+        """Run the step. Record the first calls of the modules at `paths` of each model."""
+        recorder = _Recorder()
+        with ExitStack() as undo:
+            undo.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            undo.enter_context(torch.random.fork_rng(self._devices()))
+            for name, model in self._models.items():
+                parts = {part: model.get_submodule(part) for part in called_inside(model) or ("",)}
+                undo.enter_context(watched(parts, partial(recorder.called, name), partial(recorder.returned, name)))
+                modules = {path: model.get_submodule(path) for path in (paths or {}).get(name, ())}
+                calls = recorder.calls.setdefault(name, {})
+                undo.enter_context(watched(modules, partial(recorder.record, name, calls), _nothing))
+            given = pipeline_inputs(self._pipe, self._models)
+            self.pixels = f"{given['height']} x {given['width']} pixels, " if {"height", "width"} <= set(given) else ""
+            result = self._copy()(**given)
+        return Outcome(_first_image(result), recorder.results, recorder.calls)
+
+    def _copy(self) -> Any:
+        """The pipeline with the same models. Attributes are set past its own __setattr__, which changes its config."""
+        probe = copy.copy(self._pipe)
+        for name, value in vars(self._pipe).items():
+            if hasattr(value, "set_timesteps"):
+                vars(probe)[name] = copy.deepcopy(value)
+        vars(probe)["_progress_bar_config"] = {"disable": True}
+        return probe
+
+    def _devices(self) -> list[torch.device]:
+        """GPUs whose random state a run may change."""
+        devices = {parameter.device for model in self._models.values() for parameter in model.parameters()}
+        return [device for device in devices if device.type == "cuda"]
+
+
+@dataclass
+class _Recorder:
+    results: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
+    calls: dict[str, dict[str, Call]] = field(default_factory=dict)
+    real: dict[str, Tensor | None] = field(default_factory=dict)  # of the models' current calls: tokens, not padding
+
+    def called(self, model: str, part: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        interrupts.check()
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.real[model] = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def returned(self, model: str, part: str, args: tuple, output: Any) -> None:
+        if (model, part) not in self.results:
+            values = output.values() if isinstance(output, Mapping) else output
+            values = values if isinstance(output, (Mapping, tuple, list)) else (output,)
+            self.results[model, part] = [one.float().cpu() for one in values if _is_floating(one)]
+
+    def record(self, model: str, calls: dict[str, Call], path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        if path in calls or not (args or "hidden_states" in kwargs):
+            return
+        call = recorded_call(args, kwargs, self.real.get(model))
+        if all(value is not CACHE for value in (*call.args, *call.kwargs.values())):
+            calls[path] = call
+
+
+def first_outcome(step: FirstStep, paths: Mapping[str, Iterable[str]]) -> Outcome | str:
+    """The outcome of the original's step, with its modules' calls, or the reason why it cannot be run by itself."""
+    try:
+        return step.run(paths)
+    except (CheckpointError, RankError):
+        raise
+    except Exception as error:  # pipelines may need inputs of any kind
+        return in_brief(error)
+
+
+def _nothing(path: str, args: tuple, output: Any) -> None:
+    pass
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _first_image(result: Any) -> Tensor:
+    """The first image, or the frames of the first video, in float32."""
+    first = result[0]
+    while isinstance(first, (list, tuple)):
+        first = first[0]
+    first = torch.from_numpy(first) if isinstance(first, np.ndarray) else first
+    if not isinstance(first, Tensor):
+        raise TypeError(f"it returned {type(first).__name__}, not tensors")
+    return first[0].float().cpu() if first.dim() > 3 else first.float().cpu()
