@@ -51,7 +51,7 @@ def bundled(format: str) -> Any:
 
 
 def ways() -> list[Way]:
-    most = limits().plain_rows - 1
+    most = limits().few_tokens - 1
     found = [Way("plain"), Way(f"lookup {most}", asked={"prompt_lookup_num_tokens": most})]
     for format in ("int8", "int4"):
         found.append(Way(f"draft: itself in {format}", format, {"assistant_model": bundled(format)}))
@@ -133,7 +133,7 @@ def step_seconds(format: str, tokens: list[int], repeats: int) -> dict[int, floa
 
 
 def steps(repeats: int) -> tuple[Table, dict[str, dict[int, float]]]:
-    most = limits().plain_rows
+    most = limits().few_tokens
     counts = sorted({1, 2, 3, 4, DRAFTED + 1, (most + 1) // 2, most})
     table = Table(*("", *(f"{count}" for count in counts)), title="llama-1b: ms of a step by its tokens (x one token)")
     found = {}

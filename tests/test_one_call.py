@@ -71,8 +71,19 @@ def test_every_format(quant: str | None, dtype: torch.dtype, taken: list[bool]) 
     assert any(taken)
 
 
+def test_rounded_activations(taken: list[bool]) -> None:
+    """More than 8 rows of x are rounded to 8 bits, which is done part by part."""
+    wide = dict(hidden_size=128, intermediate_size=192)
+    engine = infuse.init_inference(BY_NAME["llama"].make(**wide), dtype=torch.bfloat16, quant="int8:a8")
+    for batch, together in ((8, True), (9, False)):
+        taken.clear()
+        compare(engine, BY_NAME["llama"], torch.bfloat16, batch=batch)
+        assert any(taken) == together
+
+
 @pytest.mark.parametrize(
-    ("batch", "tokens", "together"), [(1, 1, True), (1, 8, True), (2, 3, True), (3, 3, False), (9, 1, False)]
+    ("batch", "tokens", "together"),
+    [(1, 1, True), (1, 8, True), (2, 3, True), (3, 3, True), (16, 1, True), (17, 1, False), (1, 9, False)],
 )
 def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: bool, taken: list[bool]) -> None:
     engine = infuse.init_inference(BY_NAME["qwen3"].make(), dtype=torch.float32)

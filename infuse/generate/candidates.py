@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from infuse.generate.choose import Processed
 from infuse.generate.loop import Steps
 from infuse.layers.cache import KVCache
-from infuse.layers.linear import Quantized
+from infuse.layers.linear import rounds_activations
 from infuse.native import isa, limits
 
 
@@ -43,8 +43,8 @@ def most_candidates(model: Any) -> int | None:
     """
     if model.device.type != "cpu" or isa() is None:
         return None
-    rounds = any(isinstance(one, Quantized) and ":a8" in str(one.format) for one in model.modules())
-    rows = min(limits().plain_rows, limits().code_rows_integer) if rounds else limits().plain_rows
+    few = limits()
+    rows = min(few.few_tokens, few.code_rows_integer) if rounds_activations(model) else few.few_tokens
     return rows - 1
 
 

@@ -74,6 +74,11 @@ def all_are_heard() -> bool:
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
 
 
+def rounds_activations(module: nn.Module) -> bool:
+    """Whether a product inside the module rounds x to 8 bits where there are more than a few rows."""
+    return any(isinstance(each, Quantized) and ":a8" in str(each.format) for each in module.modules())
+
+
 def linear_op(format: str | None) -> str:
     """Return the name of the op that multiplies by weights of `format` (None: plain)."""
     return "quantized_linear" if format else "linear"

@@ -25,7 +25,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Quantized, QuantizedLinear, all_are_heard, untouched
+from infuse.layers.linear import Quantized, QuantizedLinear, all_are_heard, rounds_activations, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
@@ -307,12 +307,15 @@ class StepCall(BlockCall):
 
     def __init__(self, block: nn.Module, program: Program, index: int):
         super().__init__(block, program)
-        self.index, self.most_rows = index, limits().plain_rows
+        few = limits()
+        self.index, self.most_rows, self.most_tokens = index, few.plain_rows, few.few_tokens
+        if rounds_activations(block):
+            self.most_rows = min(few.plain_rows, few.code_rows_integer)
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         batch, tokens, _ = x_BTC.shape
         cache = inputs.cache
-        if batch * tokens > self.most_rows or not isinstance(cache, KVCache):
+        if batch * tokens > self.most_rows or tokens > self.most_tokens or not isinstance(cache, KVCache):
             return None
         if inputs.want_weights or inputs.causal is False:
             return None

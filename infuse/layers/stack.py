@@ -65,7 +65,7 @@ class StackCall(OneCall):
         self._last_norm = _Written.of(after[0]) if after else None
         self._blocks, self._attentions = blocks, attentions
         self._indices = [call.index for call in calls]
-        self._most_rows = calls[0].most_rows
+        self._most_rows = min(call.most_rows for call in calls)
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
         """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""

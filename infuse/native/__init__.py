@@ -50,6 +50,7 @@ class Limits(NamedTuple):
     """The sizes at which the C++ bodies change their algorithm, defined in src/limits.h."""
 
     plain_rows: int  # most rows for which plain weights stream and a decoder layer runs in one call
+    few_tokens: int  # most tokens of a sequence for which it does, and whose attention rounds as that of one
     code_rows: int  # most rows for which quantized weights stream, for x in bfloat16
     code_rows_float: int  # the same for x in float32 and float16
     code_rows_integer: int  # the same for x rounded to 8 bits

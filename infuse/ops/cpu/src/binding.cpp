@@ -10,7 +10,6 @@
 
 #include "binding_linear.h"
 #include "binding_ops.h"
-#include "limits.h"
 
 namespace infuse {
 namespace {
@@ -31,7 +30,9 @@ bool has_amx() { return amx_multiplies(); }
 // Whether many rows of float32 use our tiles.
 bool has_float_tiles() { return tiles_of(kernels().linear.tiles, Type::f32); }
 // In the order of `Limits` in infuse/native/__init__.py.
-std::vector<int64_t> limits() { return {kFewPlainRows, kFewRows, kFewRowsFloat, kFewRowsInteger, kMostTiled}; }
+std::vector<int64_t> limits() {
+  return {few_plain_rows(), kFewTokens, kFewRows, kFewRowsFloat, kFewRowsInteger, kMostTiled};
+}
 
 }  // namespace
 

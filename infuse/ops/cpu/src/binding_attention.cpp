@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "binding_ops.h"
+#include "limits.h"
 
 namespace infuse {
 
@@ -142,8 +143,7 @@ std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
 
 namespace {
 
-// Up to kFewTokens queries are split over the keys, more are split into tiles of queries.
-constexpr int64_t kFewTokens = 8, kMaxRows = 512, kMaxWidth = 1024;
+constexpr int64_t kMaxRows = 512, kMaxWidth = 1024;
 constexpr int64_t kMaxTileWidth = 512, kMaxTileGroup = 128;
 // Minimum size of the keys and values that one thread reads.
 constexpr int64_t kGrainBytes = 1 << 17;

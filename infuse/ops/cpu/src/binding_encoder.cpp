@@ -196,7 +196,7 @@ Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor in
   seen.batch = batch, seen.heads = demand.heads, seen.tokens = seen.length = tokens;
   if (!demand.taken || !set_scored(seen.mask, mask, seen, true)) return std::nullopt;
   // With few rows, weights stream, which runs part by part.
-  if (batch * tokens <= (demand.codes ? kFewRows : kFewPlainRows)) return std::nullopt;
+  if (batch * tokens <= (demand.codes ? kFewRows : kFewEncoderRows)) return std::nullopt;
   const int64_t threads = torch::stable::get_num_threads();
   const EncoderCall call = {program, demand, seen.mask, batch, tokens, x.size(2), threads};
   Tensor y = empty_as(x);

@@ -20,7 +20,6 @@
 #include "binding_layer.h"
 #include "binding_linear.h"
 #include "binding_ops.h"
-#include "limits.h"
 #include "region.h"
 
 namespace infuse {
@@ -102,7 +101,7 @@ struct Product {
     return args.rows > most_streamed() ? Way::tiles : Way::stream;
   }
   int64_t most_streamed() const {
-    if (code < 0) return kFewPlainRows;
+    if (code < 0) return few_plain_rows();
     if (!amx_multiplies() || left_to_pytorch(Type::bf16)) return kFewRows;
     return args.code == Code::int8 ? kFewRowsAmxBytes : kFewRowsAmx;
   }

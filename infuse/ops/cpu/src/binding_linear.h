@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "binding.h"
+#include "limits.h"
 
 namespace infuse {
 
@@ -91,6 +92,8 @@ inline Tensor begin_product(LinearArgs& a, const Tensor& x, const std::optional<
   a.type = type_of(x);
   return y;
 }
+
+inline int64_t few_plain_rows() { return amx_multiplies() ? kFewPlainRowsAmx : kFewPlainRows; }
 
 // Up to this many values, one thread arranges x.
 constexpr int64_t kOneThreadX = 1 << 15;

@@ -4,7 +4,6 @@
 
 #include "binding_linear.h"
 #include "binding_ops.h"
-#include "limits.h"
 
 namespace infuse {
 
