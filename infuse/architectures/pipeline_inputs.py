@@ -40,6 +40,8 @@ def pipeline_inputs(pipe: Any, models: Mapping[str, nn.Module]) -> dict[str, Any
 def _why_not(pipe: Any, models: Mapping[str, nn.Module], names: Mapping[str, Any]) -> str:
     if "num_inference_steps" not in names:
         return "its call takes no number of steps"
+    if not ({"height", "width"} <= set(names) or "image" in names):
+        return "its call takes no size"  # what it makes by default may take minutes
     if any(isinstance(getattr(one, "components", None), dict) for one in vars(pipe).values()):
         return "it runs other pipelines"
     if getattr(pipe, "_all_hooks", None) or any(hasattr(model, "_hf_hook") for model in models.values()):
