@@ -19,6 +19,7 @@ from ranks import Ranks
 
 LONGEST = (
     "test_triton",
+    "test_instruction_sets",
     "test_triton_compiles",
     "test_cli_ranks",
     "test_docs_tensor_parallel",

@@ -23,20 +23,23 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "transformers.generation",
         "infuse.generate.install",
+        "families",
     ]
 )
+# Of the process that others are forked from: libraries read how many threads when they are loaded.
+PATHS = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 def start(target: Callable[..., Any], *args: Any, daemon: bool = True) -> BaseProcess:
     """A process that calls `target(*args)` and ends with this one. Only one that is no daemon may start others."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # libraries read it when they are loaded, by the first process
+    before = {name: os.environ.get(name) for name in SETTINGS}
+    os.environ.update(SETTINGS)
     process = CONTEXT.Process(target=target, args=args, daemon=daemon)
     process.start()
-    if threads is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = threads
+    for name in SETTINGS:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if value is not None})
     return process
 
 

@@ -1,9 +1,4 @@
-"""The C++ bodies of attention, rotary and activations: shapes, strides, masks, threads, and every instruction set of
-this machine.
-
-The ops' own cases run in test_ops.py for the best instruction set, and here for the lower ones, in processes of their
-own.
-"""
+"""The C++ bodies of attention, rotary and activations: shapes, strides, masks, threads."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from levels import LEVELS, TILED, at_level
+from levels import TILED
 from threads import thread_counts
 from tolerance import assert_near
 from torch import Tensor
@@ -424,25 +419,3 @@ def test_gated_activation_of_odd_widths(dtype: torch.dtype, threads: int) -> Non
         assert_near(
             ops.gated_activation.body("cpu")(x, "silu"), ops.gated_activation.reference(x.float(), "silu"), dtype
         )
-
-
-# ---- instruction sets ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    if level == isa():
-        pytest.skip(f"{level} is what the other tests run here")
-    assert at_level(level, "-c", "from infuse.native import isa; print(isa())").split() == [level]
-    names = ("test_cpu_attention.py", "test_ops.py::test_body_is_the_reference")
-    at_level(
-        level,
-        "-m",
-        "pytest",
-        *names,
-        "-k",
-        "cpu and not instruction_set and not threads and not split",
-        "-p",
-        "no:cacheprovider",
-    )

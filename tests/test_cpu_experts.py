@@ -6,11 +6,8 @@ runs the cases, for tests that force a lower one.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from levels import LEVELS, at_level
 from prepared import runner
 from tolerance import assert_near
 from torch import Tensor
@@ -119,11 +116,6 @@ def test_no_token_and_no_route() -> None:
         poison(x)
         found = REAL(x, index, torch.rand(index.shape), up, None, down, None, "silu")
         assert torch.equal(found, torch.zeros_like(x))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ their own.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from levels import LEVELS, TILED, at_level
+from levels import TILED
 from prepared import runner
 from threads import thread_counts
 from tolerance import OF_LARGEST, assert_near
@@ -410,11 +409,6 @@ def all_cases() -> None:
         check_activated(text, 64, 96)
     for name in ("fp8", "fp6"):
         test_every_code_of_a_float_has_its_exact_value(name)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 def test_bfloat16_products_are_added_in_float32() -> None:

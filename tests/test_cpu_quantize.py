@@ -8,11 +8,9 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from levels import LEVELS, at_level
 from threads import thread_counts
 from tolerance import ONE_GROUP_IN, assert_same_quantization
 from torch import Tensor
@@ -184,11 +182,6 @@ def test_two_threads_compute_what_one_does(kind: str) -> None:
     weight[514, 1023] = float("nan")  # in the second thread's part
     with pytest.raises(ConfigError, match=r"nan at \[514, 1023\]"):
         quantize(weight, kind.format(64))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 def all_cases() -> None:

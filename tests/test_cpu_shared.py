@@ -10,12 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from levels import LEVELS, at_level
 from torch import Tensor
 
 from infuse.native import DTYPES, isa, kernels
@@ -213,11 +211,6 @@ def test_what_is_no_region_is_refused() -> None:
         kernels().shared_bytes(33, BUFFER_BYTES)
     with pytest.raises(RuntimeError, match="columns do not fit"):
         kernels().shared_all_gather(region, 0, x, torch.empty(4), [12, 8], 1, 0, 0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ Run as a program, it prints the instruction set and runs the cases, for tests th
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import BY_NAME
 from families import inputs as model_inputs
-from levels import LEVELS, at_level
 from prepared import runner
 from threads import thread_counts
 from tolerance import OF_LARGEST, assert_near
@@ -192,11 +190,6 @@ def all_cases() -> None:
             x = torch.randn(30, inputs).to(dtype)
             as_it_is = product(x, *buffers, None, 35, inputs, text.removesuffix(":a8"))
             assert torch.equal(product(x, *buffers, None, 35, inputs, text), as_it_is)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_instruction_set(level: str) -> None:
-    assert at_level(level, Path(__file__).name).split() == [level]
 
 
 # ---- the option

@@ -92,10 +92,15 @@ def saved(name: str, folder: Path, size: int, ranks: Ranks, keys: dict[str, Any]
     return found[0]
 
 
-@pytest.mark.parametrize(("writers", "readers", "keys"), [
-    (2, 2, INT8), (2, 1, INT8), (4, 2, INT8), (2, 2, INT4), (2, 4, INT4), (3, 4, INT4),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", SPLITTING)
+# Each layer in half of the ways, with both formats; each way with several layers.
+WAYS = [(2, 2, INT8), (2, 2, INT4), (2, 1, INT8), (2, 4, INT4), (4, 2, INT8), (3, 4, INT4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "writers", "readers", "keys"),
+    [(name, *WAYS[(layer + turn) % 6]) for layer, name in enumerate(SPLITTING) for turn in (0, 1, 3)],
+    ids=str,
+)
 def test_quantized_layers_that_ranks_share(
     name: str, writers: int, readers: int, keys: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -209,8 +214,13 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, Tensor]:
         IntegerFormat.quantize, infuse.apply.prove.proven = quantize, proven  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("keys", [{}, INT8, {"quant": "int8:16"}], ids=str)
-@pytest.mark.parametrize("name", [*SPLITTING, "t5", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [(name, INT8) for name in (*SPLITTING, "t5", "gpt2")]
+    + [(name, {}) for name in ("blocks", "grouped", "t5")]
+    + [(name, {"quant": "int8:16"}) for name in ("per head", "per group", "gpt2")],
+    ids=str,
+)
 def test_each_rank_reads_its_own_file_alone(name: str, keys: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
     logits, tokens = saved(name, tmp_path, 2, ranks, keys)
     for found, others in ranks.run(2, read_alone, name, str(tmp_path)):

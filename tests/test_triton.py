@@ -1,5 +1,5 @@
-"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py, and triton_blocks.py with triton_steps.py,
-in processes of their own, since Triton asks for the interpreter when it is imported, and transformers imports it.
+"""The Triton bodies under Triton's interpreter, on the CPU: triton_cases.py, triton_blocks.py and triton_steps.py, in a
+process of their own, since Triton asks for the interpreter when it is imported, and transformers imports it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def no_interpreter() -> str:
 
 @pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
 @pytest.mark.slow
-@pytest.mark.parametrize("files", ["triton_cases.py", "triton_blocks.py triton_steps.py"])
-def test_under_the_interpreter(files: str) -> None:
-    paths = [str(HERE / file) for file in files.split()]
+def test_under_the_interpreter() -> None:
+    paths = [str(HERE / file) for file in ("triton_cases.py", "triton_blocks.py", "triton_steps.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
