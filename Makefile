@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY = $(VENV)/bin/python
 MAKEFLAGS += -j2 # pip installs the tools on one core, and mypy reads, while the kernels compile
+# Images often set it. The tests start many processes; each would compile the package and the tests anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test lint dev bench wheel sanitize clean
 
@@ -78,9 +80,8 @@ $(VENV)/.infuse: $(VENV)/.torch pyproject.toml
 
 dev: $(VENV)/.tools $(VENV)/.kernels
 
-# Most of these packages' modules are never imported: without --no-compile pip would compile them all.
 $(VENV)/.tools: $(VENV)/.torch pyproject.toml
-	INFUSE_BUILD=0 $(PY) -m pip install --quiet --no-compile -e '.[dev]'
+	INFUSE_BUILD=0 $(PY) -m pip install --quiet -e '.[dev]'
 	@touch $(VENV)/.infuse $@
 
 $(VENV)/.kernels: $(VENV)/.torch pyproject.toml
