@@ -20,7 +20,9 @@ constexpr int kIntegerRows = 6;  // rows of x at once: 12 sums. On AMD Zen 5, 8 
 constexpr float kMostByte = 127;
 enum Header { kStart, kScale };
 constexpr int64_t kHeaderWords = 16;  // of a group and block: so the rows of groups of 64 are whole cache lines
-constexpr int64_t kXAhead = 1024;     // prefetch distance of x in words: 4 KiB
+// Prefetch distance of x in words, 4 KiB, if x is larger than kFarXBytes. For less, which is in the core's cache, it costs
+// up to 5 %.
+constexpr int64_t kXAhead = 1024, kFarXBytes = 1 << 19;
 
 inline uint32_t* integer_block(const LinearArgs& a, int64_t b, int64_t first_row) {
   return static_cast<uint32_t*>(a.scratch) + first_row * (a.inputs / 4) + b * a.groups * kHeaderWords;
@@ -103,17 +105,20 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
   const bf16 *left_scale = reinterpret_cast<const bf16*>(a.scale) + left,
       *right_scale = reinterpret_cast<const bf16*>(a.scale) + right;
   const int8_t *left_zero = a.zero + left, *right_zero = a.zero + right;
+  const bool far = a.rows * a.inputs > kFarXBytes;
   Vec sums[R][2];  // in registers: an array in memory took a tenth of the time
   for (int64_t g = 0; g < groups; ++g) {
     ahead.fetch();
     const uint32_t* header = x;
-    prefetch_near(header + kXAhead);
+    if (far) prefetch_near(header + kXAhead);
     x += kHeaderWords;
     __m512i low[R], high[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_set1_epi32(int(header[kStart * R + r]));
     for (const uint32_t* end = x + words; x < end;) {
-      for (int r = 0; r < R; ++r) prefetch_near(x + r * words + kXAhead);
+      if (far) {
+        for (int r = 0; r < R; ++r) prefetch_near(x + r * words + kXAhead);
+      }
       const uint32_t* second = x + R / 2 * words;  // rows from R / 2 on: few addresses are needed
       for (const uint32_t* stop = end - x < 16 ? end : x + 16; x < stop; tile += kTileOutputs, ++x, ++second) {
         const __m512i w0 = _mm512_load_si512(tile), w1 = _mm512_load_si512(tile + kPanelRows);
