@@ -72,7 +72,7 @@ inline float exp_of(float x) {
 
 // The values added to the scores of one row in one block, and the keys that it may attend to.
 struct Adjustment {
-  float added[kKeyBlock + Vec::width], allowed[kKeyBlock + Vec::width];
+  float added[kMostKeys + Vec::width], allowed[kMostKeys + Vec::width];
   bool adds, hides;
   bool any;  // any key is allowed
 };

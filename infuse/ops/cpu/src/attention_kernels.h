@@ -9,6 +9,7 @@ namespace infuse {
 
 // Keys that few queries attend to at once: with 128, keys and values evict each other from the L1 cache.
 constexpr int kKeyBlock = 64;
+constexpr int kMostKeys = 128;  // the same of many queries
 
 // Heads [0, heads) of x go to q, the next kv_heads to keys and the last kv_heads to values, both at tokens start + t.
 // If cos is given, the first `turned` of the `width` columns of queries and keys are rotated.

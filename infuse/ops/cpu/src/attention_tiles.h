@@ -10,13 +10,15 @@ namespace infuse {
 namespace INFUSE_ISA {
 
 constexpr int kTileQueries = 128;  // rows of a tile: queries times heads per key head
-constexpr int64_t kTileScoreStep = kKeyBlock + Vec::width;
+constexpr int kTileKeys = kMostKeys;  // of a block
+constexpr int64_t kTileScoreStep = kTileKeys + Vec::width;
 
 // What a tile multiplies: words of `values` numbers; `step_rows` rows are in registers at once.
 struct InFloats {
   using Word = float;
   using Held = Vec;
   static constexpr int values = 1, step_rows = Vec::width == 16 ? 8 : 4, depth_step = 1;
+  static constexpr float exponent_unit = 1.0f;  // of store_weights
   static Held at(const Word* p) { return load(p, Vec::width); }
   static Held repeated(Word x) { return Vec(x); }
   static Vec add(Vec sum, Held x, Held y) { return fma(x, y, sum); }
@@ -25,6 +27,7 @@ struct InFloats {
 struct InPairs {
   using Word = uint32_t;
   using Held = __m512bh;
+  static constexpr float exponent_unit = 1.442695041f;  // powers of two
 #if defined(__AMX_BF16__)
   static constexpr int values = 2, step_rows = 2 * kAmxRows, depth_step = kAmxPairs;
 #else
@@ -41,11 +44,11 @@ struct InPairs {
 template <class P>
 struct Tile {
   using Word = typename P::Word;
-  static constexpr int weight_step = kKeyBlock / P::values;
+  static constexpr int weight_step = kTileKeys / P::values;
   int64_t depth, columns;
   Word* q;         // [rows][depth] words of consecutive columns
-  Word* k;         // [depth][kKeyBlock]
-  Word* v;         // [kKeyBlock / values][columns] words of consecutive keys
+  Word* k;         // [depth][kTileKeys]
+  Word* v;         // [kTileKeys / values][columns] words of consecutive keys
   float* sums;     // [rows][columns]
   float* scores;   // [step_rows][kTileScoreStep]
   Word* weights;   // [step_rows][weight_step]
@@ -62,7 +65,7 @@ struct Tile {
       return static_cast<void*>(from);
     };
     q = static_cast<Word*>(take(kTileQueries * depth));
-    k = static_cast<Word*>(take(depth * kKeyBlock));
+    k = static_cast<Word*>(take(depth * kTileKeys));
     v = static_cast<Word*>(take(weight_step * columns));
     sums = static_cast<float*>(take(kTileQueries * columns));
     scores = static_cast<float*>(take(P::step_rows * kTileScoreStep));
@@ -88,6 +91,14 @@ inline int64_t attention_tiles(const AttentionArgs& a) { return a.batch * a.kv_h
 struct Rows {
   Head head;
   int64_t t, rows;
+
+  // Calls run(row, head, query) for each row.
+  template <class F>
+  void each(int64_t group, const F& run) const {
+    for (int64_t r = 0, query = t; r < rows; ++query) {
+      for (int64_t n = 0; n < group; ++n, ++r) run(r, head.n * group + n, query);
+    }
+  }
 };
 
 // ---- loading ----
@@ -104,14 +115,12 @@ void load_query(const T* q, int64_t width, float* to) {
 template <class P, class T>
 void load_tile_queries(const AttentionArgs& a, const Rows& of, const Tile<P>& tile) {
   const int64_t group = group_of(a), whole = a.width / P::values;
-  for (int64_t r = 0; r < of.rows; ++r) {
-    const T* q = static_cast<const T*>(a.q) + of.head.b * a.q_b + (of.head.n * group + r % group) * a.q_n +
-        (of.t + r / group) * a.q_t;
+  of.each(group, [&](int64_t r, int64_t n, int64_t t) {
     auto* to = tile.q + r * tile.depth;
     std::memset(to + whole, 0, size_t(tile.depth - whole) * sizeof(*to));
-    load_query(q, a.width, to);
+    load_query(static_cast<const T*>(a.q) + of.head.b * a.q_b + n * a.q_n + t * a.q_t, a.width, to);
     tile.largest[r] = -kInfinity, tile.total[r] = tile.allowed[r] = 0.0f;
-  }
+  });
   std::memset(tile.sums, 0, size_t(of.rows * tile.columns) * sizeof(float));
   const int64_t padding = (of.rows + P::step_rows - 1) / P::step_rows * P::step_rows - of.rows;
   std::memset(tile.q + of.rows * tile.depth, 0, size_t(padding * tile.depth) * sizeof(typename P::Word));
@@ -139,7 +148,7 @@ void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InFloat
       }
       transpose(lanes);
       for (int64_t p = 0; p < Vec::width && c + p < tile.depth; ++p) {
-        store(tile.k + (c + p) * kKeyBlock + i, lanes[p], Vec::width);
+        store(tile.k + (c + p) * kTileKeys + i, lanes[p], Vec::width);
       }
     }
   }
@@ -189,7 +198,7 @@ void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InPairs
       }
       transpose(words);
       for (int64_t p = 0; p < 16 && c + p < tile.depth; ++p) {
-        _mm512_store_ps(tile.k + (c + p) * kKeyBlock + i, words[p].v);
+        _mm512_store_ps(tile.k + (c + p) * kTileKeys + i, words[p].v);
       }
     }
   }
@@ -197,7 +206,9 @@ void load_keys(const AttentionArgs& a, const S* k, int count, const Tile<InPairs
 
 template <class S>
 void load_values(const AttentionArgs& a, const S* v, int count, const Tile<InPairs>& tile) {
-  for (int pair = 0; pair < kKeyBlock / 2; ++pair) {
+  constexpr int step = InPairs::depth_step;
+  const int pairs = ((count + 1) / 2 + step - 1) / step * step;
+  for (int pair = 0; pair < pairs; ++pair) {
     const S *even = v + 2 * pair * a.v_t, *odd = even + a.v_t;
     const bool has_even = 2 * pair < count, has_odd = 2 * pair + 1 < count;
     const float even_scale = has_even ? row_scale_of(even, a.width) : 0.0f,
@@ -243,7 +254,7 @@ template <class P, int R>
 void score_tile(const Tile<P>& tile, int64_t row, int count) {
   for (int key = 0; key < count; key += 2 * Vec::width) {
     Vec sums[R][2];
-    add_products<P, R>(tile.q + row * tile.depth, tile.depth, tile.k + key, kKeyBlock, tile.depth, sums);
+    add_products<P, R>(tile.q + row * tile.depth, tile.depth, tile.k + key, kTileKeys, tile.depth, sums);
     for (int r = 0; r < R; ++r) {
       store(tile.scores + r * kTileScoreStep + key, sums[r][0], Vec::width);
       store(tile.scores + r * kTileScoreStep + key + Vec::width, sums[r][1], Vec::width);
@@ -283,7 +294,7 @@ template <>
 inline void score_tile_rows(const Tile<InPairs>& tile, int64_t row, int64_t rows, int count) {
   const AmxRows queries = {tile.q + row * tile.depth, tile.depth, kAmxPairs, kAmxRows * tile.depth};
   for (int key = 0; key < count; key += 2 * Vec::width) {
-    amx_multiply(rows, queries, tile.k + key, kKeyBlock, tile.depth / kAmxPairs, tile.scores + key, kTileScoreStep);
+    amx_multiply(rows, queries, tile.k + key, kTileKeys, tile.depth / kAmxPairs, tile.scores + key, kTileScoreStep);
   }
 }
 
@@ -305,7 +316,7 @@ inline void add_tile_values(const Tile<InPairs>& tile, int64_t row, int64_t rows
 
 #endif
 
-// Stores weights from key i on; e^x as exactly as the words are.
+// Stores weights from key i on, e^x as exactly as the words are; exponents are in P::exponent_unit.
 inline Vec store_weights(float* to, int i, Vec exponent) {
   const Vec weight = exp(exponent);
   store(to + i, weight, Vec::width);
@@ -313,11 +324,17 @@ inline Vec store_weights(float* to, int i, Vec exponent) {
 }
 #if defined(__AVX512BF16__)
 inline Vec store_weights(uint32_t* to, int i, Vec exponent) {
-  const Vec weight = coarse_exp2(larger(Vec(-160.0f), exponent * Vec(1.442695041f)));
+  const Vec weight = coarse_exp2(larger(Vec(-160.0f), exponent));
   _mm256_store_si256(reinterpret_cast<__m256i*>(to + i / 2), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight.v)));
   return weight;
 }
 #endif
+
+// Keys of a block that weights are stored for.
+template <class P>
+int written_keys(int count) {
+  return P::depth_step > 1 ? kTileKeys : (count + Vec::width - 1) / Vec::width * Vec::width;
+}
 
 // Turns the scores of a row, times `scale`, into weights relative to its largest score so far (`block_largest` is
 // already scaled). Returns the factor for earlier sums.
@@ -326,13 +343,14 @@ float weigh_tile_row(const Tile<P>& tile, int64_t row, int r, float block_larges
   float* scores = tile.scores + r * kTileScoreStep;
   const float before = tile.largest[row + r], now = block_largest > before ? block_largest : before;
   // -infinity minus -infinity is NaN
-  const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale);
+  const Vec base(now == -kInfinity ? 0.0f : -now), factor(scale), unit(P::exponent_unit);
   const float keep = now == before ? 1.0f : before == -kInfinity ? 0.0f : exp_of(before - now);
-  const int written = (count + Vec::width - 1) / Vec::width * Vec::width;
-  for (int i = written; i < kKeyBlock; ++i) scores[i] = -kInfinity;
+  const int written = written_keys<P>(count);
+  for (int i = count; i < written; ++i) scores[i] = -kInfinity;
   Vec total;
-  for (int i = 0; i < kKeyBlock; i += Vec::width) {
-    const Vec exponent = fma(load(scores + i, Vec::width), factor, base);
+  for (int i = 0; i < written; i += Vec::width) {
+    // Multiplied last: a mask may have added -3e38 to every score, whose difference is 0.
+    const Vec exponent = fma(load(scores + i, Vec::width), factor, base) * unit;
     total = total + store_weights(tile.weights + r * tile.weight_step, i, exponent);
   }
   tile.total[row + r] = tile.total[row + r] * keep + total.sum();
@@ -344,28 +362,29 @@ float weigh_tile_row(const Tile<P>& tile, int64_t row, int r, float block_larges
 // whether a row has a larger score than before cannot be predicted.
 template <class P>
 void weigh_tile_rows(const Tile<P>& tile, int64_t row, int64_t rows, float scale, int count, float* keep) {
-  const int written = P::depth_step > 1 ? kKeyBlock : (count + Vec::width - 1) / Vec::width * Vec::width;
+  const int written = written_keys<P>(count);
   alignas(64) float tops[P::step_rows], bases[P::step_rows];
   for (int64_t r = 0; r < rows; ++r) {
     float* scores = tile.scores + r * kTileScoreStep;
     for (int i = count; i < written; ++i) scores[i] = -kInfinity;
     tops[r] = largest_score(scores, written);
   }
-  const Vec lowest(-kInfinity), factor(scale);
+  const Vec lowest(-kInfinity), factor(scale), unit(P::exponent_unit);
   for (int64_t r = 0; r < rows; r += Vec::width) {
     const int n = int(rows - r < Vec::width ? rows - r : Vec::width);
     float* largest = tile.largest + row + r;
     const Vec before = load(largest, n), now = max(load(tops + r, n) * factor, before);
     store(keep + r, where_less(lowest, now, exp(before - now), Vec(1.0f)), n);
-    store(bases + r, where_less(lowest, now, Vec(0.0f) - now, Vec(0.0f)), n);
+    store(bases + r, where_less(lowest, now, Vec(0.0f) - now * unit, Vec(0.0f)), n);
     store(largest, now, n);
   }
+  const Vec steps = factor * unit;
   for (int64_t r = 0; r < rows; ++r) {
     const float* scores = tile.scores + r * kTileScoreStep;
     const Vec base(bases[r]);
     Vec total;
     for (int i = 0; i < written; i += Vec::width) {
-      const Vec exponent = fma(load(scores + i, Vec::width), factor, base);
+      const Vec exponent = fma(load(scores + i, Vec::width), steps, base);
       total = total + store_weights(tile.weights + r * tile.weight_step, i, exponent);
     }
     tile.total[row + r] = tile.total[row + r] * keep[r] + total.sum();
@@ -376,6 +395,10 @@ template <class P>
 void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, int64_t row, int64_t rows, int64_t key,
                  int count) {
   const int64_t group = group_of(a);
+  if (a.causal) {  // the other keys are in the future of all these rows
+    const int64_t seen = a.length - a.tokens + of.t + (row + rows - 1) / group + 1 - key;
+    if (seen < count) count = int(seen);
+  }
   score_tile_rows(tile, row, rows, count);
   const bool each_head = a.mask.n != 0 || a.bias.n != 0,
       each_query = a.causal || a.window || a.mask.t != 0 || a.bias.t != 0;
@@ -393,10 +416,10 @@ void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, in
     if (r == 0 || each_head || (each_query && n == 0)) adjust(a, of.head.b, of.head.n * group + n, t, key, count, with);
     if (with.any) tile.allowed[row + r] = 1.0f;
     float* scores = tile.scores + r * kTileScoreStep;
-    if (with.adds || with.hides || a.softcap > 0 || a.scale <= 0 || count < kKeyBlock) {
+    if (with.adds || with.hides || a.softcap > 0 || a.scale <= 0 || count < kTileKeys) {
       keep[r] = weigh_tile_row(tile, row, r, adjusted_scores(a, with, count, a.scale, scores), 1.0f, count);
     } else {
-      keep[r] = weigh_tile_row(tile, row, r, largest_score(scores) * a.scale, a.scale, count);
+      keep[r] = weigh_tile_row(tile, row, r, largest_score(scores, count) * a.scale, a.scale, count);
     }
   }
   add_tile_values(tile, row, rows, count, keep);
@@ -405,16 +428,16 @@ void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, in
 // Divides and rounds, like write_head.
 template <class P, class T>
 void write_tile(const AttentionArgs& a, const Rows& of, const Tile<P>& tile) {
-  const int64_t group = group_of(a);
-  for (int64_t r = 0; r < of.rows; ++r) {
-    const Vec scale(row_scale(a, of.head.n * group + r % group, tile.total[r], tile.largest[r], tile.allowed[r] > 0));
-    T* out = static_cast<T*>(a.out) +
-        ((of.head.b * a.tokens + of.t + r / group) * a.heads + of.head.n * group + r % group) * a.width;
-    for (int64_t c = 0; c < a.width; c += Vec::width) {
-      store(out + c, load(tile.sums + r * tile.columns + c, Vec::width) * scale,
-          int(a.width - c < Vec::width ? a.width - c : Vec::width));
+  of.each(group_of(a), [&](int64_t r, int64_t n, int64_t t) {
+    const Vec scale(row_scale(a, n, tile.total[r], tile.largest[r], tile.allowed[r] > 0));
+    T* out = static_cast<T*>(a.out) + ((of.head.b * a.tokens + t) * a.heads + n) * a.width;
+    const float* sums = tile.sums + r * tile.columns;
+    int64_t c = 0;
+    for (; c + Vec::width <= a.width; c += Vec::width) {
+      store_coarse(out + c, load(sums + c, Vec::width) * scale, Vec::width);
     }
-  }
+    if (c < a.width) store_coarse(out + c, load(sums + c, Vec::width) * scale, int(a.width - c));
+  });
 }
 
 // Prefetches the tile that this thread is likely to take next, since the rows of one head are far apart. Only the first
@@ -450,8 +473,8 @@ void attend_tile_in(const AttentionArgs& a, int64_t index, void* scratch) {
   const int64_t position = a.length - a.tokens + t;  // the first query's position among the keys
   const int64_t low = a.window ? position - a.window + 1 : 0, high = a.causal ? position + count_t : a.length;
   const int64_t end = high < a.length ? high : a.length;
-  for (int64_t key = low > 0 ? low : 0; key < end; key += kKeyBlock) {
-    const int count = int(end - key < kKeyBlock ? end - key : kKeyBlock);
+  for (int64_t key = low > 0 ? low : 0; key < end; key += kTileKeys) {
+    const int count = int(end - key < kTileKeys ? end - key : kTileKeys);
     a.of_int8 ? load_block<P, code8>(a, of.head, key, count, tile) : load_block<P, T>(a, of.head, key, count, tile);
     for (int64_t row = 0; row < of.rows; row += P::step_rows) {
       const int64_t rows = of.rows - row < P::step_rows ? of.rows - row : P::step_rows;
