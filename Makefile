@@ -71,7 +71,8 @@ $(VENV)/.made:
 $(VENV)/.torch: $(VENV)/.made
 	@$(PY) -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null \
 	  || $(PY) -m pip install '$(TORCH)'
-	@$(PY) -c 'import setuptools.command.bdist_wheel' 2>/dev/null || $(PY) -m pip install --quiet 'setuptools>=77'
+	@$(PY) -c 'import sys, setuptools; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
+	  || $(PY) -m pip install --quiet 'setuptools>=77'
 	@touch $@
 
 $(VENV)/.infuse: $(VENV)/.torch pyproject.toml
@@ -81,7 +82,7 @@ $(VENV)/.infuse: $(VENV)/.torch pyproject.toml
 dev: $(VENV)/.tools $(VENV)/.kernels
 
 $(VENV)/.tools: $(VENV)/.torch pyproject.toml
-	INFUSE_BUILD=0 $(PY) -m pip install --quiet -e '.[dev]'
+	INFUSE_BUILD=0 $(PY) -m pip install --quiet --no-build-isolation -e '.[dev]'
 	@touch $(VENV)/.infuse $@
 
 $(VENV)/.kernels: $(VENV)/.torch pyproject.toml
