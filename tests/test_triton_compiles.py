@@ -109,9 +109,9 @@ def of_diffusion(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
     yield "group_norm", (last, channels, channels, empty(2, 320, dtype=dtype), 32, 1e-5, True), {}
     yield "group_norm", (image, channels, channels, None, 32, 1e-6, False), {}
     tokens, row = empty(2, 100, 3072, dtype=dtype), empty(2, 3072, dtype=dtype)
-    yield "modulated_norm", (tokens, row, row, 1e-6), {}
+    yield "modulated_norm", (tokens, row, row, 1e-6, True), {}
     yield "gated_add", (tokens, row, tokens), {}
-    yield "gated_add_norm", (tokens, row, tokens, row, row, 1e-6), {}
+    yield "gated_add_norm", (tokens, row, tokens, row, row, 1e-6, False), {}
     first, second, norm = (
         empty(2, 100, 72, 128, dtype=dtype),
         empty(2, 77, 72, 128, dtype=dtype),

@@ -7,15 +7,24 @@ from types import MappingProxyType
 
 from torch import nn
 
+from infuse.architectures.crossing import MODULES as CROSSING
 from infuse.architectures.dit import MODULES as BLOCKS
 from infuse.architectures.feed_forward import FEED_FORWARD
 from infuse.architectures.image_attention import MODULES as ATTENTIONS
-from infuse.architectures.image_transformer import MODULES as TRANSFORMERS
+from infuse.architectures.image_transformer import IMAGE_TRANSFORMER
 from infuse.architectures.module import ModuleSpec
 from infuse.architectures.normed_attention import MODULES as NORMED
 from infuse.architectures.unet import MODULES as CONVOLUTIONS
 
-MODULES: tuple[ModuleSpec, ...] = (FEED_FORWARD, *ATTENTIONS, *NORMED, *CONVOLUTIONS, *TRANSFORMERS, *BLOCKS)
+MODULES: tuple[ModuleSpec, ...] = (
+    FEED_FORWARD,
+    *ATTENTIONS,
+    *NORMED,
+    *CONVOLUTIONS,
+    IMAGE_TRANSFORMER,
+    *CROSSING,
+    *BLOCKS,
+)
 
 _BY_CLASS: Mapping[str, ModuleSpec] = MappingProxyType({spec.layer: spec for spec in MODULES})
 

@@ -114,9 +114,8 @@ _QKV, _ADDED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_pro
 _TEXT_AND_TIME = (("encoder_hidden_states", TEXT), ("temb", TIME))
 # The vectors of a stream: shift, scale and gate of attention, then of the MLP, then of the second attention, which
 # reads the block's input as the first one does.
-_FIRST, _SECOND = (gated(IMAGE, 2),), (
-    modulated("norm1", IMAGE, 6), gated(IMAGE, 2), Step(ATTENTION, "second", on=IMAGE), gated(IMAGE, 8),
-)  # fmt: skip
+_FIRST: Program = (gated(IMAGE, 2),)
+_SECOND: Program = (modulated("norm1", IMAGE, 6), *_FIRST, Step(ATTENTION, "second", on=IMAGE), gated(IMAGE, 8))
 _IMAGE_MLP = (modulated("norm2", IMAGE, 3), Step(MLP, "ff", on=IMAGE), gated(IMAGE, 5))
 _TEXT_MLP = (modulated("norm2_context", TEXT, 3), Step(MLP, "ff_context", on=TEXT), gated(TEXT, 5))
 

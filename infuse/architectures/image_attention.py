@@ -27,7 +27,7 @@ from infuse.architectures.part import (
 from infuse.architectures.unet import GroupNormShape, bind_group_norm
 
 _PROCESSORS = "diffusers.models.attention_processor."
-ATTENTION = f"{_PROCESSORS}Attention"
+ATTENTION_CLASS = f"{_PROCESSORS}Attention"
 # The processors that compute softmax(q k^T * scale + mask) v: by the width's root, or by the module's own scale.
 _FUSED, _PLAIN = f"{_PROCESSORS}AttnProcessor2_0", f"{_PROCESSORS}AttnProcessor"
 _SANA = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"  # as _FUSED, without norm and residual
@@ -157,4 +157,4 @@ class ImageAttention:
         return ImageAttentionModuleShape(bind_image_attention(binder, "", name))
 
 
-MODULES = (ModuleSpec(ATTENTION, ImageAttention()),)
+MODULES = (ModuleSpec(ATTENTION_CLASS, ImageAttention()),)

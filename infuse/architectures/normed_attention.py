@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
 from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
-from infuse.architectures.part import Matrix, Parameter, PartShape
+from infuse.architectures.part import Matrix, Parameter, PartShape, named
 
 _TRANSFORMERS = "diffusers.models.transformers."
 HUNYUAN = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
@@ -78,36 +80,42 @@ class NormedAttention:
     text_turns: bool = False
 
     def bind(self, binder: Binder, name: str) -> NormedAttentionShape:
-        module = binder.layer
+        return self.bind_at(binder, "", name)
+
+    def bind_at(self, binder: Binder, path: str, name: str) -> NormedAttentionShape:
+        """Bind the attention at `path`; its tensors go to `name` in the new module."""
+        at = partial(named, path)
+        module: Any = binder.module(path) if path else binder.layer
+        whose = f"{path}'s" if path else "its"
         processor = getattr(module, "processor", None)
         if (found := class_path(processor)) != self.processor:
-            binder.differ(f"its processor is {found.rpartition('.')[2]}, not {self.processor.rpartition('.')[2]}")
+            binder.differ(f"{whose} processor is {found.rpartition('.')[2]}, not {self.processor.rpartition('.')[2]}")
         for key in ("_attention_backend", "_parallel_config"):
             if getattr(processor, key, None) is not None:
-                binder.differ(f"its processor has {key} {getattr(processor, key)!r}")
+                binder.differ(f"{whose} processor has {key} {getattr(processor, key)!r}")
         for part in _ABSENT:
             if getattr(module, part, None) is not None:
-                binder.differ(f"it has {part}")
+                binder.differ(f"it has {at(part)}")
         for key in ("fused_projections", "residual_connection"):
             if getattr(module, key, False):
-                binder.differ(f"{key} is True")
+                binder.differ(f"{at(key)} is True")
         if (scale := getattr(module, "rescale_output_factor", 1.0)) != 1.0:
-            binder.differ(f"rescale_output_factor is {scale}, not 1")
+            binder.differ(f"{at('rescale_output_factor')} is {scale}, not 1")
         if [type(one) for one in getattr(module, "to_out", None) or ()] != [nn.Linear, nn.Dropout]:
-            binder.differ("to_out is not [Linear, Dropout]")
-        paths = ("to_q", "to_k", "to_v")
-        q, k, v = (binder.linear(path) for path in paths)
-        out, heads = binder.linear("to_out.0"), int(getattr(module, "heads", 0)) or 1
+            binder.differ(f"{at('to_out')} is not [Linear, Dropout]")
+        paths = at("to_q"), at("to_k"), at("to_v")
+        q, k, v = (binder.linear(one) for one in paths)
+        out, heads = binder.linear(at("to_out.0")), int(getattr(module, "heads", 0)) or 1
         width = q.rows // heads
         if {q.rows, k.rows, v.rows, out.columns} != {heads * width} or k.columns != v.columns or out.rows != q.columns:
             binder.differ(
                 f"q, k, v have {q.rows}, {k.rows}, {v.rows} rows and to_out {out.columns} columns; heads {heads}"
             )
         bias = binder.all_or_no_bias(paths, [q, k, v])
-        for target, path in zip(("q", "k", "v"), paths, strict=True):
-            binder.fill_linear(target, (path,), bias)
-        binder.fill_linear("out", ("to_out.0",), out.bias)
-        norms = [_norm(binder, f"norm_{one}", f"{one}_norm", (width, heads * width)) for one in "qk"]
+        for target, one in zip(("q", "k", "v"), paths, strict=True):
+            binder.fill_linear(named(name, target), (one,), bias)
+        binder.fill_linear(named(name, "out"), (at("to_out.0"),), out.bias)
+        norms = [_norm(binder, at(f"norm_{one}"), named(name, f"{one}_norm"), (width, heads * width)) for one in "qk"]
         return NormedAttentionShape(
             q.columns, k.columns, heads, width, bias, out.bias, norms[0], norms[1], self.turns, self.masks,
             self.text_turns,
@@ -116,7 +124,7 @@ class NormedAttention:
 
 def _norm(binder: Binder, path: str, name: str, widths: tuple[int, ...]) -> NormShape | None:
     """Bind the norm at `path` over one of these widths; None if there is none."""
-    norm = getattr(binder.layer, path, None)
+    norm: Any = binder.module(path, optional=True)
     if norm is None:
         return None
     if type(norm) not in _NORMS or norm.normalized_shape not in [(width,) for width in widths]:
@@ -125,8 +133,10 @@ def _norm(binder: Binder, path: str, name: str, widths: tuple[int, ...]) -> Norm
     return Norm(path, _NORMS[type(norm)]).bind(binder, name)
 
 
+LTX_ATTENTION = NormedAttention(f"{_LTX}VideoAttnProcessor", "image_rotary_emb")
+WAN_ATTENTION = NormedAttention(f"{_WAN}AttnProcessor", "rotary_emb", masks=False)
 HUNYUAN_ATTENTION = NormedAttention(HUNYUAN, "image_rotary_emb", text_turns=True)
 MODULES = (
-    ModuleSpec(f"{_LTX}Attention", NormedAttention(f"{_LTX}VideoAttnProcessor", "image_rotary_emb")),
-    ModuleSpec(f"{_WAN}Attention", NormedAttention(f"{_WAN}AttnProcessor", "rotary_emb", masks=False)),
+    ModuleSpec(f"{_LTX}Attention", LTX_ATTENTION),
+    ModuleSpec(f"{_WAN}Attention", WAN_ATTENTION),
 )

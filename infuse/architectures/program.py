@@ -39,6 +39,7 @@ FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "c
 MODULATE = "modulate"  # vectors = part(time step)
 JOINT = "joint"  # attention over two streams in order, by the parts of their names
 CAT, SPLIT = "cat", "split"  # x of `on` = [x of `over`, x]; [x of `over`, x] = x of `on`
+SKIP = "skip"  # x = part(x, the value SKIP)
 CLIP, END = "clip", "end"  # in float16, clamp x to its range; drop the stream
 
 # The values of such blocks: streams, and what a call gives beside them. UNREAD changes nothing in the original either,

@@ -9,21 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from torch import nn
-
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, class_path
-from infuse.architectures.norm import LAYER, Norm, NormShape
+from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import WHOLE, Matrix, Parameter, PartShape
+from infuse.architectures.part import WHOLE, Matrix, Parameter, PartShape, inside
 from infuse.architectures.program import ADD, ADD_NORM, IMAGE, MODULATE, NORM, Program, Step, merged
 
 _NORMS = "diffusers.models.normalization."
 ZERO, ZERO_X, CONTINUOUS = "AdaLayerNormZero", "SD35AdaLayerNormZeroX", "AdaLayerNormContinuous"
-SINGLE = "AdaLayerNormZeroSingle"
+SINGLE, SHIFT = "AdaLayerNormZeroSingle", "AdaLayerNormShift"
+_PLACES: Mapping[str, str] = {SHIFT: "diffusers.models.transformers.hunyuan_transformer_2d."}
+NORMS: Mapping[str, str] = {
+    "torch.nn.modules.normalization.LayerNorm": LAYER, f"{_NORMS}FP32LayerNorm": LAYER, f"{_NORMS}RMSNorm": RMS,
+}  # fmt: skip
 # Vectors that the linear of each modulation makes: shift, scale and gate of attention, then of the MLP, then of the
-# second attention; CONTINUOUS makes scale and shift.
-VECTORS: Mapping[str, int] = {ZERO: 6, ZERO_X: 9, CONTINUOUS: 2, SINGLE: 3}
+# second attention; CONTINUOUS makes scale and shift; SHIFT makes one, for a norm with weights.
+VECTORS: Mapping[str, int] = {ZERO: 6, ZERO_X: 9, CONTINUOUS: 2, SINGLE: 3, SHIFT: 1}
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,35 @@ class TableShape(PartShape):
 
 @dataclass(frozen=True)
 class ModulatedNormShape(PartShape):
-    """A layer norm without weights, scaled and shifted by the time step."""
+    """A layer norm or RMS norm without weights, scaled and shifted by the time step."""
 
+    kind: str
     eps: float
 
     @property
     def ops(self) -> tuple[str, ...]:
         return ("modulated_norm", "gated_add_norm")
+
+
+@dataclass(frozen=True)
+class SkipShape(PartShape):
+    """A linear of the norm of x beside a value of an earlier block: `hidden` values of twice as many."""
+
+    hidden: int
+    norm: NormShape
+    bias: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (Matrix("linear", self.hidden, 2 * self.hidden, self.bias),)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (*super().parameters, *(inside("norm", one) for one in self.norm.parameters))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return self.norm.ops
 
 
 def modulated(part: str, on: str, at: int) -> Step:
@@ -109,10 +133,10 @@ MODULATION = Step(MODULATE, "modulation")
 
 def bind_modulation(binder: Binder, kinds: Mapping[str, tuple[str, str]]) -> dict[str, PartShape]:
     """Bind the modulations at these paths, each of a stream and a kind: their linears as one, and their norms."""
-    linears, norms = [], {}
+    linears, norms = [], dict[str, PartShape]()
     for path, (_, kind) in kinds.items():
         found = class_path(binder.module(path))
-        if found != f"{_NORMS}{kind}":
+        if found != f"{_PLACES.get(kind, _NORMS)}{kind}":
             binder.differ(f"{path} is a {found.rpartition('.')[2]}, not {kind}")
         if getattr(binder.module(path), "emb", None) is not None:
             binder.differ(f"{path} embeds the time step itself")
@@ -120,7 +144,10 @@ def bind_modulation(binder: Binder, kinds: Mapping[str, tuple[str, str]]) -> dic
         linears.append(linear)
         if linear.rows != VECTORS[kind] * linear.columns:
             binder.differ(f"{path}.linear makes {linear.rows} rows of {linear.columns}, not {VECTORS[kind]} vectors")
-        norms[path] = bind_modulated_norm(binder, f"{path}.norm")
+        if kind == SHIFT:
+            norms[path] = bind_layer_norm(binder, f"{path}.norm", path)
+        else:
+            norms[path] = bind_modulated_norm(binder, f"{path}.norm")
     paths = tuple(f"{path}.linear" for path in kinds)
     bias = binder.all_or_no_bias(paths, linears)
     binder.fill_linear("modulation.linear", paths, bias)
@@ -138,19 +165,29 @@ def bind_table(binder: Binder, path: str, name: str, count: int) -> TableShape:
 
 
 def bind_modulated_norm(binder: Binder, path: str) -> ModulatedNormShape:
-    """Bind the layer norm at `path`, which has no weights."""
+    """Bind the norm at `path`, which has no weights."""
     found = binder.module(path)
-    if type(found) is not nn.LayerNorm or found.elementwise_affine:
-        binder.differ(f"{path} is {found}, not a LayerNorm without weights")
-        return ModulatedNormShape(0.0)
-    return ModulatedNormShape(found.eps)
+    kind = NORMS.get(class_path(found))
+    if kind is None or found.elementwise_affine:  # type: ignore[union-attr]
+        binder.differ(f"{path} is {found}, not a LayerNorm or RMSNorm without weights")
+        return ModulatedNormShape(LAYER, 0.0)
+    return ModulatedNormShape(kind, found.eps)  # type: ignore[arg-type, union-attr]
 
 
-def bind_layer_norm(binder: Binder, path: str) -> NormShape:
-    """Bind the layer norm at `path`; it keeps its name."""
+def bind_layer_norm(binder: Binder, path: str, at: str | None = None) -> NormShape:
+    """Bind the layer norm at `path`, which goes to `path` in the new module or to `at`."""
     found = binder.module(path)
-    bound = Norm(path, LAYER).bind(binder, path) if type(found) is nn.LayerNorm else None
+    bound = Norm(path, LAYER).bind(binder, at or path) if NORMS.get(class_path(found)) == LAYER else None
     if bound is None:
         binder.differ(f"{path} is a {type(found).__name__}, not a LayerNorm")
         return NormShape(LAYER, 1, 0.0, 0.0, None, False)
     return bound
+
+
+def bind_skip(binder: Binder, name: str) -> SkipShape:
+    """Bind skip_norm and skip_linear."""
+    linear = binder.linear("skip_linear")
+    if linear.columns != 2 * linear.rows:
+        binder.differ(f"skip_linear makes {linear.rows} rows of {linear.columns} columns")
+    binder.fill_linear(f"{name}.linear", ("skip_linear",), linear.bias)
+    return SkipShape(linear.rows, bind_layer_norm(binder, "skip_norm", f"{name}.norm"), linear.bias)

@@ -30,6 +30,7 @@ from infuse.architectures.program import (
     NORM,
     NORM_BRANCH,
     REDUCE,
+    SKIP,
     SPLIT,
     TAKE,
     TEXT_MASK,
@@ -90,6 +91,13 @@ def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, norm(x)
 
 
+def _sum_with(mlp: Any, y: Tensor, branch: Tensor | None) -> Tensor:
+    """branch + mlp(y), computed in its last product if the MLP has no hooks."""
+    if branch is None:
+        return direct(mlp, y)
+    return mlp.fused(y, None, branch) if untouched(mlp) else branch + mlp(y)  # type: ignore[no-any-return]
+
+
 def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
     """Run the program on the streams [B, T, C] in `values`, where their results take their place.
 
@@ -104,7 +112,12 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
         part: Any = parts.get(name)
         given = [vectors[on][i] for i in by]
         if does == NORM:
-            y[on] = x if part is None else part(x, *given) if by else direct(part, x)
+            if part is None:
+                y[on] = x
+            elif len(by) == 1:
+                y[on] = direct(part, x) + given[0][:, None]
+            else:
+                y[on] = part(x, *given) if by else direct(part, x)
         elif does == ATTENTION:
             mask = values.get(TEXT_MASK if over else MASK)
             branch[on] = part.attended(y.pop(on), values.get(over), mask, branch.get(on), values.get(TURNS))
@@ -114,7 +127,7 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
             one, other = both.split([y.pop(on).shape[1], y.pop(over).shape[1]], dim=1)
             branch[on], branch[over] = first.projected(one), second.projected(other)
         elif does == MLP:
-            branch[on] = part.fused(y.pop(on), None, branch.get(on))
+            branch[on] = _sum_with(part, y.pop(on), branch.get(on))
         elif does == ADD:
             values[on] = block.gated_add(branch.pop(on), *given, x) if by else x + branch.pop(on)
         elif does == ADD_NORM and by:
@@ -127,6 +140,8 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
             values[on] = branch.pop(on)
         elif does == MODULATE:
             vectors = part(values[TIME])
+        elif does == SKIP:
+            values[on] = part(x, values[SKIP])
         elif does == CAT:
             values[on] = torch.cat((values[over], x), dim=1)
         elif does == SPLIT:

@@ -17,14 +17,16 @@ from infuse import ops
 from infuse.architectures.dit import HeadsShape
 from infuse.architectures.image_attention import ImageAttentionShape
 from infuse.architectures.mlp import MLPShape
-from infuse.architectures.norm import NormShape
+from infuse.architectures.norm import LAYER, NormShape
+from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
-from infuse.architectures.program import CAT, EMPTY, IMAGE, JOINT, MODULATE, TEXT, TIME, carried, merged
-from infuse.architectures.streams import ModulatedNormShape, ModulationShape, StreamsShape, TableShape
+from infuse.architectures.program import CAT, EMPTY, IMAGE, JOINT, MODULATE, SKIP, TEXT, TIME, carried, merged
+from infuse.architectures.streams import ModulatedNormShape, ModulationShape, SkipShape, StreamsShape, TableShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import named, refuse_unknown
 from infuse.layers.diffusion.heads import Heads
 from infuse.layers.diffusion.image_attention import ImageAttention
+from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP
@@ -32,7 +34,8 @@ from infuse.layers.norm import Norm
 from infuse.layers.program import run_streams
 from infuse.layers.surroundings import Surroundings
 
-_NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, JOINT: TEXT, CAT: TEXT})  # values that steps need
+# The values that steps need.
+_NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, JOINT: TEXT, CAT: TEXT, SKIP: SKIP})
 
 
 class Modulation(nn.Module):
@@ -52,7 +55,10 @@ class Modulation(nn.Module):
 
 
 class Table(nn.Module):
-    """The rows of the table plus those that the time step gives [B, rows * C], each [B, C]."""
+    """The rows of the table plus those that the time step gives, in float32, each [B, C] or [B, T, C].
+
+    It gives rows * C values for the whole image, or for each token.
+    """
 
     def __init__(self, shape: TableShape, surroundings: Surroundings):
         super().__init__()
@@ -60,7 +66,8 @@ class Table(nn.Module):
 
     def forward(self, time: Tensor) -> dict[str, tuple[Tensor, ...]]:
         rows = self.table.flatten(0, -2)
-        return {IMAGE: (rows + time.reshape(-1, *rows.shape)).unbind(dim=1)}
+        vectors = rows + time.float().reshape(time.shape[0], -1, *rows.shape)
+        return {IMAGE: (vectors[:, 0] if vectors.shape[1] == 1 else vectors).unbind(dim=-2)}
 
 
 class ModulatedNorm(nn.Module):
@@ -68,28 +75,52 @@ class ModulatedNorm(nn.Module):
 
     def __init__(self, shape: ModulatedNormShape, surroundings: Surroundings):
         super().__init__()
-        bodies, self._eps = surroundings.bodies, shape.eps
+        bodies, self._norm = surroundings.bodies, (shape.eps, shape.kind == LAYER)
         self._alone = ops.modulated_norm.bound(bodies.get("modulated_norm", ops.REFERENCE))
         self._fused = ops.gated_add_norm.bound(bodies.get("gated_add_norm", ops.REFERENCE))
 
-    def forward(self, x_BTC: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
-        return self._alone(x_BTC, scale_BC, shift_BC, self._eps)
+    def forward(self, x_BTC: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        x, scale, shift = _by_row(x_BTC, scale, shift)
+        return self._alone(x, scale, shift, *self._norm).view_as(x_BTC)
 
     def add(
-        self, x_BTC: Tensor, residual_BTC: Tensor, gate_BC: Tensor, scale_BC: Tensor, shift_BC: Tensor
+        self, x_BTC: Tensor, residual_BTC: Tensor, gate: Tensor, scale: Tensor, shift: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self._fused(x_BTC, gate_BC, residual_BTC, scale_BC, shift_BC, self._eps)
+        x, gate, scale, shift = _by_row(x_BTC, gate, scale, shift)
+        total, y = self._fused(x, gate, residual_BTC.reshape(x.shape), scale, shift, *self._norm)
+        return total.view_as(x_BTC), y.view_as(x_BTC)
+
+
+class Skip(nn.Module):
+    """linear(norm([x, skip])), of [B, T, C] each."""
+
+    def __init__(self, shape: SkipShape, surroundings: Surroundings):
+        super().__init__()
+        (matrix,) = shape.matrices
+        self.norm, self.linear = Norm(shape.norm, surroundings.bodies), surroundings.linear(matrix)
+
+    def forward(self, x_BTC: Tensor, skip_BTC: Tensor) -> Tensor:
+        return direct(self.linear, direct(self.norm, torch.cat((x_BTC, skip_BTC), dim=-1)))
+
+
+def _by_row(x_BTC: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """x and the vectors [B, C] that modulate it. Vectors of each token [B, T, C] make it B T rows of one token."""
+    if vectors[0].dim() == 2:
+        return x_BTC, *vectors
+    return x_BTC.reshape(-1, 1, x_BTC.shape[-1]), *(vector.flatten(0, 1) for vector in vectors)
 
 
 _LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
     {
         ModulationShape: Modulation,
         TableShape: Table,
+        SkipShape: Skip,
         ModulatedNormShape: ModulatedNorm,
         NormShape: lambda shape, surroundings: Norm(shape, surroundings.bodies),
         HeadsShape: Heads,
         ImageAttentionShape: ImageAttention,
         MLPShape: MLP,
+        NormedAttentionShape: NormedAttention,
     }
 )
 
@@ -102,7 +133,7 @@ class StreamsBlock(InferenceModule):
         self.shape, self._program = shape, carried(merged(shape.program))
         for name, part in shape.parts.items():
             self.add_module(name, _LAYERS[type(part)](part, surroundings.of(name)))
-        self.gated_add = ops.gated_add.bound(surroundings.bodies.get("gated_add", ops.REFERENCE))
+        self._add = ops.gated_add.bound(surroundings.bodies.get("gated_add", ops.REFERENCE))
         self._arguments = tuple(name for name, _ in shape.call)
         needed = {_NEEDED[step.does] for step in shape.program if step.does in _NEEDED}
         self._needed = tuple((name, value) for name, value in shape.call if value in needed)
@@ -115,6 +146,10 @@ class StreamsBlock(InferenceModule):
         run_streams(self._program, self, values)
         found = tuple(values[stream] for stream in self.shape.returns)
         return found if len(found) > 1 else found[0]
+
+    def gated_add(self, x_BTC: Tensor, gate: Tensor, residual_BTC: Tensor) -> Tensor:
+        x, gate = _by_row(x_BTC, gate)
+        return self._add(x, gate, residual_BTC.reshape(x.shape)).view_as(x_BTC)
 
     def _values(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The values of a call's arguments. UnsupportedCall for arguments that are missing or not known."""

@@ -17,7 +17,7 @@ from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.diffusion.image_attention import spread_mask
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct, untouched
+from infuse.layers.linear import direct, product, untouched
 from infuse.layers.norm import Norm
 from infuse.layers.surroundings import Surroundings
 
@@ -55,24 +55,32 @@ class NormedAttention(InferenceModule):
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             given = (encoder_hidden_states, attention_mask, turns)
             return unrecorded(NormedAttention.forward, self, hidden_states, *given)
-        crosses, batch = encoder_hidden_states is not None, hidden_states.shape[0]
-        if crosses and turns is not None and not shape.text_turns:
+        if encoder_hidden_states is not None and turns is not None and not shape.text_turns:
             raise UnsupportedCall(f"{name} was given for attention over a text, whose keys have no positions here")
+        if attention_mask is not None and not shape.masks:
+            raise UnsupportedCall("attention_mask was given, which this attention is never called with by its model")
+        return self.attended(hidden_states, encoder_hidden_states, attention_mask, None, turns)
+
+    def attended(
+        self,
+        x_BTC: Tensor,
+        context_BLC: Tensor | None,
+        mask: Tensor | None,
+        residual: Tensor | None,
+        turns: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """residual + out(attention of x over `context` or, without one, over x): [B, T, C].
+
+        Over a context, turns are left out unless the shape has `text_turns`.
+        """
         parts: dict[str, Any] = self._modules
-        q = self._heads(direct(parts["q"], hidden_states), parts["q_norm"], turns)
-        if encoder_hidden_states is None:
-            k, v = self._keys(hidden_states, turns)
-        else:
-            k, v = self._once(encoder_hidden_states)
-        mask = attention_mask
+        shape, crosses = self.shape, context_BLC is not None
+        q = self._heads(direct(parts["q"], x_BTC), parts["q_norm"], turns if shape.text_turns or not crosses else None)
+        k, v = self._keys(x_BTC, turns) if context_BLC is None else self._once(context_BLC)
         if mask is not None:
-            if not shape.masks:
-                raise UnsupportedCall(
-                    "attention_mask was given, which this attention is never called with by its model"
-                )
-            mask = spread_mask(mask, batch, shape.heads, k.shape[2])
+            mask = spread_mask(mask, x_BTC.shape[0], shape.heads, k.shape[2])
         out = self._attend(q, k, v, mask, None, shape.head_width**-0.5, False, 0, 0.0)
-        return direct(parts["out"], out.flatten(2))
+        return product(parts["out"], out.flatten(2), None, residual)
 
     def _keys(self, x_BLC: Tensor, turns: Any) -> tuple[Tensor, Tensor]:
         """Keys and values [B, N, L, D]."""

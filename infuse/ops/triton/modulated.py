@@ -21,8 +21,9 @@ def _takes(x: Tensor, residual: Tensor | None, *rows: Tensor) -> bool:
 
 
 def _run(
-    x: Tensor, gate: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(residual + gate * x, the modulated norm); without a gate, or a scale, the first or the second holds nothing."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
@@ -30,28 +31,30 @@ def _run(
     if batch * tokens:
         strides = (0 if row is None else row.stride(0) for row in (gate, scale, shift))
         kernels("modulated").modulated_rows[(batch * tokens,)](
-            x, gate, residual, scale, shift, total, out, tokens, width, *strides, eps, BLOCK=power_above(width),
-            num_warps=row_warps(width),
+            x, gate, residual, scale, shift, total, out, tokens, width, *strides, eps, CENTRED=centred,
+            BLOCK=power_above(width), num_warps=row_warps(width),
         )  # fmt: skip
     return total, out
 
 
 @modulated_norm.implement("triton", needs)
-def _modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Any:
+def _modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, centred: bool) -> Any:
     if not _takes(x, None, scale, shift):
-        return modulated_norm.body("torch")(x, scale, shift, eps)
-    return _run(x, None, None, scale, shift, eps)[1]
+        return modulated_norm.body("torch")(x, scale, shift, eps, centred)
+    return _run(x, None, None, scale, shift, eps, centred)[1]
 
 
 @gated_add.implement("triton", needs)
 def _gated_add(x: Tensor, gate: Tensor, residual: Tensor) -> Any:
     if not _takes(x, residual, gate):
         return gated_add.body("torch")(x, gate, residual)
-    return _run(x, gate, residual, None, None, 0.0)[0]
+    return _run(x, gate, residual, None, None, 0.0, True)[0]
 
 
 @gated_add_norm.implement("triton", needs)
-def _gated_add_norm(x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Any:
+def _gated_add_norm(
+    x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float, centred: bool
+) -> Any:
     if not _takes(x, residual, gate, scale, shift):
-        return gated_add_norm.body("torch")(x, gate, residual, scale, shift, eps)
-    return _run(x, gate, residual, scale, shift, eps)
+        return gated_add_norm.body("torch")(x, gate, residual, scale, shift, eps, centred)
+    return _run(x, gate, residual, scale, shift, eps, centred)

@@ -20,14 +20,14 @@ ModulatedArgs over(const Tensor& x) {
 }
 
 void set_gate(ModulatedArgs& a, const Tensor& gate, const Tensor& residual, Tensor& sum) {
-  a.gate = gate.const_data_ptr(), a.gate_b = gate.stride(0);
+  a.gate = gate.const_data_ptr(), a.gate_b = gate.stride(0), a.wide = type_of(gate) == Type::f32;
   a.residual = residual.const_data_ptr(), a.sum = sum.mutable_data_ptr();
 }
 
-void set_norm(ModulatedArgs& a, const Tensor& scale, const Tensor& shift, double eps, Tensor& y) {
-  a.scale = scale.const_data_ptr(), a.scale_b = scale.stride(0);
+void set_norm(ModulatedArgs& a, const Tensor& scale, const Tensor& shift, double eps, bool centred, Tensor& y) {
+  a.scale = scale.const_data_ptr(), a.scale_b = scale.stride(0), a.wide = type_of(scale) == Type::f32;
   a.shift = shift.const_data_ptr(), a.shift_b = shift.stride(0);
-  a.eps = float(eps), a.y = y.mutable_data_ptr();
+  a.eps = float(eps), a.centred = centred, a.y = y.mutable_data_ptr();
 }
 
 void run(const ModulatedArgs& a, int64_t batch) {
@@ -35,10 +35,10 @@ void run(const ModulatedArgs& a, int64_t batch) {
   over_rows(batch * a.tokens, a.columns, [&](int64_t begin, int64_t end) { rows(a, begin, end); });
 }
 
-Tensor modulated_norm(Tensor x, Tensor scale, Tensor shift, double eps) {
+Tensor modulated_norm(Tensor x, Tensor scale, Tensor shift, double eps, bool centred) {
   Tensor y = empty_as(x);
   ModulatedArgs a = over(x);
-  set_norm(a, scale, shift, eps, y);
+  set_norm(a, scale, shift, eps, centred, y);
   run(a, x.size(0));
   return y;
 }
@@ -52,11 +52,11 @@ Tensor gated_add(Tensor x, Tensor gate, Tensor residual) {
 }
 
 std::tuple<Tensor, Tensor> gated_add_norm(Tensor x, Tensor gate, Tensor residual, Tensor scale, Tensor shift,
-                                          double eps) {
+                                          double eps, bool centred) {
   Tensor sum = empty_as(x), y = empty_as(x);
   ModulatedArgs a = over(x);
   set_gate(a, gate, residual, sum);
-  set_norm(a, scale, shift, eps, y);
+  set_norm(a, scale, shift, eps, centred, y);
   run(a, x.size(0));
   return {sum, y};
 }
@@ -81,10 +81,11 @@ Tensor joined_heads(Tensor first, Maybe second, Maybe first_q, Maybe first_k, Ma
 }  // namespace
 
 INFUSE_OPERATORS(CPU,
-    {"modulated_norm(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor", TORCH_BOX(&modulated_norm)},
+    {"modulated_norm(Tensor x, Tensor scale, Tensor shift, float eps, bool centred) -> Tensor",
+     TORCH_BOX(&modulated_norm)},
     {"gated_add(Tensor x, Tensor gate, Tensor residual) -> Tensor", TORCH_BOX(&gated_add)},
-    {"gated_add_norm(Tensor x, Tensor gate, Tensor residual, Tensor scale, Tensor shift, float eps) -> "
-     "(Tensor, Tensor)", TORCH_BOX(&gated_add_norm)},
+    {"gated_add_norm(Tensor x, Tensor gate, Tensor residual, Tensor scale, Tensor shift, float eps, "
+     "bool centred) -> (Tensor, Tensor)", TORCH_BOX(&gated_add_norm)},
     {"joined_heads(Tensor first, Tensor? second, Tensor? first_q, Tensor? first_k, Tensor? second_q, Tensor? second_k, "
      "Tensor? cos, Tensor? sin, float eps) -> Tensor", TORCH_BOX(&joined_heads)})
 

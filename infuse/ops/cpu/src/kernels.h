@@ -51,14 +51,16 @@ struct GroupNormKernels {
   void (*apply)(const GroupNormArgs&, int64_t begin, int64_t end);    // batch * (channels last: positions, else channels)
 };
 
-// sum = residual + gate * x if there is a gate; y = layer_norm(x or sum) * (1 + scale) + shift if there is a scale. Rows
-// of `tokens` share one row of gate, scale and shift, whose strides are *_b.
+// sum = residual + gate * x if there is a gate; y = norm(x or sum) * (1 + scale) + shift if there is a scale: a layer norm
+// if `centred`, else an RMS norm. Rows of `tokens` share one row of gate, scale and shift, whose strides are *_b; these
+// are float32 if `wide`, else of the type of x.
 struct ModulatedArgs {
   const void *x, *gate, *residual, *scale, *shift;
   void *sum, *y;
   int64_t tokens, columns, gate_b, scale_b, shift_b;
   float eps;
   Type type;
+  bool wide, centred;
 };
 
 // y [B, tokens[0] + tokens[1], 3 heads, width] from both x; q and k are the weights of their norms, or null.

@@ -1,0 +1,172 @@
+"""Blocks that attend to themselves, then to a text: diffusers' UNets and PixArt, LTX-Video, Wan, Hunyuan-DiT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from infuse.architectures.bind import Binder
+from infuse.architectures.feed_forward import FEED_FORWARD, bind_feed_forward
+from infuse.architectures.image_attention import ATTENTION_CLASS, bind_image_attention
+from infuse.architectures.module import ModuleSpec, class_path
+from infuse.architectures.normed_attention import HUNYUAN_ATTENTION, LTX_ATTENTION, WAN_ATTENTION
+from infuse.architectures.part import PartShape, named
+from infuse.architectures.program import (
+    ADD,
+    ATTENTION,
+    EMPTY,
+    IMAGE,
+    MASK,
+    MLP,
+    MODULATE,
+    NORM,
+    SKIP,
+    TEXT,
+    TEXT_MASK,
+    TIME,
+    TURNS,
+    UNREAD,
+    Program,
+    Step,
+)
+from infuse.architectures.streams import (
+    MODULATION,
+    SHIFT,
+    StreamsShape,
+    bind_layer_norm,
+    bind_modulated_norm,
+    bind_modulation,
+    bind_skip,
+    bind_table,
+    gated,
+    modulated,
+)
+
+_TRANSFORMERS = "diffusers.models.transformers."
+_ATTN1, _ATTN2 = Step(ATTENTION, "attn1", on=IMAGE), Step(ATTENTION, "attn2", on=IMAGE, over=TEXT)
+_FF, _ADD, _BARE = Step(MLP, "ff", on=IMAGE), Step(ADD, on=IMAGE), Step(NORM, on=IMAGE)
+_NORMS = tuple(Step(NORM, f"norm{number}", on=IMAGE) for number in range(4))
+# Of attn1 and the feed-forward, the time step gives shift, scale and gate.
+_BEGIN = (MODULATION, modulated("norm1", IMAGE, 0), _ATTN1, gated(IMAGE, 2))
+
+PLAIN: Program = (_NORMS[1], _ATTN1, _ADD, _NORMS[2], _ATTN2, _ADD, _NORMS[3], _FF, _ADD)
+ADA_NORM_SINGLE: Program = (*_BEGIN, _BARE, _ATTN2, _ADD, modulated("norm2", IMAGE, 3), _FF, gated(IMAGE, 5))
+WAN: Program = (
+    *_BEGIN, _NORMS[2], _ATTN2, _ADD, modulated("norm3", IMAGE, 3), _FF._replace(part="ffn"), gated(IMAGE, 5),
+)  # fmt: skip
+HUNYUAN: Program = (Step(SKIP, "skip", on=IMAGE), MODULATION, _NORMS[1]._replace(by=(0,)), *PLAIN[1:])
+
+_TEXT_AND_TIME = (("encoder_hidden_states", TEXT), ("temb", TIME))
+_BASIC_CALL = (
+    ("attention_mask", MASK), ("encoder_hidden_states", TEXT), ("encoder_attention_mask", TEXT_MASK),
+    ("timestep", TIME), ("cross_attention_kwargs", EMPTY), ("class_labels", UNREAD), ("added_cond_kwargs", UNREAD),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attends:
+    """The class of a block's attentions; `bind` binds one at a path to a name in the new module."""
+
+    layer: str
+    bind: Callable[[Binder, str, str], PartShape]
+
+
+@dataclass(frozen=True)
+class CrossingBlock:
+    """A block that runs this program, whose parts have the names of the original's."""
+
+    layer: str
+    program: Program
+    attends: Attends
+    call: tuple[tuple[str, str], ...]
+
+    def bind(self, binder: Binder, name: str) -> StreamsShape:
+        if getattr(binder.layer, "_chunk_size", None) is not None:
+            binder.differ("its feed-forward runs in chunks")
+        return self.bind_at(binder, "")
+
+    def bind_at(self, binder: Binder, path: str) -> StreamsShape:
+        """Bind the block at `path`; its tensors keep their place in the new module."""
+        block, at, held = binder.module(path) if path else binder.layer, partial(named, path), dict[str, PartShape]()
+        program = _present(block, self.program)
+        for does, part, *_, by, _ in program:
+            if does == MODULATE and at("scale_shift_table") in binder.parameters:
+                held[part] = bind_table(binder, at("scale_shift_table"), at(part), 6)
+            elif does == MODULATE:
+                held |= bind_modulation(binder, {"norm1": (IMAGE, SHIFT)})
+            elif does == NORM and part and part not in held:
+                held[part] = (bind_modulated_norm if by else bind_layer_norm)(binder, at(part))
+            elif does == ATTENTION and _is_a(self.attends.layer, binder, at(part)):
+                held[part] = self.attends.bind(binder, at(part), at(part))
+            elif does == MLP and _is_a(FEED_FORWARD.layer, binder, at(part)):
+                held[part] = bind_feed_forward(binder, at(part), at(part))
+            elif does == SKIP:
+                held[part] = bind_skip(binder, part)
+        return StreamsShape(self.layer.rpartition(".")[2], program, tuple(held.items()), self.call)
+
+
+def _present(block: nn.Module | None, program: Program) -> Program:
+    """The steps whose parts the block has. A norm that is an Identity is none."""
+    steps = [step for step in program if step.does != SKIP or getattr(block, "skip_linear", None) is not None]
+    if getattr(block, "attn2", None) is None:
+        crossing = steps.index(_ATTN2)  # between its norm and its sum
+        del steps[crossing - 1 : crossing + 2]
+    return tuple(_BARE if isinstance(getattr(block, step.part, None), nn.Identity) else step for step in steps)
+
+
+def _is_a(wanted: str, binder: Binder, path: str) -> bool:
+    found = class_path(binder.module(path))
+    if found != wanted:
+        binder.differ(f"{path} is a {found.rpartition('.')[2]}, not diffusers' {wanted.rpartition('.')[2]}")
+    return found == wanted
+
+
+@dataclass(frozen=True)
+class BasicBlock:
+    """BasicTransformerBlock with norms of type "layer_norm" or "ada_norm_single"."""
+
+    layer: str = "diffusers.models.attention.BasicTransformerBlock"
+
+    def bind(self, binder: Binder, name: str) -> StreamsShape:
+        return self.bind_at(binder, "")
+
+    def bind_at(self, binder: Binder, path: str) -> StreamsShape:
+        block, at = binder.module(path) if path else binder.layer, partial(named, path)
+        kind = getattr(block, "norm_type", None)
+        if kind not in ("layer_norm", "ada_norm_single"):
+            binder.differ(f"{at('norm_type')} is {kind!r}, not 'layer_norm' or 'ada_norm_single'")
+        for part in ("pos_embed", "fuser"):
+            if getattr(block, part, None) is not None:
+                binder.differ(f"it has {at(part)}")
+        if getattr(block, "only_cross_attention", False):
+            binder.differ(f"{at('only_cross_attention')} is True")
+        program = ADA_NORM_SINGLE if kind == "ada_norm_single" else PLAIN
+        attends = Attends(ATTENTION_CLASS, bind_image_attention)
+        return CrossingBlock(self.layer, program, attends, _BASIC_CALL).bind_at(binder, path)
+
+
+BASIC_BLOCK = BasicBlock()
+_LTX, _WAN = f"{_TRANSFORMERS}transformer_ltx.LTX", f"{_TRANSFORMERS}transformer_wan.Wan"
+BLOCKS = (
+    CrossingBlock(
+        f"{_LTX}VideoTransformerBlock", ADA_NORM_SINGLE, Attends(f"{_LTX}Attention", LTX_ATTENTION.bind_at),
+        (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("encoder_attention_mask", TEXT_MASK)),
+    ),
+    CrossingBlock(
+        f"{_WAN}TransformerBlock", WAN, Attends(f"{_WAN}Attention", WAN_ATTENTION.bind_at),
+        (*_TEXT_AND_TIME, ("rotary_emb", TURNS)),
+    ),
+    CrossingBlock(  # stays: its attention over itself is linear, its feed-forward a convolution
+        f"{_TRANSFORMERS}sana_transformer.SanaTransformerBlock", ADA_NORM_SINGLE,
+        Attends(ATTENTION_CLASS, bind_image_attention), (*_BASIC_CALL[:4], ("height", UNREAD), ("width", UNREAD)),
+    ),
+    CrossingBlock(
+        f"{_TRANSFORMERS}hunyuan_transformer_2d.HunyuanDiTBlock", HUNYUAN,
+        Attends(ATTENTION_CLASS, HUNYUAN_ATTENTION.bind_at),
+        (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("skip", SKIP)),
+    ),
+)  # fmt: skip
+MODULES = (ModuleSpec(BASIC_BLOCK.layer, BASIC_BLOCK), *(ModuleSpec(block.layer, block) for block in BLOCKS))
