@@ -127,12 +127,13 @@ def _call(module: nn.Module) -> str | None:
     forward: Any = type(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") == _MARKS:
         return ROUTES
-    arguments, held = tuple(inspect.signature(forward).parameters)[1:], module._parameters
-    if isinstance(module, nn.ModuleDict):
-        return ONE_HOT if arguments == _ONE_HOT_SIGNATURE else None
-    if not hasattr(module, "num_experts") or _stays(module):
+    in_dict = isinstance(module, nn.ModuleDict)
+    if not in_dict and (not hasattr(module, "num_experts") or _stays(module)):
         return None
-    if "gate_up_proj" in held:
+    arguments = tuple(inspect.signature(forward).parameters)[1:]
+    if in_dict:
+        return ONE_HOT if arguments == _ONE_HOT_SIGNATURE else None
+    if "gate_up_proj" in module._parameters:
         return {_SIGNATURE: ROUTES, _SIGNATURE[:1]: EVERY}.get(arguments)
     flat = getattr(module, "mlp", None)
     is_flat = isinstance(flat, nn.Module) and tuple(flat._parameters) == ("w1", "v1", "w2")

@@ -78,10 +78,9 @@ def test_one_graph_serves_batches_of_any_length(name: str) -> None:
 # One of each kind of block that FORMS lack. Other rotary frequencies are computed by transformers, where that of
 # "llama-dynamic" breaks the graph.
 KINDS = (
-    "llama-bias", "qwen2-window", "qwen3", "phi3", "gemma", "gemma3", "granite", "olmo2", "stablelm-parallel",
-    "smollm3", "starcoder2", "cohere-qk", "nemotron", "phi-qk", "bigcode", "gpt-neo", "gptj", "codegen",
-    "gpt-neox-serial", "opt", "opt-350m", "falcon-7b", "falcon-40b", "falcon-rw", "mpt", "bert-decoder", "distilbert",
-    "albert", "clip", "vit",
+    "qwen2-window", "qwen3", "phi3", "gemma", "gemma3", "granite", "olmo2", "stablelm-parallel", "smollm3",
+    "starcoder2", "cohere-qk", "nemotron", "bigcode", "gpt-neo", "gptj", "opt", "opt-350m", "falcon-7b", "falcon-40b",
+    "mpt", "bert-decoder", "distilbert", "albert", "clip", "vit",
 )  # fmt: skip
 
 
@@ -130,7 +129,8 @@ def in_steps(model: Callable, cache: Any, ids: Tensor) -> Tensor:
 def test_steps_over_a_cache(name: str, kind: str) -> None:
     original, model = pair(name)
     ids = inputs(BY_NAME[name], tokens=12)["input_ids"]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if name == "llama" else "eager")
+    ahead = (name, kind) == ("llama", "ours")  # tensors that a graph changes are the inputs of one that is traced ahead
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if ahead else "eager")
     wanted = first(original, {"input_ids": ids})
     for _ in range(2):  # of the second sequence nothing is new
         assert_near(in_steps(compiled, caches(model.config)[kind](), ids), wanted, torch.float32, kind, TIMES)
