@@ -442,7 +442,7 @@ class Run {
   std::vector<Piece> ups_, downs_;
 };
 
-Tall tall(const LinearPart& part, int64_t rows, Type type) {
+Tall tall(const LinearPart& part, int64_t rows, Type type, bool once) {
   Tall made;
   made.code = part.code, made.rows = rows;
   LinearArgs& a = made.all;
@@ -455,7 +455,7 @@ Tall tall(const LinearPart& part, int64_t rows, Type type) {
     a.row_bytes = a.inputs * bits_of(a.code) / 8;
   }
   a.bias = part.bias ? part.bias->const_data_ptr() : nullptr;
-  a.type = type;
+  a.type = type, a.once = once;
   return made;
 }
 
@@ -485,12 +485,12 @@ bool streams_many(const Experts& e) {
 }  // namespace
 
 bool sum_experts(const ExpertsPart& part, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
-                 const float* weights, Tensor& y) {
+                 const float* weights, Tensor& y, bool once) {
   const int64_t width = x.size(x.dim() - 1), rows = part.up_rows(), inner = part.inner;
   Experts e;
   e.type = type_of(x), e.routes = routes, e.first = part.first;
-  e.up = tall(part.up, rows, e.type);
-  e.down = tall(part.down, width, e.type);
+  e.up = tall(part.up, rows, e.type, once);
+  e.down = tall(part.down, width, e.type, once);
   e.count = std::min(rows ? part.up.outputs / rows : 0, width ? part.down.outputs / width : 0);
   set_gate(e.gate, part.gated ? part.limit : 0, part.limit_after);
   e.gate.columns = inner, e.gate.act = Act(part.act), e.gate.gated = part.gated, e.gate.type = e.type;
@@ -527,7 +527,7 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
                          {down_code, rows(down, down_code), down, down_scale, down_zero, down_bias}};
   Tensor y = empty_as(x);
   const bool done = sum_experts(part, x, x.size(0), index.size(1), static_cast<const int64_t*>(index.const_data_ptr()),
-                                static_cast<const float*>(weights.const_data_ptr()), y);
+                                static_cast<const float*>(weights.const_data_ptr()), y, false);
   return done ? std::optional(y) : std::nullopt;
 }
 

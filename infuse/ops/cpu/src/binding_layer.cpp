@@ -14,12 +14,13 @@
 namespace infuse {
 namespace {
 
-void multiply(const LinearPart& part, const Tensor& x, Tensor& y) {
+void multiply(const LinearPart& part, const Tensor& x, Tensor& y, bool once) {
   LinearArgs a{};
   a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr();
   a.bias = part.bias ? part.bias->const_data_ptr() : nullptr;
   a.type = type_of(x);
   a.rows = y.numel() / part.outputs;
+  a.once = once;
   if (part.code < 0) return stream_linear(a, *part.weight);
   stream_panels(a, *part.weight, *part.scale, part.zero, part.code, part.outputs);
 }
@@ -51,6 +52,7 @@ struct Given {
   const Maybe &index, &weights;  // of a router that has run already
   bool before_experts;
   const Tensor& like;  // [B, T, C] of the type of the results
+  bool once;  // as in LinearArgs
 };
 
 struct StepMachine {
@@ -59,24 +61,8 @@ struct StepMachine {
   bool last = false;
   size_t layer = 0;  // counted from 1
   int64_t window = 0;
-  std::vector<const LinearPart*> firsts;  // the first product of each layer, and the head
 
-  StepMachine(const Given& given_, const Program& program, const Tensor& x_) : given(given_), x(x_) {
-    for (const Step& step : program) {
-      if (const auto* a = std::get_if<AttentionPart>(&step.part)) firsts.push_back(&a->qkv);
-      if (step.does == Does::head) firsts.push_back(&std::get<LinearPart>(step.part));
-    }
-  }
   void begin(const LayerPart& part) { ++layer, window = part.window; }
-  // Lets waiting threads fetch the weight of a product to come.
-  static void ahead(const LinearPart& part) {
-    if (Team* team = Team::led()) {
-      team->ahead(part.weight->const_data_ptr(), part.weight->numel() * int64_t(part.weight->element_size()));
-    }
-  }
-  void ahead_to_next_layer() const {
-    if (layer < firsts.size()) ahead(*firsts[layer]);
-  }
   bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
     if (part.rounded) return rounded_norm(*of, *part.weight, part.eps);
@@ -94,8 +80,7 @@ struct StepMachine {
   Maybe attention(const AttentionPart& a) const {
     const int64_t batch = x->size(0), tokens = x->size(1);
     Tensor qkv = empty({batch, tokens, a.all_heads(), a.width}, *x);
-    ahead(a.out);
-    multiply(a.qkv, *y, qkv);
+    multiply(a.qkv, *y, qkv, given.once);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
     const Tensor &keys = given.keys.at(layer - 1), &values = given.values.at(layer - 1);
@@ -108,15 +93,12 @@ struct StepMachine {
   }
   Maybe mlp(const MlpPart& a) const {
     Tensor inner = empty_rows(*x, a.up.outputs);
-    ahead(a.down);
-    multiply(a.up, *y, inner);
+    multiply(a.up, *y, inner, given.once);
     const Maybe active = a.gated ? gated_activation(inner, a.act) : activation(inner, a.act);
-    ahead_to_next_layer();
     return active ? times(a.down, *active) : std::nullopt;
   }
   Maybe moe(const MoePart& a) const {
     const int64_t columns = x->size(2), tokens = x->numel() / columns;
-    ahead_to_next_layer();  // while the router runs, on one thread
     const bool routed = given.index && given.weights;
     const Routes routes = routed ? Routes{*y, *given.weights, *given.index} : route(a.router, *y, tokens);
     std::vector<float> weights(size_t(routes.weights.numel()));
@@ -124,7 +106,9 @@ struct StepMachine {
     for (float& weight : weights) weight *= float(a.scale);
     Tensor made = empty_as(*x);
     const auto* index = static_cast<const int64_t*>(routes.index.const_data_ptr());
-    if (!sum_experts(a.experts, *y, tokens, routes.index.size(1), index, weights.data(), made)) return std::nullopt;
+    if (!sum_experts(a.experts, *y, tokens, routes.index.size(1), index, weights.data(), made, given.once)) {
+      return std::nullopt;
+    }
     if (!a.shared) return made;
     const Maybe shared = mlp(*a.shared);
     if (!shared) return std::nullopt;
@@ -165,7 +149,7 @@ struct StepMachine {
   }
   Maybe head(const LinearPart& part, const Maybe& of) const {
     Tensor logits = empty_rows(*of, part.outputs);
-    multiply(part, *of, logits);
+    multiply(part, *of, logits, given.once);
     return logits;
   }
   // sigmoid(y . gate) of each token, not rounded.
@@ -191,7 +175,7 @@ struct StepMachine {
   }
   Maybe times(const LinearPart& part, const Tensor& by) const {
     Tensor made = empty_as(*x);
-    multiply(part, by, made);
+    multiply(part, by, made, given.once);
     return made;
   }
 };
@@ -199,17 +183,21 @@ struct StepMachine {
 Maybe run_on_team(const Program& program, const Given& given, const Tensor& x) {
   Maybe y;
   Team::together([&] {
-    StepMachine machine(given, program, x);
+    StepMachine machine{given, x};
     if (run(program, machine)) y = machine.x;
   });
   return y;
 }
+
+// Weights of a program that may stay in a processor's caches from step to step.
+constexpr int64_t kMostCachedBytes = 1 << 26;
 
 // A program with its tensors, for steps of one shape.
 struct Held {
   Program program;
   std::vector<Tensor> keys, values;
   Tensor like;  // [B, T, C], of a step
+  bool once;    // as in LinearArgs
 
   // Whether x are token ids, or values for a program that does not look them up.
   bool takes_step(const Tensor& x) const {
@@ -229,13 +217,20 @@ Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, M
                   bool before_experts, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
-  return run_on_team(program, {cos, sin, mask, bias, keys, values, start, index, weights, before_experts, x}, x);
+  return run_on_team(program, {cos, sin, mask, bias, keys, values, start, index, weights, before_experts, x, false}, x);
 }
 
 // Holds a program for steps whose values are like `like` [B, T, C]; 0 if a kernel does not support it.
 int64_t hold_layers(Tensor like, std::vector<Tensor> tensors, std::vector<Tensor> keys, std::vector<Tensor> values,
                     Tensor integers, Tensor reals) {
-  auto held = std::make_unique<Held>(Held{program_of(tensors, integers, reals), keys, values, like});
+  const auto bytes_of = [](const Tensor& t) { return t.numel() * int64_t(t.element_size()); };
+  Program program = program_of(tensors, integers, reals);
+  int64_t bytes = 0;
+  for (const Tensor& each : tensors) bytes += bytes_of(each);
+  // of a table, few rows are read
+  if (program.front().does == Does::embed) bytes -= bytes_of(*std::get<LinearPart>(program.front().part).weight);
+  const bool once = bytes > kMostCachedBytes && reads_past_caches();
+  auto held = std::make_unique<Held>(Held{std::move(program), keys, values, like, once});
   return takes(held->program, like) ? reinterpret_cast<int64_t>(held.release()) : 0;
 }
 void drop_layers(int64_t held) { delete reinterpret_cast<Held*>(held); }
@@ -245,7 +240,8 @@ Maybe held_step(int64_t held, Tensor x, Maybe cos, Maybe sin, int64_t start) {
   const Held& of = *reinterpret_cast<const Held*>(held);
   if (!of.takes_step(x)) return std::nullopt;
   const Maybe none;
-  return run_on_team(of.program, {cos, sin, none, none, of.keys, of.values, start, none, none, false, of.like}, x);
+  const Given given{cos, sin, none, none, of.keys, of.values, start, none, none, false, of.like, of.once};
+  return run_on_team(of.program, given, x);
 }
 
 }  // namespace

@@ -87,9 +87,9 @@ struct Routes {
 // binding_router.cpp: of the `tokens` rows of x.
 Routes route(const RouterPart& router, const Tensor& x, int64_t tokens);
 // binding_experts.cpp: y = the weighed sum of each token's experts; index and weights [tokens, routes]. Returns false
-// if PyTorch multiplies so many tokens faster.
+// if PyTorch multiplies so many tokens faster. `once` as in LinearArgs.
 bool sum_experts(const ExpertsPart& experts, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
-                 const float* weights, Tensor& y);
+                 const float* weights, Tensor& y, bool once);
 
 // Begins a decoder's layer; what follows belongs to it.
 struct LayerPart {

@@ -47,6 +47,10 @@ bool intel() {
   __builtin_cpu_init();
   return __builtin_cpu_is("intel");
 }
+bool amd() {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+}
 bool avx512_bf16() { return avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 [[gnu::target("xsave")]] uint64_t saved_states() { return _xgetbv(0); }
@@ -125,6 +129,15 @@ bool left_to_pytorch(Type type) {
 }
 
 bool amx_multiplies() { return left_to_pytorch(Type::bf16) || kernels().isa == std::string("avx512_amx"); }
+
+bool reads_past_caches() {
+#if defined(__x86_64__)
+  static const bool found = amd();
+  return found;
+#else
+  return false;
+#endif
+}
 
 const char* level_names() {
   static const std::string names = [] {

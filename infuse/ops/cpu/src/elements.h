@@ -24,6 +24,8 @@ constexpr int kFarAhead = 8192;  // of codes for several rows of x: 6 to 8 % fas
 
 // Always inline: g++ thinks that a function that only prefetches has no effect, and drops the call.
 [[gnu::always_inline]] inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Weights that are read once, not to be kept in the outer caches.
+[[gnu::always_inline]] inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 [[gnu::always_inline]] inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // all levels
 
 // Rows of a plain weight in registers at once with R > 1 rows of x; with more of them, x is read less often.

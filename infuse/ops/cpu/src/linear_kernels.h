@@ -38,6 +38,8 @@ struct LinearArgs {
   int64_t row_bytes, ahead;
 
   void* scratch;  // shared by the threads, filled by `arrange`, aligned to 64 bytes
+
+  bool once;  // for one row of x, the weight is fetched past the outer caches: others' code and tensors stay there
 };
 
 // Products with many rows: weights are loaded tile by tile into a core's cache, for all rows of x (tile.h).

@@ -35,13 +35,16 @@ void arrange_plain(const LinearArgs& a) {
 // The product of a weight row with x. With AVX-512 in one chain, which adds in the order of several_rows and is as fast:
 // the next row's chain begins meanwhile. Narrower registers need several, so that additions overlap.
 template <class T>
-float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x) {
+float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, bool once) {
   using P = Elements<T>;
   constexpr int steps = 4, chains = Vec::width == 16 ? 1 : steps;
   Vec acc[steps];
   const auto step = [&](int64_t i, int count, int s) __attribute__((always_inline)) {
     // prefetch each cache line once
-    if (s * P::block * sizeof(T) % 64 == 0) prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+    if (s * P::block * sizeof(T) % 64 == 0) {
+      const char* at = reinterpret_cast<const char*>(w + i) + kAhead;
+      once ? prefetch_once(at) : prefetch(at);
+    }
     acc[s % chains] = P::dot(P::weights(w + i, count), x + i, acc[s % chains]);
   };
   int64_t i = 0;
@@ -57,7 +60,7 @@ void one_row(const LinearArgs& a, int64_t begin, int64_t end) {
   const auto* x = static_cast<const typename Elements<T>::X*>(a.scratch);
   const T* bias = static_cast<const T*>(a.bias);
   for (int64_t o = begin; o < end; ++o) {
-    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x);
+    const float sum = dot_row(static_cast<const T*>(a.weight) + o * a.inputs, a.inputs, x, a.once);
     narrow(sum + (bias ? widen(bias[o]) : 0.0f), static_cast<T*>(a.y)[o]);
   }
 }

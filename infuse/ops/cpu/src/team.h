@@ -1,6 +1,5 @@
 // Threads for the loops of one operator. PyTorch's parallel_for wakes its threads for each loop, which takes 3 to 5 us;
-// a team wakes them once, and they poll for the loops of the calling thread until its work is finished. While a thread
-// waits, it fetches into its core's cache what a later loop reads, so that the memory is never idle.
+// a team wakes them once, and they poll for the loops of the calling thread until its work is finished.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -33,16 +32,9 @@ class Team {
       if (begin == 0) {
         team.lead(work);
       } else {
-        team.follow(begin);
+        team.follow();
       }
     });
-  }
-
-  // What a later loop reads, in even shares of all threads.
-  void ahead(const void* data, int64_t bytes) {
-    ahead_bytes_.store(0, std::memory_order_release);
-    ahead_.store(static_cast<const char*>(data), std::memory_order_release);
-    ahead_bytes_.store(bytes, std::memory_order_release);
   }
 
   // Calls run(i) for each i below `count`, on all threads; returns when all calls have returned.
@@ -55,7 +47,7 @@ class Team {
     const uint64_t loop = (ticket_.load(std::memory_order_relaxed) >> kLoop) + 1;
     ticket_.store(loop << kLoop | uint64_t(count) << kCount, std::memory_order_release);
     take();
-    wait_until(leader_, [&] { return left_.load(std::memory_order_acquire) == 0; });
+    wait_until([&] { return left_.load(std::memory_order_acquire) == 0; });
     leading() = this;
     if (failed_.exchange(false, std::memory_order_acq_rel)) throw std::runtime_error(failure_);
   }
@@ -65,15 +57,6 @@ class Team {
   // takes one keeps the loop open until it has made the call; a late thread finds none.
   static constexpr int kLoop = 32, kCount = 16;
   static constexpr int64_t kWaitUs = 200;  // of polling, before other processes may run
-  static constexpr int64_t kAheadBytes = 1 << 18;  // that a thread fetches: a part of its L2 cache
-  static constexpr int64_t kAtOnce = 256;
-
-  // How far a thread has fetched its share of `ahead_`.
-  struct Fetched {
-    int64_t thread;
-    const char* of = nullptr;
-    const char *at = nullptr, *end = nullptr;
-  };
 
   explicit Team(int64_t threads) : threads_(threads) {}
   static Team*& leading() {
@@ -81,25 +64,9 @@ class Team {
     return team;
   }
   template <class Ready>
-  void wait_until(Fetched& fetched, const Ready& ready) {
+  static void wait_until(const Ready& ready) {
     Patience patience(kWaitUs, std::numeric_limits<int64_t>::max());
-    while (!ready()) {
-      if (!fetch(fetched)) patience.wait();
-    }
-  }
-  // Returns false if there is nothing to fetch.
-  bool fetch(Fetched& f) const {
-    const char* data = ahead_.load(std::memory_order_acquire);
-    if (data != f.of) {
-      const int64_t bytes = ahead_bytes_.load(std::memory_order_acquire);
-      if (!bytes) return false;
-      f.of = data, f.at = data + bytes * f.thread / threads_;
-      f.end = std::min(data + bytes * (f.thread + 1) / threads_, f.at + kAheadBytes);
-    }
-    const char* end = std::min(f.end, f.at + kAtOnce);
-    if (f.at >= end) return false;
-    for (; f.at < end; f.at += 64) __builtin_prefetch(f.at, 0, 2);
-    return true;
+    while (!ready()) patience.wait();
   }
 
   template <class F>
@@ -114,10 +81,9 @@ class Team {
     } lead(*this);
     work();
   }
-  void follow(int64_t thread) {
-    Fetched fetched{thread};
+  void follow() {
     while (!finished_.load(std::memory_order_acquire)) {
-      wait_until(fetched, [&] { return any() || finished_.load(std::memory_order_acquire); });
+      wait_until([&] { return any() || finished_.load(std::memory_order_acquire); });
       take();
     }
   }
@@ -142,11 +108,8 @@ class Team {
   int64_t threads_;
   void (*run_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;
-  Fetched leader_{0};
   std::string failure_;  // not an exception_ptr, whose functions not every C++ runtime exports
   std::atomic<bool> failed_{false};
-  alignas(kLine) std::atomic<const char*> ahead_{nullptr};
-  std::atomic<int64_t> ahead_bytes_{0};
   alignas(kLine) std::atomic<uint64_t> ticket_{0};
   alignas(kLine) std::atomic<int64_t> left_{0};
   alignas(kLine) std::atomic<bool> finished_{false};
