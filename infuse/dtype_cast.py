@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _STRICT = "_keep_in_fp32_modules_strict"
+_WIDE = "_keep_in_fp32_modules"
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
 # 4 MiB in float32: allocators keep blocks of this size, while larger ones cost page faults every time.
 _PART_VALUES = 1 << 20
@@ -149,15 +150,18 @@ def _by_expert(module: Any, dtype: torch.dtype, *args: Tensor, **kwargs: Tensor)
 
 
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers loads.
+    """Names of the parameters that stay in float32 in `dtype`, as in a model that transformers or diffusers loads.
 
     Those are the ones in `_keep_in_fp32_modules_strict`, which transformers searches in their names, if they are in
     float32 or on meta. A model that was cast as a whole has them in 16 bits, and keeps them so. In float16 linears in
-    `_keep_in_fp32_modules` count too if their caller casts to their dtype: T5's sums exceed float16.
+    `_keep_in_fp32_modules` count too if their caller casts to their dtype: T5's sums exceed float16. Models of
+    diffusers have one list for both dtypes.
     """
     if dtype.itemsize > 2:
         return frozenset()
     patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
+    of_diffusers = {name for module in model.modules() if _of_diffusers(module) for name in _names(module, _WIDE)}
+    patterns |= {rf"(^|\.){name}(\.|$)" for name in of_diffusers}
     if dtype == torch.float16:
         patterns |= {f"^{re.escape(name)}$" for name in _cast_to(model)}
     if not patterns:
@@ -168,7 +172,7 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
 
 def _cast_to(model: nn.Module) -> list[str]:
     """Weights of the linears in `_keep_in_fp32_modules` whose caller casts its activations to their dtype."""
-    wide = {name for module in model.modules() for name in _names(module, "_keep_in_fp32_modules")}
+    wide = {name for module in model.modules() for name in _names(module, _WIDE)}
     callers = [(path, module) for path, module in model.named_modules() if wide and _reads_dtype(module)]
     return [
         f"{path}.{name}.weight"
@@ -197,11 +201,12 @@ def cast_buffers(
 ) -> None:
     """Cast buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, except those that must stay exact.
 
-    These are rotary frequencies, the modules that transformers keeps in float32 for this dtype
+    These are rotary frequencies, the modules that transformers or diffusers keeps in float32 for this dtype
     (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
-    attributes = ("_keep_in_fp32_modules", _STRICT) if dtype == torch.float16 else (_STRICT,)
-    named = [name for module in model.modules() for attribute in attributes for name in _names(module, attribute)]
+    wide = [module for module in model.modules() if dtype == torch.float16 or _of_diffusers(module)]
+    named = [name for module in wide for name in _names(module, _WIDE)]
+    named += [name for module in model.modules() for name in _names(module, _STRICT)]
     kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
     cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
@@ -215,6 +220,10 @@ def cast_buffers(
 
 def _is_ours(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "infuse"
+
+
+def _of_diffusers(module: nn.Module) -> bool:
+    return any(cls.__module__.partition(".")[0] == "diffusers" for cls in type(module).__mro__)
 
 
 def _names(module: nn.Module, attribute: str) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -164,3 +165,23 @@ def test_models(name: str) -> None:
     for size, before in zip((GUIDED, UNEVEN), wanted, strict=True):
         torch.testing.assert_close(run(model, size), before, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
+
+
+def test_what_diffusers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    """Wan's time embedding, tables, norms and rotations, which `from_pretrained` loads in float32 beside bfloat16."""
+    torch.manual_seed(0)
+    make, _ = MODELS["Wan"]
+    model = make().eval()
+    exact = run(model, UNEVEN)
+    model.save_pretrained(tmp_path)
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    original = run(loaded, UNEVEN)
+    engine = infuse.init_inference(loaded, dtype=torch.bfloat16)
+    assert any(step.depth == MODULE for step in engine.plan.steps)
+    wide = {
+        name for name, value in [*loaded.named_parameters(), *loaded.named_buffers()] if value.dtype == torch.float32
+    }
+    assert {"rope.freqs_cos", "condition_embedder.time_embedder.linear_1.weight", "scale_shift_table"} <= wide
+    assert "blocks.0.norm2.weight" in wide and "patch_embedding.weight" not in wide
+    error = (run(loaded, UNEVEN) - exact).norm()
+    assert error <= 1.5 * (original - exact).norm() + 1e-3 * exact.norm()

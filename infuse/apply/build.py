@@ -14,6 +14,7 @@ from infuse.apply.adopt import adopt
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.model_inputs import like
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import ROW
@@ -95,7 +96,7 @@ class Builder:
         if self.source.holds_replaced:
             stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
         computed = [fill for fill in fills if fill not in stored]
-        into = dtype or next(old.parameters()).dtype
+        into = dtype or like(old).dtype
         fill_module(module, computed, self.source.reader(step.path), into, dict(step.bodies))
         fill_saved(module, step.path, stored, self.source, self.dtype)
         module.train(False)

@@ -16,6 +16,7 @@ from infuse.apply.unknown import proven, together
 from infuse.architectures.deepspeed import RoutedShape, without_drops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
+from infuse.architectures.model_inputs import like
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
@@ -207,7 +208,7 @@ class Proofs:
         caller = self.callers.pop(step.path, None)  # pop it to free its recorded arguments
         if mismatch or caller is None:
             return mismatch
-        source, dtype = self.builder.source, next(self.model.get_submodule(step.path).parameters()).dtype
+        source, dtype = self.builder.source, like(self.model.get_submodule(step.path)).dtype
         with source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
             new = self.builder.built(step if dtype == self.plan.dtype else replace(step, bodies=()), dtype=None)
         with source.running():

@@ -139,8 +139,10 @@ def random_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def like(model: nn.Module) -> Tensor:
-    """A parameter with the model's device and dtype; not one on meta, as some are while a checkpoint is being read."""
-    return min(model.parameters(), key=lambda parameter: parameter.is_meta)
+    """A parameter with the model's device and dtype: not one on meta, as some are while a checkpoint is being read, and
+    not one that stays in float32 beside 16 bits.
+    """
+    return min(model.parameters(), key=lambda p: (p.is_meta, not p.is_floating_point(), max(p.dtype.itemsize, 2)))
 
 
 class StopModel(Exception):

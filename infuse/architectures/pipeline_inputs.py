@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.architectures.model_inputs import like
+
 SEED = 2026
 _PROMPT = "a photo of a cat"
 _TEXT_TOKENS = 32  # T5 pads each prompt to as many; pipelines would take up to 512
@@ -47,7 +49,7 @@ def _why_not(pipe: Any, models: Mapping[str, nn.Module], names: Mapping[str, Any
     if getattr(pipe, "_all_hooks", None) or any(hasattr(model, "_hf_hook") for model in models.values()):
         return "hooks move its models between devices"
     for model in models.values():
-        half = next(model.parameters()).dtype == torch.float16
+        half = like(model).dtype == torch.float16
         if half and getattr(getattr(model, "config", None), "force_upcast", False):
             return "it converts its VAE to float32 while it runs"
     return ""
