@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import Transformer2DModel
@@ -429,6 +430,8 @@ def test_copies_and_pickles_start_without_keys() -> None:
             cross_attention_dim=20, norm_type="ada_norm_single", norm_elementwise_affine=False, num_embeds_ada_norm=10
         ),
         dict(norm_type="ada_norm_single", norm_elementwise_affine=False),
+        dict(norm_type="ada_norm_zero", norm_elementwise_affine=False, num_embeds_ada_norm=10),
+        dict(cross_attention_dim=20, norm_type="ada_norm_zero", norm_elementwise_affine=False, num_embeds_ada_norm=10),
     ],
 )
 def test_transformer_block(settings: dict[str, Any]) -> None:
@@ -441,6 +444,8 @@ def test_transformer_block(settings: dict[str, Any]) -> None:
         given["encoder_hidden_states"] = torch.randn(2, 7, 20)
     if settings.get("norm_type") == "ada_norm_single":
         given["timestep"] = torch.randn(2, 6 * 32)
+    if settings.get("norm_type") == "ada_norm_zero":
+        given |= {"timestep": torch.tensor([3, 801]), "class_labels": torch.tensor([9, 0])}
     same(block, x, **given)
     if "cross_attention_dim" in settings:
         same(block, x, **given, encoder_attention_mask=masks(2, 7, 4)["[B, 1, L]"])
@@ -451,7 +456,7 @@ def test_transformer_block(settings: dict[str, Any]) -> None:
     ("settings", "reason"),
     [
         (dict(norm_type="ada_norm", num_embeds_ada_norm=10), "norm_type is 'ada_norm'"),
-        (dict(norm_type="ada_norm_zero", num_embeds_ada_norm=10), "norm_type is 'ada_norm_zero'"),
+        (dict(norm_type="ada_norm_zero", num_embeds_ada_norm=10), "norm3 is .* without weights"),
         (dict(only_cross_attention=True, cross_attention_dim=20), "only_cross_attention"),
         (dict(attention_type="gated", cross_attention_dim=20), "it has fuser"),
         (dict(positional_embeddings="sinusoidal", num_positional_embeddings=9), "it has pos_embed"),
@@ -515,6 +520,27 @@ def test_sixteen_bits(name: str, dtype: torch.dtype) -> None:
     own = (run(model.to(dtype)) - wanted).square().mean().sqrt()
     infuse.init_inference(model, dtype=dtype, verify="strict")
     assert (run(model) - wanted).square().mean().sqrt() <= 1.5 * own
+
+
+def test_blocks_that_embed_the_time_step_and_a_class() -> None:
+    """DiT, in its own pipeline: the model asks its first block for the embedding, too."""
+    torch.manual_seed(0)
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
+        num_embeds_ada_norm=1000,
+    ).eval()  # fmt: skip
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    pipe = diffusers.DiTPipeline(model, vae(), diffusers.DDIMScheduler(), id2label={0: "cat", 3: "dog"})
+    pipe.set_progress_bar_config(disable=True)
+    names, given = list(model.state_dict()), dict(class_labels=[3, 0], num_inference_steps=2, output_type="np")
+    wanted = pipe(**given, generator=torch.Generator().manual_seed(1)).images
+    engine = infuse.init_inference(pipe, dtype=torch.float32)
+    layers = [step.layer for step in engine.plan["transformer"].steps]
+    assert layers.count("BasicTransformerBlock") == 2 and "Linear" in layers  # proven
+    found = engine(**given, generator=torch.Generator().manual_seed(1)).images
+    assert abs(found - wanted).max() <= 1e-4 and wanted.std() > 0.01
+    assert list(model.state_dict()) == names
 
 
 def test_a_block_with_an_unknown_processor_keeps_its_feed_forward_replaced() -> None:

@@ -79,6 +79,8 @@ class _Inputs:
         # Few pixels for those that halve them often, and enough tokens for others.
         scale, more = (1, size.more) if is_unet else (3, 0)
         self.height, self.width = (each * scale * self.unit + more for each in (size.height, size.width))
+        if self.names.keys().isdisjoint(("sample", "encoder_hidden_states", "height")):  # DiT takes square images alone
+            self.width = self.height
 
     def of(self, name: str, default: Any = None) -> Any:
         found = getattr(self.config, name, None)
@@ -182,7 +184,7 @@ class _Inputs:
         return self.values(self.of("conditioning_channels", 3), finer * self.height, finer * self.width)
 
     def labels(self) -> Tensor | None:
-        kind, count = self.of("class_embed_type"), self.of("num_class_embeds")
+        kind, count = self.of("class_embed_type"), self.of("num_class_embeds", self.of("num_embeds_ada_norm"))
         if kind in ("projection", "simple_projection"):
             return self.like("projection_class_embeddings_input_dim")
         if kind == "timestep":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from torch import nn
 
@@ -17,8 +18,10 @@ from infuse.architectures.part import PartShape, named
 from infuse.architectures.program import (
     ADD,
     ATTENTION,
+    EMBED,
     EMPTY,
     IMAGE,
+    LABEL,
     MASK,
     MLP,
     MODULATE,
@@ -35,6 +38,7 @@ from infuse.architectures.program import (
 from infuse.architectures.streams import (
     MODULATION,
     SHIFT,
+    ZERO,
     StreamsShape,
     bind_layer_norm,
     bind_modulated_norm,
@@ -54,6 +58,10 @@ _BEGIN = (MODULATION, modulated("norm1", IMAGE, 0), _ATTN1, gated(IMAGE, 2))
 
 PLAIN: Program = (_NORMS[1], _ATTN1, _ADD, _NORMS[2], _ATTN2, _ADD, _NORMS[3], _FF, _ADD)
 ADA_NORM_SINGLE: Program = (*_BEGIN, _BARE, _ATTN2, _ADD, modulated("norm2", IMAGE, 3), _FF, gated(IMAGE, 5))
+ADA_NORM_ZERO: Program = (
+    Step(EMBED, "norm1", on=IMAGE, over=LABEL), *_BEGIN, _NORMS[2], _ATTN2, _ADD, modulated("norm3", IMAGE, 3), _FF,
+    gated(IMAGE, 5),
+)  # fmt: skip
 WAN: Program = (
     *_BEGIN, _NORMS[2], _ATTN2, _ADD, modulated("norm3", IMAGE, 3), _FF._replace(part="ffn"), gated(IMAGE, 5),
 )  # fmt: skip
@@ -96,7 +104,8 @@ class CrossingBlock:
             if does == MODULATE and at("scale_shift_table") in binder.parameters:
                 held[part] = bind_table(binder, at("scale_shift_table"), at(part), 6)
             elif does == MODULATE:
-                held |= bind_modulation(binder, {"norm1": (IMAGE, SHIFT)})
+                kind = ZERO if self.program == ADA_NORM_ZERO else SHIFT
+                held |= bind_modulation(binder, {"norm1": (IMAGE, kind)}, embeds=kind == ZERO)
             elif does == NORM and part and part not in held:
                 held[part] = (bind_modulated_norm if by else bind_layer_norm)(binder, at(part))
             elif does == ATTENTION and _is_a(self.attends.layer, binder, at(part)):
@@ -124,9 +133,14 @@ def _is_a(wanted: str, binder: Binder, path: str) -> bool:
     return found == wanted
 
 
+_BY_NORM_TYPE: Mapping[str | None, Program] = MappingProxyType(
+    {"layer_norm": PLAIN, "ada_norm_single": ADA_NORM_SINGLE, "ada_norm_zero": ADA_NORM_ZERO}
+)
+
+
 @dataclass(frozen=True)
 class BasicBlock:
-    """BasicTransformerBlock with norms of type "layer_norm" or "ada_norm_single"."""
+    """BasicTransformerBlock with norms of these types."""
 
     layer: str = "diffusers.models.attention.BasicTransformerBlock"
 
@@ -136,16 +150,19 @@ class BasicBlock:
     def bind_at(self, binder: Binder, path: str) -> StreamsShape:
         block, at = binder.module(path) if path else binder.layer, partial(named, path)
         kind = getattr(block, "norm_type", None)
-        if kind not in ("layer_norm", "ada_norm_single"):
-            binder.differ(f"{at('norm_type')} is {kind!r}, not 'layer_norm' or 'ada_norm_single'")
+        if kind not in _BY_NORM_TYPE:
+            binder.differ(f"{at('norm_type')} is {kind!r}, not one of {', '.join(map(repr, _BY_NORM_TYPE))}")
         for part in ("pos_embed", "fuser"):
             if getattr(block, part, None) is not None:
                 binder.differ(f"it has {at(part)}")
         if getattr(block, "only_cross_attention", False):
             binder.differ(f"{at('only_cross_attention')} is True")
-        program = ADA_NORM_SINGLE if kind == "ada_norm_single" else PLAIN
+        program = _BY_NORM_TYPE.get(kind, PLAIN)
+        call = _BASIC_CALL
+        if program == ADA_NORM_ZERO:
+            call = tuple((name, LABEL if name == "class_labels" else value) for name, value in call)
         attends = Attends(ATTENTION_CLASS, bind_image_attention)
-        return CrossingBlock(self.layer, program, attends, _BASIC_CALL).bind_at(binder, path)
+        return CrossingBlock(self.layer, program, attends, call).bind_at(binder, path)
 
 
 BASIC_BLOCK = BasicBlock()

@@ -36,6 +36,7 @@ FOLDED_ATTENTION, FOLDED_MLP, CARRY, TAKE = "folded_attention", "folded_mlp", "c
 
 
 # Steps of blocks of several streams only.
+EMBED = "embed"  # time step = part.emb(time step, label)
 MODULATE = "modulate"  # vectors = part(time step)
 JOINT = "joint"  # attention over two streams in order, by the parts of their names
 CAT, SPLIT = "cat", "split"  # x of `on` = [x of `over`, x]; [x of `over`, x] = x of `on`
@@ -45,7 +46,8 @@ CLIP, END = "clip", "end"  # in float16, clamp x to its range; drop the stream
 # The values of such blocks: streams, and what a call gives beside them. UNREAD changes nothing in the original either,
 # and no key of an EMPTY dict is known.
 IMAGE, TEXT = "image", "text"
-TIME, TURNS, MASK, TEXT_MASK, UNREAD, EMPTY = "time", "turns", "mask", "text mask", "unread", "empty"
+TIME, LABEL, TURNS, MASK, TEXT_MASK = "time", "label", "turns", "mask", "text mask"
+UNREAD, EMPTY = "unread", "empty"
 
 
 class Step(NamedTuple):

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from torch import nn
+
 from infuse.architectures.bind import Binder
 from infuse.architectures.module import ModuleShape, class_path
 from infuse.architectures.norm import LAYER, RMS, Norm, NormShape
@@ -17,6 +19,7 @@ from infuse.architectures.part import WHOLE, Matrix, Parameter, PartShape, insid
 from infuse.architectures.program import ADD, ADD_NORM, IMAGE, MODULATE, NORM, Program, Step, merged
 
 _NORMS = "diffusers.models.normalization."
+_LABELLED_TIME = "diffusers.models.embeddings.CombinedTimestepLabelEmbeddings"
 ZERO, ZERO_X, CONTINUOUS = "AdaLayerNormZero", "SD35AdaLayerNormZeroX", "AdaLayerNormContinuous"
 SINGLE, SHIFT = "AdaLayerNormZeroSingle", "AdaLayerNormShift"
 _PLACES: Mapping[str, str] = {SHIFT: "diffusers.models.transformers.hunyuan_transformer_2d."}
@@ -99,6 +102,43 @@ class ModulatedNormShape(PartShape):
 
 
 @dataclass(frozen=True)
+class LabelledTimeShape(PartShape):
+    """The embedding of a time step and a class: `channels` of a sinusoid by two linears, plus a row of a table.
+
+    `flips`: cosines come first. `shift` is that of the frequencies.
+    """
+
+    hidden: int
+    channels: int
+    flips: bool
+    shift: float
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        first = Matrix("linear_1", self.hidden, self.channels, True, WHOLE, ())
+        return first, replace(first, target="linear_2", inputs=self.hidden)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return (*super().parameters, Parameter("table"))
+
+
+@dataclass(frozen=True)
+class EmbeddingNormShape(ModulatedNormShape):
+    """A modulated norm that embeds the time step and a class itself."""
+
+    emb: LabelledTimeShape
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(inside("emb", one) for one in self.emb.matrices)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(inside("emb", one) for one in self.emb.parameters)
+
+
+@dataclass(frozen=True)
 class SkipShape(PartShape):
     """A linear of the norm of x beside a value of an earlier block: `hidden` values of twice as many."""
 
@@ -131,15 +171,20 @@ def gated(on: str, at: int) -> Step:
 MODULATION = Step(MODULATE, "modulation")
 
 
-def bind_modulation(binder: Binder, kinds: Mapping[str, tuple[str, str]]) -> dict[str, PartShape]:
-    """Bind the modulations at these paths, each of a stream and a kind: their linears as one, and their norms."""
+def bind_modulation(
+    binder: Binder, kinds: Mapping[str, tuple[str, str]], *, embeds: bool = False
+) -> dict[str, PartShape]:
+    """Bind the modulations at these paths, each of a stream and a kind: their linears as one, and their norms.
+
+    `embeds`: they embed the time step and a class themselves.
+    """
     linears, norms = [], dict[str, PartShape]()
     for path, (_, kind) in kinds.items():
         found = class_path(binder.module(path))
         if found != f"{_PLACES.get(kind, _NORMS)}{kind}":
             binder.differ(f"{path} is a {found.rpartition('.')[2]}, not {kind}")
-        if getattr(binder.module(path), "emb", None) is not None:
-            binder.differ(f"{path} embeds the time step itself")
+        if (getattr(binder.module(path), "emb", None) is not None) != embeds:
+            binder.differ(f"{path} {'does not embed' if embeds else 'embeds'} the time step itself")
         linear = binder.linear(f"{path}.linear")
         linears.append(linear)
         if linear.rows != VECTORS[kind] * linear.columns:
@@ -147,12 +192,34 @@ def bind_modulation(binder: Binder, kinds: Mapping[str, tuple[str, str]]) -> dic
         if kind == SHIFT:
             norms[path] = bind_layer_norm(binder, f"{path}.norm", path)
         else:
-            norms[path] = bind_modulated_norm(binder, f"{path}.norm")
+            norms[path] = norm = bind_modulated_norm(binder, f"{path}.norm")
+            if embeds:
+                norms[path] = EmbeddingNormShape(norm.kind, norm.eps, _bind_labelled_time(binder, f"{path}.emb"))
     paths = tuple(f"{path}.linear" for path in kinds)
     bias = binder.all_or_no_bias(paths, linears)
     binder.fill_linear("modulation.linear", paths, bias)
     counts = tuple((stream, VECTORS[kind]) for stream, kind in kinds.values())
     return {"modulation": ModulationShape(linears[0].columns, counts, bias), **norms}
+
+
+def _bind_labelled_time(binder: Binder, path: str) -> LabelledTimeShape:
+    """Bind the embedding of a time step and a class at `path`; it keeps its name."""
+    if class_path(found := binder.module(path)) != _LABELLED_TIME:
+        binder.differ(f"{path} is a {type(found).__name__}, not diffusers' CombinedTimestepLabelEmbeddings")
+        return LabelledTimeShape(1, 2, False, 0.0)
+    embedder, sinusoid = f"{path}.timestep_embedder", found.time_proj  # type: ignore[union-attr]
+    first, second = (binder.linear(f"{embedder}.linear_{number}") for number in (1, 2))
+    for number in (1, 2):
+        binder.fill_linear(f"{path}.linear_{number}", (f"{embedder}.linear_{number}",), True)
+    table = f"{path}.class_embedder.embedding_table.weight"
+    binder.claim(table)
+    binder.fills.append(Fill(f"{path}.table", (table,)))
+    act = type(binder.attribute(embedder, "act"))
+    if act is not nn.SiLU or binder.attribute(embedder, "post_act") is not None or not (first.bias and second.bias):
+        binder.differ(f"{embedder} is not two linears with a SiLU between them")
+    if sinusoid.scale != 1 or sinusoid.num_channels % 2:
+        binder.differ(f"{path}.time_proj has scale {sinusoid.scale} and {sinusoid.num_channels} channels")
+    return LabelledTimeShape(second.rows, first.columns, sinusoid.flip_sin_to_cos, float(sinusoid.downscale_freq_shift))
 
 
 def bind_table(binder: Binder, path: str, name: str, count: int) -> TableShape:

@@ -20,6 +20,7 @@ from infuse.architectures.program import (
     CARRY,
     CAT,
     CLIP,
+    EMBED,
     END,
     FOLDED_ATTENTION,
     FOLDED_MLP,
@@ -138,6 +139,8 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
             branch[on] = x
         elif does == TAKE:
             values[on] = branch.pop(on)
+        elif does == EMBED:
+            values[TIME] = part.emb(values[TIME], values[over], x.dtype)
         elif does == MODULATE:
             vectors = part(values[TIME])
         elif does == SKIP:

@@ -5,6 +5,7 @@ Suffixes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,29 @@ from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import LAYER, NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
-from infuse.architectures.program import CAT, EMPTY, IMAGE, JOINT, MODULATE, SKIP, TEXT, TIME, carried, merged
-from infuse.architectures.streams import ModulatedNormShape, ModulationShape, SkipShape, StreamsShape, TableShape
+from infuse.architectures.program import (
+    CAT,
+    EMBED,
+    EMPTY,
+    IMAGE,
+    JOINT,
+    LABEL,
+    MODULATE,
+    SKIP,
+    TEXT,
+    TIME,
+    carried,
+    merged,
+)
+from infuse.architectures.streams import (
+    EmbeddingNormShape,
+    LabelledTimeShape,
+    ModulatedNormShape,
+    ModulationShape,
+    SkipShape,
+    StreamsShape,
+    TableShape,
+)
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import named, refuse_unknown
 from infuse.layers.diffusion.heads import Heads
@@ -35,7 +57,7 @@ from infuse.layers.program import run_streams
 from infuse.layers.surroundings import Surroundings
 
 # The values that steps need.
-_NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, JOINT: TEXT, CAT: TEXT, SKIP: SKIP})
+_NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, EMBED: LABEL, JOINT: TEXT, CAT: TEXT, SKIP: SKIP})
 
 
 class Modulation(nn.Module):
@@ -91,6 +113,33 @@ class ModulatedNorm(nn.Module):
         return total.view_as(x_BTC), y.view_as(x_BTC)
 
 
+class LabelledTime(nn.Module):
+    """The embedding [B, C] of time steps [B] and classes [B], in which the block and its model read them."""
+
+    def __init__(self, shape: LabelledTimeShape, surroundings: Surroundings):
+        super().__init__()
+        first, second = shape.matrices
+        self.linear_1, self.linear_2 = surroundings.linear(first), surroundings.linear(second)
+        self.table = nn.Parameter(torch.empty(0, shape.hidden), requires_grad=False)
+        self._channels, self._flips, self._shift = shape.channels, shape.flips, shape.shift
+
+    def forward(self, timestep: Tensor, class_labels: Tensor, hidden_dtype: torch.dtype) -> Tensor:
+        half = self._channels // 2
+        powers = torch.arange(half, dtype=torch.float32, device=timestep.device) / (half - self._shift)
+        angles = timestep[:, None].float() * torch.exp(-math.log(10000) * powers)
+        waves = (angles.cos(), angles.sin()) if self._flips else (angles.sin(), angles.cos())
+        time = direct(self.linear_1, torch.cat(waves, dim=-1).to(hidden_dtype))
+        return direct(self.linear_2, F.silu(time)) + F.embedding(class_labels, self.table)
+
+
+class EmbeddingNorm(ModulatedNorm):
+    """A modulated norm with the embedding of its time step, by the name that models ask it for."""
+
+    def __init__(self, shape: EmbeddingNormShape, surroundings: Surroundings):
+        super().__init__(shape, surroundings)
+        self.emb = LabelledTime(shape.emb, surroundings.of("emb"))
+
+
 class Skip(nn.Module):
     """linear(norm([x, skip])), of [B, T, C] each."""
 
@@ -116,6 +165,7 @@ _LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Ma
         TableShape: Table,
         SkipShape: Skip,
         ModulatedNormShape: ModulatedNorm,
+        EmbeddingNormShape: EmbeddingNorm,
         NormShape: lambda shape, surroundings: Norm(shape, surroundings.bodies),
         HeadsShape: Heads,
         ImageAttentionShape: ImageAttention,
