@@ -4,6 +4,7 @@ not depend on what ran before.
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
@@ -49,6 +50,7 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with Ctrl-C ignored
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits for the first
 if not torch.cuda.is_available():
     # PyTorch's own formats the stack three times, for devices that are not there: 0.4 ms and more.
