@@ -158,7 +158,7 @@ class BasicBlock:
         if getattr(block, "only_cross_attention", False):
             binder.differ(f"{at('only_cross_attention')} is True")
         program = _BY_NORM_TYPE.get(kind, PLAIN)
-        call = _BASIC_CALL
+        call: tuple[tuple[str, str], ...] = _BASIC_CALL
         if program == ADA_NORM_ZERO:
             call = tuple((name, LABEL if name == "class_labels" else value) for name, value in call)
         attends = Attends(ATTENTION_CLASS, bind_image_attention)

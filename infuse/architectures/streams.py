@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -204,10 +205,11 @@ def bind_modulation(
 
 def _bind_labelled_time(binder: Binder, path: str) -> LabelledTimeShape:
     """Bind the embedding of a time step and a class at `path`; it keeps its name."""
-    if class_path(found := binder.module(path)) != _LABELLED_TIME:
+    found: Any = binder.module(path)
+    if class_path(found) != _LABELLED_TIME:
         binder.differ(f"{path} is a {type(found).__name__}, not diffusers' CombinedTimestepLabelEmbeddings")
         return LabelledTimeShape(1, 2, False, 0.0)
-    embedder, sinusoid = f"{path}.timestep_embedder", found.time_proj  # type: ignore[union-attr]
+    embedder, sinusoid = f"{path}.timestep_embedder", found.time_proj
     first, second = (binder.linear(f"{embedder}.linear_{number}") for number in (1, 2))
     for number in (1, 2):
         binder.fill_linear(f"{path}.linear_{number}", (f"{embedder}.linear_{number}",), True)
