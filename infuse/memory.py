@@ -93,13 +93,17 @@ def off_files(tensors: Iterable[Tensor]) -> None:
 
 
 def _mapped_files() -> list[range]:
-    """The addresses of each mapped file that is worth it; none where the system does not tell."""
+    """The addresses of each file mapped for this process alone, if it is worth it; none where the system does not tell.
+
+    What several processes share has to stay where it is.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
     named = [line.split() for line in lines if "/" in line]
-    found = [range(*(int(end, 16) for end in words[0].split("-"))) for words in named if not words[1].startswith("r-x")]
+    data = [places for places, rights, *_ in named if rights.endswith("p") and "x" not in rights]
+    found = [range(*(int(end, 16) for end in places.split("-"))) for places in data]
     return [one for one in found if len(one) >= LEAST_BYTES]
 
 

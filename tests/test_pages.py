@@ -98,3 +98,14 @@ def test_what_is_most_of_a_file_stays_mapped(tmp_path: Path) -> None:
     memory.off_files((small, same, torch.empty(0)))
     assert small.data_ptr() == same.data_ptr() != addresses[1]
     assert torch.equal(small, values[:4]) and torch.equal(large, values[: 3 << 19])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_processes_share_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "shared").write_bytes(bytes(1 << 23))
+    shared = torch.from_file(str(tmp_path / "shared"), shared=True, size=1 << 21)
+    small = shared[:4]
+    memory.off_files([small])
+    assert small.data_ptr() == shared.data_ptr()
+    small.fill_(1.0)
+    assert torch.from_file(str(tmp_path / "shared"), shared=True, size=4).sum() == 4
