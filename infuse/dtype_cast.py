@@ -161,7 +161,7 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
         return frozenset()
     patterns = {name.replace("*", ".*") for module in model.modules() for name in _names(module, _STRICT)}
     of_diffusers = {name for module in model.modules() if _of_diffusers(module) for name in _names(module, _WIDE)}
-    patterns |= {rf"(^|\.){name}(\.|$)" for name in of_diffusers}
+    patterns |= {rf"(^|\.){re.escape(name)}(\.|$)" for name in of_diffusers}
     if dtype == torch.float16:
         patterns |= {f"^{re.escape(name)}$" for name in _cast_to(model)}
     if not patterns:

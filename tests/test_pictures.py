@@ -8,10 +8,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "bench"))
 
+from diffusion_pipelines import made  # noqa: E402
+
+import picture_formats  # noqa: E402
 from pictures import COLOURS, picture  # noqa: E402
 
 TIMES = ROOT / "bench" / "results" / "2026-11-23-diffusion.json"
@@ -35,3 +39,18 @@ def test_bars_are_as_long_as_the_times() -> None:
     long, short = widths["convolution"]
     assert long == pytest.approx(2 * short, abs=0.2) and long == pytest.approx(3 * widths["other"][0], abs=0.3)
     assert short > 0 == widths["norm"][0]
+
+
+def test_formats_of_a_whole_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/picture_formats.py, on a small pipeline: bytes shrink, errors are those of the formats, steps take time."""
+    monkeypatch.setattr(picture_formats, "DTYPE", torch.float32)
+    pipe = made("sd15")
+    exact = picture_formats.both(pipe, 64, 2)
+    found = {}
+    for name, make in picture_formats.versions(["bfloat16", "int8:8"], pipe, "off").items():
+        version, held = make()
+        found[name] = held, picture_formats.errors(version, 64, 2, (exact[0], exact[1] + 1e-9))[0]
+        step, whole = picture_formats.timed(version, 64, 2)
+        assert 0 < step < whole
+    assert found["diffusers"][1] == 0 and found["bfloat16"][1] < 1e-4  # the name stands for the dtype, here float32
+    assert found["int8:8"][0] < found["bfloat16"][0] and 1e-4 < found["int8:8"][1] < 0.2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from infuse import interrupts
 from infuse.apply.apply import Proven
 from infuse.apply.build import Builder
 from infuse.architectures.component_inputs import is_component
-from infuse.architectures.model_inputs import like
+from infuse.architectures.model_inputs import answered_by, like
 from infuse.dtype_cast import in_dtype, kept_in_float32
 from infuse.errors import CheckpointError, ProofError, RankError, in_brief
 from infuse.memory import channels_last
@@ -150,11 +150,8 @@ def _cast_arguments(
     return cast_value(args, dtype, None, own), cast_value(kwargs, dtype, None, own)
 
 
-@contextmanager
-def _replaced(name: str, builder: Builder, step: Step, running: list[str]) -> Iterator[None]:
+def _replaced(name: str, builder: Builder, step: Step, running: list[str]) -> AbstractContextManager[None]:
     """Let the new module of `step` answer calls of the old one; `running` gets the model's name at each of them."""
-    old = builder.source.model.get_submodule(step.path)
-    before = vars(old).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         interrupts.check()
@@ -164,13 +161,7 @@ def _replaced(name: str, builder: Builder, step: Step, running: list[str]) -> It
             channels_last(new)
         return type(new).forward(new, *args, **kwargs)  # hooks run around the old one; `new` may have taken this over
 
-    old.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del old.forward
-        if before is not None:
-            old.forward = before  # type: ignore[method-assign]
+    return answered_by(builder.source.model.get_submodule(step.path), forward)
 
 
 def _result_fault(images: Images, found: Outcome, proven: Mapping[str, Proven]) -> _Fault | None:

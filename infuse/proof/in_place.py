@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import SEED, StopModel, random_inputs, watched
+from infuse.architectures.model_inputs import SEED, StopModel, answered_by, random_inputs, watched
 from infuse.errors import CheckpointError, in_brief
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
@@ -140,7 +140,7 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     holder = caller.module.get_submodule(where)
     old = holder._modules[name]
     assert old is not None
-    with _forward(old, new.forward):
+    with answered_by(old, new.forward):
         wanted = _tensors(_run(caller))
     holder._modules[name] = new
     try:
@@ -152,19 +152,6 @@ def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     if len(found) == len(wanted) and all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
         return None
     return f"{type(caller.module).__name__} around it reads more of it than what it returns, and gives other values"
-
-
-@contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context in which `module` runs `forward` instead of its own, which may be set on the instance."""
-    own = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
 
 
 def _run(caller: Caller) -> Any:
@@ -221,7 +208,7 @@ def _skip(layer: nn.Module, returned: list[Any], undo: ExitStack) -> None:
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
         undo.callback(hooks.update, dict(hooks))
         hooks.clear()
-    undo.enter_context(_forward(layer, partial(_hand_on, returned)))
+    undo.enter_context(answered_by(layer, partial(_hand_on, returned)))
 
 
 def _hand_on(returned: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,49 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from infuse import ops
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
-from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_unknown
+from infuse.layers.diffusion.attended import Attended
 from infuse.layers.diffusion.convolution import GroupNorm
-from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct, product, untouched
+from infuse.layers.linear import direct
 from infuse.layers.surroundings import Surroundings
 
 
-class ImageAttention(nn.Module):
+class ImageAttention(Attended):
     """Attention of pixels over themselves or over a text, whose keys and values are computed once."""
 
     def __init__(self, shape: ImageAttentionShape, surroundings: Surroundings):
-        super().__init__()
-        self.shape, bodies = shape, surroundings.bodies
+        super().__init__(bodies := surroundings.bodies, shape.scale)
+        self.shape = shape
         for matrix in shape.matrices:
             self.add_module(matrix.target, surroundings.linear(matrix))
         norm = shape.group_norm
         self.add_module("group_norm", None if norm is None else GroupNorm(norm, bodies))
-        self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
-        self._of_text = Derived()
 
-    def attended(
-        self,
-        x_BTC: Tensor,
-        context_BLC: Tensor | None,
-        mask: Tensor | None,
-        residual: Tensor | None,
-        turns: None = None,
-    ) -> Tensor:
-        """residual + out(attention of x over `context` or, without one, over x): [B, T, C]."""
-        shape, parts = self.shape, self._modules
-        batch, tokens, _ = x_BTC.shape
-        q, k, v = self._of_itself(x_BTC) if context_BLC is None else self._over(x_BTC, context_BLC)
-        if mask is not None:
-            mask = spread_mask(mask, batch, shape.heads, k.shape[2])
-        out = self._attend(q, k, v, mask, None, shape.scale, False, 0, 0.0)
-        out = out.reshape(batch, tokens, shape.heads * shape.head_width)
-        return product(parts["out"], out, None, residual)  # type: ignore[arg-type]
+    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return self._of_itself(x_BTC) if context_BLC is None else self._over(x_BTC, context_BLC)
 
     def _of_itself(self, x: Tensor) -> tuple[Tensor, ...]:
         parts: dict[str, Any] = self._modules
@@ -63,34 +44,14 @@ class ImageAttention(nn.Module):
         if not self.shape.context:  # made for pixels alone, but called with a text
             return self._heads(direct(parts["qkv"], x), 3)[0], *self._heads(direct(parts["qkv"], context), 3)[1:]
         kv = parts["kv"]
-        return *self._heads(direct(parts["q"], x), 1), *self._heads(self._once(kv, context), 2)
-
-    def _once(self, kv: Any, context: Tensor) -> Tensor:
-        """Keys and values of the text [B, L, 2 C], computed once for each text and each weight."""
-        if not untouched(kv) or (torch.is_grad_enabled() and is_recorded(kv, context)):
-            return direct(kv, context)
-        held = [t for t in (*kv._parameters.values(), *kv._buffers.values()) if t is not None]
-        return self._of_text.of((context, *held), lambda: kv.forward(context))
+        of_text = self.once([kv], context, lambda: direct(kv, context))
+        return *self._heads(direct(parts["q"], x), 1), *self._heads(of_text, 2)
 
     def _heads(self, x_BLC: Tensor, count: int) -> tuple[Tensor, ...]:
         """The `count` tensors side by side in x as [B, N, L, D]."""
         batch, length, _ = x_BLC.shape
         split = x_BLC.view(batch, length, count, self.shape.heads, self.shape.head_width)
         return tuple(split[:, :, i].transpose(1, 2) for i in range(count))
-
-
-def spread_mask(mask: Tensor, batch: int, heads: int, length: int) -> Tensor:
-    """A mask [B or B N, 1 or T, L] or [B, L], as diffusers passes it, as [B, N or 1, 1 or T, L]."""
-    if mask.dim() == 2:
-        mask = mask[:, None]
-    if mask.shape[-1] != length or mask.shape[0] not in (1, batch, batch * heads):
-        raise UnsupportedCall(
-            f"attention_mask has shape {list(mask.shape)}; {batch} rows of {length} keys need [{batch}, {length}], "
-            f"[{batch}, 1 or queries, {length}] or the same for each of the {heads} heads"
-        )
-    if mask.dim() == 3 and mask.shape[0] == batch * heads and heads > 1:
-        return mask.view(batch, heads, -1, length)
-    return mask if mask.dim() == 4 else mask[:, None]
 
 
 class ImageAttentionModule(InferenceModule, ImageAttention):

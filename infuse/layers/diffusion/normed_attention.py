@@ -14,31 +14,28 @@ from infuse import ops
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_unknown
-from infuse.layers.diffusion.derived import Derived
-from infuse.layers.diffusion.image_attention import spread_mask
+from infuse.layers.diffusion.attended import Attended
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct, product, untouched
+from infuse.layers.linear import direct
 from infuse.layers.norm import Norm
 from infuse.layers.surroundings import Surroundings
 
 
-class NormedAttention(InferenceModule):
+class NormedAttention(InferenceModule, Attended):
     """forward(hidden_states [B, T, C], encoder_hidden_states [B, L, C'], attention_mask, rotation) -> [B, T, C].
 
     The rotation is (cos, sin) in neighbouring pairs: [T, D] or [B or 1, T, 1, D] for all heads, or [B, T, N D].
     """
 
     def __init__(self, shape: NormedAttentionShape, surroundings: Surroundings):
-        super().__init__()
-        self.shape, bodies = shape, surroundings.bodies
+        super().__init__(bodies := surroundings.bodies, shape.head_width**-0.5)
+        self.shape = shape
         for matrix in shape.own:
             self.add_module(matrix.target, surroundings.linear(matrix))
         for name in ("q_norm", "k_norm"):
             norm = getattr(shape, name)
             self.add_module(name, None if norm is None else Norm(norm, bodies))
         self._turn = ops.rotary.bound(bodies.get("rotary", ops.REFERENCE))
-        self._attend = ops.attention.bound(bodies.get("attention", ops.REFERENCE))
-        self._of_text = Derived()
 
     def forward(
         self,
@@ -61,40 +58,21 @@ class NormedAttention(InferenceModule):
             raise UnsupportedCall("attention_mask was given, which this attention is never called with by its model")
         return self.attended(hidden_states, encoder_hidden_states, attention_mask, None, turns)
 
-    def attended(
-        self,
-        x_BTC: Tensor,
-        context_BLC: Tensor | None,
-        mask: Tensor | None,
-        residual: Tensor | None,
-        turns: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """residual + out(attention of x over `context` or, without one, over x): [B, T, C].
-
-        Over a context, turns are left out unless the shape has `text_turns`.
-        """
+    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Over a context, turns are left out unless the shape has `text_turns`."""
         parts: dict[str, Any] = self._modules
-        shape, crosses = self.shape, context_BLC is not None
-        q = self._heads(direct(parts["q"], x_BTC), parts["q_norm"], turns if shape.text_turns or not crosses else None)
-        k, v = self._keys(x_BTC, turns) if context_BLC is None else self._once(context_BLC)
-        if mask is not None:
-            mask = spread_mask(mask, x_BTC.shape[0], shape.heads, k.shape[2])
-        out = self._attend(q, k, v, mask, None, shape.head_width**-0.5, False, 0, 0.0)
-        return product(parts["out"], out.flatten(2), None, residual)
+        of_queries = turns if self.shape.text_turns or context_BLC is None else None
+        q = self._heads(direct(parts["q"], x_BTC), parts["q_norm"], of_queries)
+        if context_BLC is None:
+            return q, *self._keys(x_BTC, turns)
+        makers = (one for name in ("k", "v", "k_norm") if (one := parts[name]) is not None)
+        return q, *self.once(makers, context_BLC, lambda: self._keys(context_BLC, None))
 
     def _keys(self, x_BLC: Tensor, turns: Any) -> tuple[Tensor, Tensor]:
         """Keys and values [B, N, L, D]."""
         parts: dict[str, Any] = self._modules
         k, v = direct(parts["k"], x_BLC), direct(parts["v"], x_BLC)
         return self._heads(k, parts["k_norm"], turns), self._heads(v, None, None)
-
-    def _once(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a text, computed once for each text and each weight."""
-        parts = [one for name in ("k", "v", "k_norm") if (one := self._modules[name]) is not None]
-        if not all(map(untouched, parts)) or (torch.is_grad_enabled() and is_recorded(self, text)):
-            return self._keys(text, None)
-        held = [t for one in parts for t in (*one._parameters.values(), *one._buffers.values()) if t is not None]
-        return self._of_text.of((text, *held), lambda: self._keys(text, None))  # type: ignore[no-any-return]
 
     def _heads(self, x_BTC: Tensor, norm: nn.Module | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
         """x [B, T, N D], normalised and rotated, as [B, N, T, D]."""

@@ -1,0 +1,66 @@
+"""What attention over an image or a text has in common, whatever makes its queries, keys and values.
+
+Suffixes: B batch, T tokens, L tokens attended to, C width, N heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.errors import UnsupportedCall
+from infuse.layers.diffusion.derived import Derived
+from infuse.layers.gradient import is_recorded
+from infuse.layers.linear import product, untouched
+
+_T = TypeVar("_T")
+
+
+class Attended(nn.Module):
+    """Attention with the output projection `out`. A subclass makes the heads."""
+
+    def __init__(self, bodies: Mapping[str, str], scale: float):
+        super().__init__()
+        self._attend, self._scale = ops.attention.bound(bodies.get("attention", ops.REFERENCE)), scale
+        self._of_text = Derived()
+
+    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, N, T, D] of x, keys and values [B, N, L, D] of the context or, without one, of x."""
+        raise NotImplementedError
+
+    def attended(
+        self, x_BTC: Tensor, context_BLC: Tensor | None, mask: Tensor | None, residual: Tensor | None, turns: Any = None
+    ) -> Tensor:
+        """residual + out(attention of x over `context` or, without one, over x): [B, T, C]; `turns` rotate heads."""
+        q, k, v = self.heads_of(x_BTC, context_BLC, turns)
+        if mask is not None:
+            mask = spread_mask(mask, x_BTC.shape[0], q.shape[1], k.shape[2])
+        out = self._attend(q, k, v, mask, None, self._scale, False, 0, 0.0)
+        return product(self._modules["out"], out.flatten(2), None, residual)  # type: ignore[arg-type]
+
+    def once(self, parts: Iterable[nn.Module], text: Tensor, make: Callable[[], _T]) -> _T:
+        """What `make` computes of a text by `parts`: once for each text and each weight."""
+        parts = tuple(parts)
+        recorded = torch.is_grad_enabled() and any(is_recorded(part, text) for part in parts)
+        if recorded or not all(map(untouched, parts)):
+            return make()
+        held = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
+        return self._of_text.of((text, *held), make)  # type: ignore[no-any-return]
+
+
+def spread_mask(mask: Tensor, batch: int, heads: int, length: int) -> Tensor:
+    """A mask [B or B N, 1 or T, L] or [B, L], as diffusers passes it, as [B, N or 1, 1 or T, L]."""
+    if mask.dim() == 2:
+        mask = mask[:, None]
+    if mask.shape[-1] != length or mask.shape[0] not in (1, batch, batch * heads):
+        raise UnsupportedCall(
+            f"attention_mask has shape {list(mask.shape)}; {batch} rows of {length} keys need [{batch}, {length}], "
+            f"[{batch}, 1 or queries, {length}] or the same for each of the {heads} heads"
+        )
+    if mask.dim() == 3 and mask.shape[0] == batch * heads and heads > 1:
+        return mask.view(batch, heads, -1, length)
+    return mask if mask.dim() == 4 else mask[:, None]
