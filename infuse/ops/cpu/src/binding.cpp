@@ -14,12 +14,13 @@
 namespace infuse {
 namespace {
 
-void run_norm(NormArgs& a, const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
-  a.x = x.const_data_ptr();
-  a.columns = x.size(-1);
+void run_norm(NormArgs& a, const NormRule& rule, const Array& x, const Array& y) {
+  a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr();
+  a.columns = x.size(x.dim() - 1);
   a.rows = a.columns ? x.numel() / a.columns : 0;
-  a.weight = weight ? weight->const_data_ptr() : nullptr;
-  a.bias = bias ? bias->const_data_ptr() : nullptr;
+  a.weight = rule.weight ? rule.weight->const_data_ptr() : nullptr;
+  a.bias = rule.bias ? rule.bias->const_data_ptr() : nullptr;
+  a.eps = float(rule.eps), a.offset = float(rule.offset), a.centred = rule.centred;
   a.type = type_of(x);
   const auto run = kernels().norm;
   over_rows(a.rows, a.columns, [&](int64_t begin, int64_t end) { run(a, begin, end); });
@@ -36,29 +37,20 @@ std::vector<int64_t> limits() {
 
 }  // namespace
 
-Tensor norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
-            bool centred) {
-  Tensor y = empty_as(x);
+void norm(const NormRule& rule, const Array& x, const Array& y) {
   NormArgs a{};
-  a.y = y.mutable_data_ptr();
-  a.eps = float(eps), a.offset = float(offset), a.centred = centred;
-  run_norm(a, x, weight, bias);
-  return y;
+  run_norm(a, rule, x, y);
 }
 
-std::tuple<Tensor, Tensor> add_norm(Tensor x, Tensor residual, std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                    double eps, double offset, bool centred) {
-  Tensor sum = empty_as(x), y = empty_as(x);
+void add_norm(const NormRule& rule, const Array& x, const Array& residual, const Array& sum, const Array& y) {
   NormArgs a{};
-  a.residual = residual.const_data_ptr();
-  a.sum = sum.mutable_data_ptr(), a.y = y.mutable_data_ptr();
-  a.eps = float(eps), a.offset = float(offset), a.centred = centred;
-  run_norm(a, x, weight, bias);
-  return {sum, y};
+  a.residual = residual.const_data_ptr(), a.sum = sum.mutable_data_ptr();
+  run_norm(a, rule, x, y);
 }
 
-Tensor rounded_norm(Tensor x, Tensor weight, double eps) {
-  const int64_t columns = x.size(-1), rows = columns ? x.numel() / columns : 0, sizes[] = {rows, columns}, last = -1;
+void rounded_norm(const Array& x, const Array& weight, double eps, const Array& y) {
+  const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0, sizes[] = {rows, columns};
+  const int64_t last = -1;
   const Type type = type_of(x);
   const auto convert = kernels().router.convert;
   std::vector<float> wide(size_t(rows * columns)), factors(static_cast<size_t>(columns));
@@ -73,7 +65,6 @@ Tensor rounded_norm(Tensor x, Tensor weight, double eps) {
     const float scale = 1.0f / std::sqrt(mean + float(eps));
     for (int64_t c = 0; c < columns; ++c) wide[size_t(r * columns + c)] *= scale;
   }
-  Tensor y = empty_as(x);
   if (type != Type::f32) {
     convert(wide.data(), Type::f32, y.mutable_data_ptr(), type, rows * columns);
     convert(y.const_data_ptr(), type, wide.data(), Type::f32, rows * columns);
@@ -82,8 +73,31 @@ Tensor rounded_norm(Tensor x, Tensor weight, double eps) {
     for (int64_t c = 0; c < columns; ++c) wide[size_t(r * columns + c)] *= factors[size_t(c)];
   }
   convert(wide.data(), Type::f32, y.mutable_data_ptr(), type, rows * columns);
+}
+
+namespace {
+
+Tensor norm_op(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double offset,
+               bool centred) {
+  Tensor y = empty_as(x);
+  norm({weight, bias, eps, offset, centred}, x, Array::written(y));
   return y;
 }
+
+std::tuple<Tensor, Tensor> add_norm_op(Tensor x, Tensor residual, std::optional<Tensor> weight,
+                                       std::optional<Tensor> bias, double eps, double offset, bool centred) {
+  Tensor sum = empty_as(x), y = empty_as(x);
+  add_norm({weight, bias, eps, offset, centred}, x, residual, Array::written(sum), Array::written(y));
+  return {sum, y};
+}
+
+Tensor rounded_norm_op(Tensor x, Tensor weight, double eps) {
+  Tensor y = empty_as(x);
+  rounded_norm(x, weight, eps, Array::written(y));
+  return y;
+}
+
+}  // namespace
 
 INFUSE_OPERATORS(CompositeExplicitAutograd,
     {"isa() -> str", TORCH_BOX(&isa)},
@@ -93,9 +107,9 @@ INFUSE_OPERATORS(CompositeExplicitAutograd,
 
 // Only for CPU tensors: the pointers of other devices' tensors and of fake tensors (tracing) cannot be read here.
 INFUSE_OPERATORS(CPU,
-    {"norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor", TORCH_BOX(&norm)},
+    {"norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> Tensor", TORCH_BOX(&norm_op)},
     {"add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset, bool centred) -> "
-     "(Tensor, Tensor)", TORCH_BOX(&add_norm)},
-    {"rounded_norm(Tensor x, Tensor weight, float eps) -> Tensor", TORCH_BOX(&rounded_norm)})
+     "(Tensor, Tensor)", TORCH_BOX(&add_norm_op)},
+    {"rounded_norm(Tensor x, Tensor weight, float eps) -> Tensor", TORCH_BOX(&rounded_norm_op)})
 
 }  // namespace infuse

@@ -7,17 +7,16 @@
 #include <optional>
 #include <string>
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "array.h"
 #include "kernels.h"
 #include "team.h"
 
 namespace infuse {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // The type of a tensor that Python has checked to be float32, bfloat16 or float16.
 inline Type type_of(const Tensor& t) {
@@ -47,8 +46,6 @@ struct Operator {
     }                                                                                                \
   }
 
-constexpr int64_t kMostAxes = 8;
-
 // An uninitialised tensor. Bypasses the dispatcher, which takes longer than the smaller kernels.
 inline Tensor empty(const int64_t* sizes, int64_t axes, int32_t dtype) {
   int64_t strides[kMostAxes], stride = 1;
@@ -58,6 +55,10 @@ inline Tensor empty(const int64_t* sizes, int64_t axes, int32_t dtype) {
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
+}
+inline int32_t dtype_of(Type type) {
+  return type == Type::f32 ? aoti_torch_dtype_float32()
+      : type == Type::bf16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float16();
 }
 // The same, of the type of `like`.
 inline Tensor empty(const int64_t* sizes, int64_t axes, const Tensor& like) {

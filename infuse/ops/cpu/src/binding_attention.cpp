@@ -11,7 +11,7 @@ namespace infuse {
 
 namespace {
 
-std::optional<Type> known_type(const Tensor& t) {
+std::optional<Type> known_type(const Array& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float: return Type::f32;
     case ScalarType::BFloat16: return Type::bf16;
@@ -23,15 +23,15 @@ std::optional<Type> known_type(const Tensor& t) {
 constexpr int64_t kScaleBytes = 4, kMostQuantized = 1024;
 
 // Whether `rows` are those of an int8 cache for heads of this width (ops/cache_rows.py).
-bool are_int8(const Tensor& rows, int64_t width) {
+bool are_int8(const Array& rows, int64_t width) {
   return rows.scalar_type() == ScalarType::Char && rows.dim() == 4 && rows.size(3) == width + kScaleBytes;
 }
 
-bool rows_contiguous(const Tensor& t) { return t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1; }
+bool rows_contiguous(const Array& t) { return t.stride(t.dim() - 1) == 1 || t.size(t.dim() - 1) == 1; }
 
 // ---- rotary ----
 
-bool set_turns(RotaryArgs& a, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+bool set_turns(RotaryArgs& a, const Array& x, const Array& cos, const Array& sin) {
   if (cos.dim() != 3 || sin.dim() != 3 || cos.scalar_type() != sin.scalar_type()) return false;
   if (cos.scalar_type() != x.scalar_type() && cos.scalar_type() != ScalarType::Float) return false;
   if (!rows_contiguous(cos) || !rows_contiguous(sin) || cos.size(2) > x.size(3) || cos.size(2) % 2) return false;
@@ -48,7 +48,7 @@ bool set_turns(RotaryArgs& a, const Tensor& x, const Tensor& cos, const Tensor& 
   return true;
 }
 
-bool set_rotated(RotaryArgs& a, const Tensor& x, bool interleaved) {
+bool set_rotated(RotaryArgs& a, const Array& x, bool interleaved) {
   const std::optional<Type> type = known_type(x);
   if (!type || x.dim() != 4 || !rows_contiguous(x)) return false;
   a.type = *type, a.interleaved = interleaved;
@@ -76,7 +76,7 @@ std::optional<Tensor> rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved)
 }
 
 // Whether `storage` [B, K, S, D] has room for the new tokens.
-bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
+bool has_room(const RotaryArgs& a, const Array& x, const Array& storage) {
   if (storage.dim() != 4 || !rows_contiguous(storage)) return false;
   const bool fits = a.to_int8 ? are_int8(storage, a.width) && a.width <= kMostQuantized
                               : storage.scalar_type() == x.scalar_type() && storage.size(3) == a.width;
@@ -86,29 +86,28 @@ bool has_room(const RotaryArgs& a, const Tensor& x, const Tensor& storage) {
 
 }  // namespace
 
-std::optional<Tensor> rotary_append(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
-                                    Tensor values, int64_t start, int64_t heads, bool interleaved) {
+bool rotary_append(const Array& qkv, const Maybe& cos, const Maybe& sin, const Array& keys, const Array& values,
+                   int64_t start, int64_t heads, bool interleaved, const Array& q) {
   RotaryArgs a{};
-  if (!set_rotated(a, qkv, interleaved) || keys.dim() != 4) return std::nullopt;
-  if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return std::nullopt;
+  if (!set_rotated(a, qkv, interleaved) || keys.dim() != 4) return false;
+  if (cos && sin && !set_turns(a, qkv, *cos, *sin)) return false;
   a.heads = heads, a.kv_heads = keys.size(1), a.start = start;
   a.to_int8 = keys.scalar_type() == ScalarType::Char;
-  if (qkv.size(2) != heads + 2 * a.kv_heads) return std::nullopt;
-  if (!has_room(a, qkv, keys) || !has_room(a, qkv, values)) return std::nullopt;
-  Tensor q = empty({qkv.size(0), heads, a.tokens, a.width}, qkv);
+  if (qkv.size(2) != heads + 2 * a.kv_heads) return false;
+  if (!has_room(a, qkv, keys) || !has_room(a, qkv, values)) return false;
   a.q = q.mutable_data_ptr(), a.keys = keys.mutable_data_ptr(), a.values = values.mutable_data_ptr();
   a.q_b = heads * a.tokens * a.width, a.q_t = a.width, a.q_n = a.tokens * a.width;
   a.keys_b = keys.stride(0), a.keys_n = keys.stride(1), a.keys_t = keys.stride(2);
   a.values_b = values.stride(0), a.values_n = values.stride(1), a.values_t = values.stride(2);
   run_rotary(a, qkv.size(0));
-  return q;
+  return true;
 }
 
 // ---- activations ----
 
 namespace {
 
-void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) {
+void run_activation(ActivationArgs& a, const Array& x, const Array& y, int64_t act) {
   a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr(), a.act = Act(act);
   const auto run = kernels().attention.activation;
   const int64_t elements = y.numel();
@@ -118,25 +117,23 @@ void run_activation(ActivationArgs& a, const Tensor& x, Tensor& y, int64_t act) 
 
 }  // namespace
 
-std::optional<Tensor> activation(Tensor x, int64_t act) {
+bool activation(const Array& x, int64_t act, const Array& y) {
   const std::optional<Type> type = known_type(x);
-  if (!type || !x.is_contiguous() || x.dim() < 1 || x.dim() > kMostAxes) return std::nullopt;
+  if (!type || !x.is_contiguous()) return false;
   ActivationArgs a{};
   a.type = *type;
-  Tensor y = empty_as(x);
   run_activation(a, x, y, act);
-  return y;
+  return true;
 }
 
-std::optional<Tensor> gated_activation(Tensor x, int64_t act) {
+bool gated_activation(const Array& x, int64_t act, const Array& y) {
   const std::optional<Type> type = known_type(x);
-  const int64_t dims = x.dim();
-  if (!type || !x.is_contiguous() || dims < 1 || dims > kMostAxes || x.size(dims - 1) % 2) return std::nullopt;
+  const int64_t columns = x.size(x.dim() - 1);
+  if (!type || !x.is_contiguous() || columns % 2) return false;
   ActivationArgs a{};
-  a.type = *type, a.gated = true, a.columns = x.size(dims - 1) / 2;
-  Tensor y = empty_rows(x, a.columns);
+  a.type = *type, a.gated = true, a.columns = columns / 2;
   run_activation(a, x, y, act);
-  return y;
+  return true;
 }
 
 // ---- attention ----
@@ -158,7 +155,7 @@ float* scratch_of(int64_t floats) {
 
 }  // namespace
 
-bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& a, bool may_be_bool) {
+bool set_scored(Scored& s, const Maybe& t, const AttentionArgs& a, bool may_be_bool) {
   if (!t) return true;
   const int64_t sizes[4] = {a.batch, a.heads, a.tokens, a.length}, missing = 4 - t->dim();
   int64_t* const strides[4] = {&s.b, &s.n, &s.t, &s.l};
@@ -176,7 +173,7 @@ bool set_scored(Scored& s, const std::optional<Tensor>& t, const AttentionArgs& 
   return true;
 }
 
-bool set_sinks(Scored& s, const std::optional<Tensor>& t, int64_t heads) {
+bool set_sinks(Scored& s, const Maybe& t, int64_t heads) {
   if (!t) return true;
   const std::optional<Type> type = known_type(*t);
   if (!type || t->dim() != 1 || t->size(0) != heads) return false;
@@ -212,7 +209,7 @@ namespace {
 
 bool by_tiles(const AttentionArgs& a) { return a.tokens > kFewTokens; }
 
-bool set_attended(AttentionArgs& a, const Tensor& q, const Tensor& k, const Tensor& v) {
+bool set_attended(AttentionArgs& a, const Array& q, const Array& k, const Array& v) {
   const std::optional<Type> type = known_type(q);
   if (!type || q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
   a.of_int8 = are_int8(k, q.size(3)) && are_int8(v, q.size(3));
@@ -250,38 +247,64 @@ void run_attention(AttentionArgs& a) {
   run.combine(a);
 }
 
+}  // namespace
+
+bool attend(const Array& q, const Array& k, const Array& v, int64_t length, const Maybe& mask, const Maybe& bias,
+            double scale, bool causal, int64_t window, double softcap, const Maybe& sinks, const Array& out) {
+  AttentionArgs a{};
+  if (!set_attended(a, q, k, v)) return false;
+  a.length = length;
+  if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return false;
+  if (!set_sinks(a.sinks, sinks, a.heads)) return false;
+  a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
+  // At a whole block: so the sums of a query are the same whether it comes alone or with others.
+  a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) / kKeyBlock * kKeyBlock : 0;
+  a.out = out.mutable_data_ptr();
+  run_attention(a);
+  return true;
+}
+
+namespace {
+
+std::optional<Tensor> rotary_append_op(Tensor qkv, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
+                                       Tensor values, int64_t start, int64_t heads, bool interleaved) {
+  if (qkv.dim() != 4) return std::nullopt;
+  Tensor q = empty({qkv.size(0), heads, qkv.size(1), qkv.size(3)}, qkv);
+  const bool done = rotary_append(qkv, cos, sin, Array::written(keys), Array::written(values), start, heads,
+                                  interleaved, Array::written(q));
+  return done ? std::optional(q) : std::nullopt;
+}
+
+std::optional<Tensor> activation_op(Tensor x, int64_t act) {
+  if (x.dim() < 1 || x.dim() > kMostAxes) return std::nullopt;
+  Tensor y = empty_as(x);
+  return activation(x, act, Array::written(y)) ? std::optional(y) : std::nullopt;
+}
+
+std::optional<Tensor> gated_activation_op(Tensor x, int64_t act) {
+  if (x.dim() < 1 || x.dim() > kMostAxes) return std::nullopt;
+  Tensor y = empty_rows(x, x.size(x.dim() - 1) / 2);
+  return gated_activation(x, act, Array::written(y)) ? std::optional(y) : std::nullopt;
+}
+
 std::optional<Tensor> attention(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> bias,
                                 double scale, bool causal, int64_t window, double softcap,
                                 std::optional<Tensor> sinks) {
-  return attend(q, k, v, k.dim() == 4 ? k.size(2) : 0, mask, bias, scale, causal, window, softcap, sinks);
+  if (q.dim() != 4 || k.dim() != 4) return std::nullopt;
+  Tensor out = empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q);
+  const bool done = attend(q, k, v, k.size(2), mask, bias, scale, causal, window, softcap, sinks, Array::written(out));
+  return done ? std::optional(out) : std::nullopt;
 }
 
 }  // namespace
 
-std::optional<Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, int64_t length,
-                             const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale,
-                             bool causal, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
-  AttentionArgs a{};
-  if (!set_attended(a, q, k, v)) return std::nullopt;
-  a.length = length;
-  if (!set_scored(a.mask, mask, a, true) || !set_scored(a.bias, bias, a, false)) return std::nullopt;
-  if (!set_sinks(a.sinks, sinks, a.heads)) return std::nullopt;
-  a.scale = float(scale), a.softcap = float(softcap), a.causal = causal, a.window = window;
-  // At a whole block: so the sums of a query are the same whether it comes alone or with others.
-  a.first_key = window > 0 ? std::max<int64_t>(0, a.length - a.tokens - window + 1) / kKeyBlock * kKeyBlock : 0;
-  Tensor out = empty({a.batch, a.tokens, a.heads, a.width}, q);
-  a.out = out.mutable_data_ptr();
-  run_attention(a);
-  return out;
-}
-
 INFUSE_OPERATORS(CPU,
     {"rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor?", TORCH_BOX(&rotary)},
     {"rotary_append(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, int start, int "
-     "heads, bool interleaved) -> Tensor?", TORCH_BOX(&rotary_append)},
+     "heads, bool interleaved) -> Tensor?", TORCH_BOX(&rotary_append_op)},
     {"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float scale, bool causal, int window, "
      "float softcap, Tensor? sinks=None) -> Tensor?", TORCH_BOX(&attention)},
-    {"activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&activation)},
-    {"gated_activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&gated_activation)})
+    {"activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&activation_op)},
+    {"gated_activation(Tensor x, int act) -> Tensor?", TORCH_BOX(&gated_activation_op)})
 
 }  // namespace infuse

@@ -187,7 +187,8 @@ bool run_layer(const EncoderCall& call, const Tensor& x, const Tensor& y) {
 }  // namespace
 
 // The layer's result [B, T, C] for x [B, T, C], with bidirectional attention under `mask`. None if not supported.
-Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor integers, Tensor reals) {
+std::optional<Tensor> encoder_layer(Tensor x, std::vector<Tensor> tensors, std::optional<Tensor> mask, Tensor integers,
+                                    Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
   if (!takes(program, x)) return std::nullopt;
   const Demand demand(program, x.size(2), type_of(x));
@@ -201,7 +202,7 @@ Maybe encoder_layer(Tensor x, std::vector<Tensor> tensors, Maybe mask, Tensor in
   const EncoderCall call = {program, demand, seen.mask, batch, tokens, x.size(2), threads};
   Tensor y = empty_as(x);
   const bool made = type_of(x) == Type::f32 ? run_layer<float>(call, x, y) : run_layer<uint16_t>(call, x, y);
-  return made ? Maybe(y) : std::nullopt;
+  return made ? std::optional(y) : std::nullopt;
 }
 
 INFUSE_OPERATORS(CPU,

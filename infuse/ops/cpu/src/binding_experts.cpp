@@ -460,7 +460,7 @@ Tall tall(const LinearPart& part, int64_t rows, Type type, bool once) {
 }
 
 // Whether all values are numbers: their exponents are not all ones.
-bool all_finite(const Tensor& x) {
+bool all_finite(const Array& x) {
   const int64_t n = x.numel();
   if (type_of(x) == Type::f32) {
     const auto* bits = static_cast<const uint32_t*>(x.const_data_ptr());
@@ -484,8 +484,8 @@ bool streams_many(const Experts& e) {
 
 }  // namespace
 
-bool sum_experts(const ExpertsPart& part, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
-                 const float* weights, Tensor& y, bool once) {
+bool sum_experts(const ExpertsPart& part, const Array& x, int64_t tokens, int64_t routes, const int64_t* index,
+                 const float* weights, const Array& y, bool once) {
   const int64_t width = x.size(x.dim() - 1), rows = part.up_rows(), inner = part.inner;
   Experts e;
   e.type = type_of(x), e.routes = routes, e.first = part.first;
@@ -527,7 +527,7 @@ std::optional<Tensor> experts(Tensor x, Tensor index, Tensor weights, Tensor up,
                          {down_code, rows(down, down_code), down, down_scale, down_zero, down_bias}};
   Tensor y = empty_as(x);
   const bool done = sum_experts(part, x, x.size(0), index.size(1), static_cast<const int64_t*>(index.const_data_ptr()),
-                                static_cast<const float*>(weights.const_data_ptr()), y, false);
+                                static_cast<const float*>(weights.const_data_ptr()), Array::written(y), false);
   return done ? std::optional(y) : std::nullopt;
 }
 

@@ -14,7 +14,7 @@
 namespace infuse {
 namespace {
 
-void multiply(const LinearPart& part, const Tensor& x, Tensor& y, bool once) {
+void multiply(const LinearPart& part, const Array& x, const Array& y, bool once) {
   LinearArgs a{};
   a.x = x.const_data_ptr(), a.y = y.mutable_data_ptr();
   a.bias = part.bias ? part.bias->const_data_ptr() : nullptr;
@@ -26,7 +26,7 @@ void multiply(const LinearPart& part, const Tensor& x, Tensor& y, bool once) {
 }
 
 // Normalises heads [first, first + count) of each token in place.
-void norm_heads(const std::optional<NormPart>& part, Tensor& qkv, int64_t first, int64_t count) {
+void norm_heads(const std::optional<NormPart>& part, const Array& qkv, int64_t first, int64_t count) {
   if (!part) return;
   const int64_t width = qkv.size(3), all = qkv.size(2) * width, tokens = qkv.size(0) * qkv.size(1);
   const bool together = at_once(*part, count, width);
@@ -47,17 +47,18 @@ void norm_heads(const std::optional<NormPart>& part, Tensor& qkv, int64_t first,
 // The arguments of a decoding step: each layer's keys and values [B, K, S, D] receive the new tokens at `start`.
 struct Given {
   const Maybe &cos, &sin, &mask, &bias;
-  const std::vector<Tensor>&keys, &values;
+  const std::vector<Array>&keys, &values;
   int64_t start;
   const Maybe &index, &weights;  // of a router that has run already
   bool before_experts;
-  const Tensor& like;  // [B, T, C] of the type of the results
+  const Array& like;  // [B, T, C] of the type of the results
   bool once;  // as in LinearArgs
 };
 
 struct StepMachine {
   const Given& given;
   Maybe x, y = x, branch;
+  std::optional<Tensor> logits;  // the memory of x after a head
   bool last = false;
   size_t layer = 0;  // counted from 1
   int64_t window = 0;
@@ -65,50 +66,67 @@ struct StepMachine {
   void begin(const LayerPart& part) { ++layer, window = part.window; }
   bool before_experts() const { return given.before_experts; }
   Maybe norm(const NormPart& part, const Maybe& of) const {
-    if (part.rounded) return rounded_norm(*of, *part.weight, part.eps);
-    return infuse::norm(*of, part.weight, part.bias, part.eps, part.offset, part.centred);
+    Maybe made = array_as(*of);
+    if (part.rounded) {
+      rounded_norm(*of, *part.weight, part.eps, *made);
+    } else {
+      infuse::norm(part.rule(), *of, *made);
+    }
+    return made;
   }
   void add_norm(const NormPart& part, const Maybe& made) {
-    std::tie(x, y) = infuse::add_norm(*made, *x, part.weight, part.bias, part.eps, part.offset, part.centred);
+    const Array sum = array_as(*x);
+    y = array_as(*x);
+    infuse::add_norm(part.rule(), *made, *x, sum, *y);
+    x = sum;
   }
   Maybe sum(const Maybe& a, const Maybe& b) const {
-    Tensor to = empty_as(*a);
+    Array to = array_as(*a);
     const void* from[] = {a->const_data_ptr(), b->const_data_ptr()};
     kernels().sum_arrays({from, to.mutable_data_ptr(), 2, type_of(to)}, 0, to.numel());
     return to;
   }
   Maybe attention(const AttentionPart& a) const {
     const int64_t batch = x->size(0), tokens = x->size(1);
-    Tensor qkv = empty({batch, tokens, a.all_heads(), a.width}, *x);
+    const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *x);
     multiply(a.qkv, *y, qkv, given.once);
     norm_heads(a.q_norm, qkv, 0, a.heads);
     norm_heads(a.k_norm, qkv, a.heads, a.kv_heads);
-    const Tensor &keys = given.keys.at(layer - 1), &values = given.values.at(layer - 1);
-    const Maybe q = rotary_append(qkv, given.cos, given.sin, keys, values, given.start, a.heads, a.interleaved);
-    if (!q) return std::nullopt;
+    const Array &keys = given.keys.at(layer - 1), &values = given.values.at(layer - 1);
+    const Array q = array({batch, a.heads, tokens, a.width}, *x);
+    const Array attended = array({batch, tokens, a.heads, a.width}, *x);
+    if (!rotary_append(qkv, given.cos, given.sin, keys, values, given.start, a.heads, a.interleaved, q)) {
+      return std::nullopt;
+    }
     const bool causal = !given.mask || window > 0;
-    const Maybe attended = attend(*q, keys, values, given.start + tokens, given.mask, given.bias, a.scale, causal,
-                                  window, a.softcap, a.sinks);
-    return attended ? times(a.out, *attended) : std::nullopt;
+    const bool done = attend(q, keys, values, given.start + tokens, given.mask, given.bias, a.scale, causal, window,
+                             a.softcap, a.sinks, attended);
+    return done ? times(a.out, attended) : std::nullopt;
   }
   Maybe mlp(const MlpPart& a) const {
-    Tensor inner = empty_rows(*x, a.up.outputs);
+    const Array inner = array_rows(*x, a.up.outputs), active = array_rows(*x, a.inner());
     multiply(a.up, *y, inner, given.once);
-    const Maybe active = a.gated ? gated_activation(inner, a.act) : activation(inner, a.act);
-    return active ? times(a.down, *active) : std::nullopt;
+    const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
+    return done ? times(a.down, active) : std::nullopt;
   }
   Maybe moe(const MoePart& a) const {
     const int64_t columns = x->size(2), tokens = x->numel() / columns;
-    const bool routed = given.index && given.weights;
-    const Routes routes = routed ? Routes{*y, *given.weights, *given.index} : route(a.router, *y, tokens);
-    std::vector<float> weights(size_t(routes.weights.numel()));
-    widen(routes.weights, weights.data());
-    for (float& weight : weights) weight *= float(a.scale);
-    Tensor made = empty_as(*x);
-    const auto* index = static_cast<const int64_t*>(routes.index.const_data_ptr());
-    if (!sum_experts(a.experts, *y, tokens, routes.index.size(1), index, weights.data(), made, given.once)) {
-      return std::nullopt;
+    std::vector<float> weights;
+    std::vector<int64_t> chosen;
+    const int64_t* index = nullptr;
+    if (given.index && given.weights) {
+      weights.resize(size_t(given.weights->numel()));
+      widen(*given.weights, weights.data());
+      index = static_cast<const int64_t*>(given.index->const_data_ptr());
+    } else {
+      Routes routes = route(a.router, *y, tokens);
+      weights = std::move(routes.weights), chosen = std::move(routes.index);
+      index = chosen.data();
     }
+    for (float& weight : weights) weight *= float(a.scale);
+    const Array made = array_as(*x);
+    const int64_t each = int64_t(weights.size()) / tokens;
+    if (!sum_experts(a.experts, *y, tokens, each, index, weights.data(), made, given.once)) return std::nullopt;
     if (!a.shared) return made;
     const Maybe shared = mlp(*a.shared);
     if (!shared) return std::nullopt;
@@ -131,7 +149,7 @@ struct StepMachine {
     if (std::any_of(index, index + tokens, [&](int64_t id) { return id < 0 || id >= table.outputs; })) {
       return std::nullopt;
     }
-    Tensor rows = empty_as(given.like);
+    const Array rows = array_as(given.like);
     char* to = static_cast<char*>(rows.mutable_data_ptr());
     if (table.code < 0) {
       const int64_t row_bytes = rows.size(2) * int64_t(rows.element_size());
@@ -147,13 +165,15 @@ struct StepMachine {
     kernels().panels.gather(a, 0, tokens);
     return rows;
   }
-  Maybe head(const LinearPart& part, const Maybe& of) const {
-    Tensor logits = empty_rows(*of, part.outputs);
-    multiply(part, *of, logits, given.once);
-    return logits;
+  Maybe head(const LinearPart& part, const Maybe& of) {
+    int64_t sizes[] = {of->size(0), of->size(1), part.outputs};
+    logits = empty(sizes, 3, dtype_of(type_of(*of)));
+    const Array made = Array::written(*logits);
+    multiply(part, *of, made, given.once);
+    return made;
   }
   // sigmoid(y . gate) of each token, not rounded.
-  std::vector<float> sigmoids(const Tensor& gate, int64_t tokens) const {
+  std::vector<float> sigmoids(const Array& gate, int64_t tokens) const {
     const int64_t columns = gate.size(1);
     const Type type = type_of(gate);
     std::vector<float> wide(size_t(tokens * columns)), gates(static_cast<size_t>(tokens));
@@ -163,30 +183,44 @@ struct StepMachine {
     for (float& g : gates) g = 1 / (1 + std::exp(-g));
     return gates;
   }
-  static void widen(const Tensor& from, float* to) {
+  static void widen(const Array& from, float* to) {
     kernels().router.convert(from.const_data_ptr(), type_of(from), to, Type::f32, from.numel());
   }
   Maybe times(const Maybe& of, double scale) const {
-    Tensor made = empty_as(*of);
+    const Array made = array_as(*of);
     const void* from[] = {of->const_data_ptr()};
     const float factor = float(scale);
     kernels().experts.weigh({from, &factor, 1, made.mutable_data_ptr(), type_of(made)}, 0, made.numel());
     return made;
   }
-  Maybe times(const LinearPart& part, const Tensor& by) const {
-    Tensor made = empty_as(*x);
+  Maybe times(const LinearPart& part, const Array& by) const {
+    const Array made = array_as(*x);
     multiply(part, by, made, given.once);
     return made;
   }
 };
 
-Maybe run_on_team(const Program& program, const Given& given, const Tensor& x) {
-  Maybe y;
+std::optional<Tensor> run_on_team(const Program& program, const Given& given, const Array& x) {
+  std::optional<Tensor> result;
   Team::together([&] {
     StepMachine machine{given, x};
-    if (run(program, machine)) y = machine.x;
+    if (!run(program, machine)) return;
+    if (program.back().does == Does::head) {
+      result = machine.logits;
+      return;
+    }
+    const Array& y = *machine.x;
+    const int64_t sizes[] = {y.size(0), y.size(1), y.size(2)};
+    result = empty(sizes, 3, dtype_of(type_of(y)));
+    std::memcpy(result->mutable_data_ptr(), y.const_data_ptr(), size_t(y.numel()) * y.element_size());
   });
-  return y;
+  return result;
+}
+
+std::vector<Array> written(const std::vector<Tensor>& tensors) {
+  std::vector<Array> arrays;
+  for (const Tensor& each : tensors) arrays.push_back(Array::written(each));
+  return arrays;
 }
 
 // Weights of a program that may stay in a processor's caches from step to step.
@@ -194,13 +228,14 @@ constexpr int64_t kMostCachedBytes = 1 << 26;
 
 // A program with its tensors, for steps of one shape.
 struct Held {
+  std::vector<Tensor> tensors;  // whose memory the others use
   Program program;
-  std::vector<Tensor> keys, values;
-  Tensor like;  // [B, T, C], of a step
-  bool once;    // as in LinearArgs
+  std::vector<Array> keys, values;
+  Array like;  // [B, T, C], of a step
+  bool once;   // as in LinearArgs
 
   // Whether x are token ids, or values for a program that does not look them up.
-  bool takes_step(const Tensor& x) const {
+  bool takes_step(const Array& x) const {
     const bool embeds = program.front().does == Does::embed;
     if (x.dim() != (embeds ? 2 : 3) || x.size(0) != like.size(0) || x.size(1) != like.size(1)) return false;
     if (!x.is_contiguous()) return false;
@@ -209,39 +244,50 @@ struct Held {
   }
 };
 
+using MaybeTensor = std::optional<Tensor>;
+
 // The result of one or several layers for x [B, T, C], or the input of the first mixture if `before_experts`.
 // `index` [tokens, k] int64 and `weights` [tokens, k], if given, take the place of a router's. None if a kernel does not
 // support the arguments; the step then counts as not done.
-Maybe layers_step(Tensor x, std::vector<Tensor> tensors, Maybe cos, Maybe sin, Maybe mask, Maybe bias,
-                  std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start, Maybe index, Maybe weights,
-                  bool before_experts, Tensor integers, Tensor reals) {
+MaybeTensor layers_step(Tensor x, std::vector<Tensor> tensors, MaybeTensor cos, MaybeTensor sin, MaybeTensor mask,
+                        MaybeTensor bias, std::vector<Tensor> keys, std::vector<Tensor> values, int64_t start,
+                        MaybeTensor index, MaybeTensor weights, bool before_experts, Tensor integers, Tensor reals) {
   const Program program = program_of(tensors, integers, reals);
-  if (!takes(program, x)) return std::nullopt;
-  return run_on_team(program, {cos, sin, mask, bias, keys, values, start, index, weights, before_experts, x, false}, x);
+  const Array from = x;
+  if (!takes(program, from)) return std::nullopt;
+  const Maybe turns[] = {cos, sin}, added[] = {mask, bias}, routed[] = {index, weights};
+  const std::vector<Array> to_keys = written(keys), to_values = written(values);
+  return run_on_team(program, {turns[0], turns[1], added[0], added[1], to_keys, to_values, start, routed[0], routed[1],
+                               before_experts, from, false}, from);
 }
 
 // Holds a program for steps whose values are like `like` [B, T, C]; 0 if a kernel does not support it.
 int64_t hold_layers(Tensor like, std::vector<Tensor> tensors, std::vector<Tensor> keys, std::vector<Tensor> values,
                     Tensor integers, Tensor reals) {
-  const auto bytes_of = [](const Tensor& t) { return t.numel() * int64_t(t.element_size()); };
+  const auto bytes_of = [](const auto& t) { return t.numel() * int64_t(t.element_size()); };
   Program program = program_of(tensors, integers, reals);
   int64_t bytes = 0;
   for (const Tensor& each : tensors) bytes += bytes_of(each);
   // of a table, few rows are read
   if (program.front().does == Does::embed) bytes -= bytes_of(*std::get<LinearPart>(program.front().part).weight);
+  if (!takes(program, like)) return 0;
   const bool once = bytes > kMostCachedBytes && reads_past_caches();
-  auto held = std::make_unique<Held>(Held{std::move(program), keys, values, like, once});
-  return takes(held->program, like) ? reinterpret_cast<int64_t>(held.release()) : 0;
+  auto held = std::make_unique<Held>(
+      Held{std::move(tensors), std::move(program), written(keys), written(values), like, once});
+  for (auto* each : {&keys, &values}) held->tensors.insert(held->tensors.end(), each->begin(), each->end());
+  held->tensors.push_back(like);
+  return reinterpret_cast<int64_t>(held.release());
 }
 void drop_layers(int64_t held) { delete reinterpret_cast<Held*>(held); }
 
 // A step of a held program, without a mask; x are token ids [B, T] if it begins with a table.
-Maybe held_step(int64_t held, Tensor x, Maybe cos, Maybe sin, int64_t start) {
+MaybeTensor held_step(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t start) {
   const Held& of = *reinterpret_cast<const Held*>(held);
-  if (!of.takes_step(x)) return std::nullopt;
-  const Maybe none;
-  const Given given{cos, sin, none, none, of.keys, of.values, start, none, none, false, of.like, of.once};
-  return run_on_team(of.program, given, x);
+  const Array from = x;
+  if (!of.takes_step(from)) return std::nullopt;
+  const Maybe none, turns[] = {cos, sin};
+  const Given given{turns[0], turns[1], none, none, of.keys, of.values, start, none, none, false, of.like, of.once};
+  return run_on_team(of.program, given, from);
 }
 
 }  // namespace

@@ -9,16 +9,17 @@
 #include <vector>
 
 #include "binding.h"
+#include "binding_ops.h"
 
 namespace infuse {
-
-using Maybe = std::optional<Tensor>;
 
 struct NormPart {
   bool centred;
   Maybe weight, bias;
   double eps, offset;
   bool rounded = false;  // as in binding_ops.h
+
+  NormRule rule() const { return {weight, bias, eps, offset, centred}; }
 };
 struct LinearPart {
   int64_t code, outputs;  // code -1: plain
@@ -80,18 +81,20 @@ struct MoePart {
   Maybe shared_gate;
 };
 
-// What a router gives, as in ops/router.py.
+// What a router gives, as in ops/router.py: of each token, the values of its experts' weights, already of the type
+// `weight_type`, and their indices.
 struct Routes {
-  Tensor logits, weights, index;
+  Tensor logits;
+  std::vector<float> weights;
+  Type weight_type;
+  std::vector<int64_t> index;
 };
 // binding_router.cpp: of the `tokens` rows of x.
-Routes route(const RouterPart& router, const Tensor& x, int64_t tokens);
+Routes route(const RouterPart& router, const Array& x, int64_t tokens);
 // binding_experts.cpp: y = the weighed sum of each token's experts; index and weights [tokens, routes]. Returns false
 // if PyTorch multiplies so many tokens faster. `once` as in LinearArgs.
-bool sum_experts(const ExpertsPart& experts, const Tensor& x, int64_t tokens, int64_t routes, const int64_t* index,
-                 const float* weights, Tensor& y, bool once);
-
-// Begins a decoder's layer; what follows belongs to it.
+bool sum_experts(const ExpertsPart& experts, const Array& x, int64_t tokens, int64_t routes, const int64_t* index,
+                 const float* weights, const Array& y, bool once);
 struct LayerPart {
   int64_t window;  // as in ops.attention
 };
@@ -106,7 +109,8 @@ struct Step {
 };
 using Program = std::vector<Step>;
 
-// Parses the program that OneCall in layers/one_call.py wrote. Braced initializers are evaluated from left to right.
+// Parses the program that OneCall in layers/one_call.py wrote; its tensors must live as long. Braced initializers are
+// evaluated from left to right.
 inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& integers, const Tensor& reals) {
   const auto* next_integer = static_cast<const int64_t*>(integers.const_data_ptr());
   const auto* next_real = static_cast<const double*>(reals.const_data_ptr());
@@ -167,11 +171,11 @@ inline Program program_of(const std::vector<Tensor>& tensors, const Tensor& inte
 
 // ---- whether the kernels support a part ----
 
-inline bool alike(const Maybe& t, const Tensor& x, int64_t size) {
+inline bool alike(const Maybe& t, const Array& x, int64_t size) {
   return !t || (t->scalar_type() == x.scalar_type() && t->dim() == 1 && t->size(0) == size && t->is_contiguous());
 }
 
-inline bool takes(const NormPart& norm, const Tensor& x, int64_t columns) {
+inline bool takes(const NormPart& norm, const Array& x, int64_t columns) {
   return alike(norm.weight, x, columns) && alike(norm.bias, x, columns);
 }
 
@@ -179,12 +183,12 @@ inline bool takes(const NormPart& norm, const Tensor& x, int64_t columns) {
 inline bool at_once(const NormPart& norm, int64_t heads, int64_t width) {
   return norm.weight && norm.weight->dim() == 1 && norm.weight->size(0) == heads * width;
 }
-inline bool takes(const std::optional<NormPart>& norm, const Tensor& x, int64_t heads, int64_t width) {
+inline bool takes(const std::optional<NormPart>& norm, const Array& x, int64_t heads, int64_t width) {
   return !norm || takes(*norm, x, at_once(*norm, heads, width) ? heads * width : width);
 }
 
-inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs, int64_t outputs) {
-  const Tensor& weight = *linear.weight;
+inline bool takes(const LinearPart& linear, const Array& x, int64_t inputs, int64_t outputs) {
+  const Array& weight = *linear.weight;
   if (linear.outputs != outputs || !weight.is_contiguous() || !alike(linear.bias, x, outputs)) return false;
   if (linear.code < 0) {
     return weight.scalar_type() == x.scalar_type() && weight.dim() == 2 && weight.size(0) == outputs &&
@@ -192,27 +196,27 @@ inline bool takes(const LinearPart& linear, const Tensor& x, int64_t inputs, int
   }
   const int64_t input_bits = inputs * bits_of(code_of(linear.code));
   const bool panels = weight.dim() == 3 && weight.size(1) * 32 == input_bits && weight.size(0) * 16 >= outputs;
-  const Tensor& scale = *linear.scale;
+  const Array& scale = *linear.scale;
   return panels && scale.scalar_type() == ScalarType::BFloat16 && scale.is_contiguous() &&
          (!linear.zero || linear.zero->is_contiguous());
 }
 
-inline bool takes(const AttentionPart& a, const Tensor& x, int64_t columns) {
+inline bool takes(const AttentionPart& a, const Array& x, int64_t columns) {
   return takes(a.qkv, x, columns, a.all_heads() * a.width) && takes(a.out, x, a.heads * a.width, columns) &&
          takes(a.q_norm, x, a.heads, a.width) && takes(a.k_norm, x, a.kv_heads, a.width);
 }
 
-inline bool takes(const MlpPart& mlp, const Tensor& x, int64_t columns) {
+inline bool takes(const MlpPart& mlp, const Array& x, int64_t columns) {
   return takes(mlp.up, x, columns, mlp.up.outputs) && takes(mlp.down, x, mlp.inner(), columns);
 }
 
-inline bool is_float(const Tensor& t) {
+inline bool is_float(const Array& t) {
   const ScalarType type = t.scalar_type();
   return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
-inline bool takes(const RouterPart& router, const Tensor& x, int64_t columns) {
-  const Tensor& weight = *router.weight;
+inline bool takes(const RouterPart& router, const Array& x, int64_t columns) {
+  const Array& weight = *router.weight;
   const bool exact = weight.scalar_type() == x.scalar_type() || weight.scalar_type() == ScalarType::Float;
   if (!is_float(weight) || !(exact || router.logits == LogitsIn::float32)) return false;
   if (weight.dim() != 2 || weight.size(1) != columns || !weight.is_contiguous()) return false;
@@ -222,12 +226,12 @@ inline bool takes(const RouterPart& router, const Tensor& x, int64_t columns) {
          (!correction || (is_float(*correction) && correction->numel() == experts && correction->is_contiguous()));
 }
 
-inline bool takes(const ExpertsPart& experts, const Tensor& x, int64_t columns) {
+inline bool takes(const ExpertsPart& experts, const Array& x, int64_t columns) {
   const LinearPart &up = experts.up, &down = experts.down;
   return takes(up, x, columns, up.outputs) && takes(down, x, experts.inner, down.outputs);
 }
 
-inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
+inline bool takes(const MoePart& moe, const Array& x, int64_t columns) {
   if (moe.shared && !takes(*moe.shared, x, columns)) return false;
   const Maybe& gate = moe.shared_gate;
   const bool gated = !gate || (gate->scalar_type() == x.scalar_type() && gate->dim() == 2 && gate->size(0) == 1 &&
@@ -235,13 +239,13 @@ inline bool takes(const MoePart& moe, const Tensor& x, int64_t columns) {
   return gated && takes(moe.router, x, columns) && takes(moe.experts, x, columns);
 }
 
-inline bool takes(const std::monostate&, const Tensor&, int64_t) { return true; }
-inline bool takes(const LayerPart&, const Tensor&, int64_t) { return true; }
-inline bool takes(const LinearPart& ends, const Tensor& x, int64_t columns) {
+inline bool takes(const std::monostate&, const Array&, int64_t) { return true; }
+inline bool takes(const LayerPart&, const Array&, int64_t) { return true; }
+inline bool takes(const LinearPart& ends, const Array& x, int64_t columns) {
   return takes(ends, x, columns, ends.outputs);
 }
 
-inline bool takes(const Program& program, const Tensor& x) {
+inline bool takes(const Program& program, const Array& x) {
   if (!is_float(x) || x.dim() != 3 || !x.is_contiguous() || x.numel() == 0) return false;
   const int64_t columns = x.size(2);
   return std::all_of(program.begin(), program.end(), [&](const Step& step) {

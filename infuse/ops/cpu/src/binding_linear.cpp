@@ -5,7 +5,7 @@
 
 namespace infuse {
 
-void stream_linear(LinearArgs& a, const Tensor& weight) {
+void stream_linear(LinearArgs& a, const Array& weight) {
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
   if (a.rows == 0 || a.outputs == 0) return;
@@ -17,7 +17,7 @@ void stream_linear(LinearArgs& a, const Tensor& weight) {
   over_outputs(a.outputs, row_bytes, unit, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
 }
 
-void tile_linear(LinearArgs& a, const Tensor& weight, int64_t threads) {
+void tile_linear(LinearArgs& a, const Array& weight, int64_t threads) {
   a.weight = weight.const_data_ptr();
   a.outputs = weight.size(0), a.inputs = weight.size(1);
   a.row_bytes = a.inputs * int64_t(weight.element_size());

@@ -7,8 +7,8 @@
 
 namespace infuse {
 
-void take_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
-                 int64_t code, int64_t outputs) {
+void take_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
+                 int64_t outputs) {
   a.weight = data.const_data_ptr();
   a.code = code_of(code);
   a.outputs = outputs, a.inputs = data.size(1) * 32 / bits_of(a.code);  // data [panels, words, 16] words
@@ -285,14 +285,14 @@ void unpack_panels(Tensor data, int64_t code, Tensor to) {
 
 }  // namespace
 
-void stream_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
-                   int64_t code, int64_t outputs) {
+void stream_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
+                   int64_t outputs) {
   take_panels(a, data, scale, zero, code, outputs);
   if (a.rows && a.outputs) few_rows(a);
 }
 
-void tile_panels(LinearArgs& a, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& zero,
-                 int64_t code, int64_t outputs, int64_t threads) {
+void tile_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
+                 int64_t outputs, int64_t threads) {
   take_panels(a, data, scale, zero, code, outputs);
   a.row_bytes = a.inputs * bits_of(a.code) / 8;
   const int64_t columns = a.gated ? outputs / 2 : outputs;

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "binding_layer.h"
@@ -29,12 +30,11 @@ Tensor sum_of_rows(const Tensor& x) {
 
 Tensor empty_rows_of(int64_t rows, int64_t columns, Type type) {
   const int64_t sizes[] = {rows, columns};
-  return empty(sizes, 2, type == Type::f32 ? aoti_torch_dtype_float32()
-                       : type == Type::bf16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float16());
+  return empty(sizes, 2, dtype_of(type));
 }
 
 using Floats = std::vector<float>;
-Floats floats_of(const Tensor& t) {
+Floats floats_of(const Array& t) {
   Floats made(size_t(t.numel()));
   kernels().router.convert(t.const_data_ptr(), type_of(t), made.data(), Type::f32, t.numel());
   return made;
@@ -51,8 +51,8 @@ void round_to(Type type, Floats& values) {
   kernels().router.convert(narrow.data(), type, values.data(), Type::f32, int64_t(values.size()));
 }
 
-Tensor logits_of(const RouterPart& r, const Tensor& x, int64_t tokens) {
-  const Tensor& weight = *r.weight;
+Tensor logits_of(const RouterPart& r, const Array& x, int64_t tokens) {
+  const Array& weight = *r.weight;
   LogitArgs a{};
   a.tokens = tokens, a.experts = weight.size(0), a.inputs = weight.size(1);
   a.weight = weight.const_data_ptr(), a.bias = r.bias ? r.bias->const_data_ptr() : nullptr;
@@ -114,9 +114,9 @@ void keep_best_groups(const RouterPart& r, std::vector<Ranked>& values, Type typ
   }
 }
 
-// Writes the index of each token's experts. Returns the values that become their weights: the scores, or the values
-// that were compared.
-Tensor choose(const RouterPart& r, const Tensor& scores, Tensor& index) {
+// Appends the index of each token's experts, and the values that become their weights: the scores, or the values that
+// were compared. Returns the type of these.
+Type choose(const RouterPart& r, const Tensor& scores, std::vector<int64_t>& index, Floats& picked) {
   const int64_t tokens = scores.size(0), experts = scores.size(1);
   const Floats score = floats_of(scores);
   Floats value = score;
@@ -127,8 +127,6 @@ Tensor choose(const RouterPart& r, const Tensor& scores, Tensor& index) {
     if (type_of(*r.correction) != type) type = Type::f32;  // as PyTorch promotes types
     round_to(type, value);
   }
-  auto* chosen = static_cast<int64_t*>(index.mutable_data_ptr());
-  Floats picked;
   std::vector<Ranked> ranked(static_cast<size_t>(experts));
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t e = 0; e < experts; ++e) ranked[size_t(e)] = {value[size_t(t * experts + e)], e};
@@ -136,21 +134,30 @@ Tensor choose(const RouterPart& r, const Tensor& scores, Tensor& index) {
     rank(ranked, r.top_k, r.in_order);
     for (int64_t k = 0; k < r.top_k; ++k) {
       const auto& [compared, expert] = ranked[size_t(k)];
-      *chosen++ = expert;
+      index.push_back(expert);
       picked.push_back(r.weights == RouteWeight::picked ? compared : score[size_t(t * experts + expert)]);
     }
   }
-  return tensor_of(picked, tokens, r.weights == RouteWeight::picked ? type : type_of(scores));
+  return r.weights == RouteWeight::picked ? type : type_of(scores);
 }
 
-Tensor weights_of(const RouterPart& r, Tensor weights, Type to_type) {
-  if (r.weights == RouteWeight::softmax) weights = softmax(weights);
-  if (r.weights == RouteWeight::sigmoid) weights = sigmoid(weights);
-  const Type type = type_of(weights);
-  if (!r.normalise && r.scale == 1.0 && type == to_type) return weights;
-  Floats weight = floats_of(weights);
+// The sums of rows of `columns` values. Few values of float32 are added one after another, as PyTorch adds them.
+Floats sums_of(const Floats& values, int64_t columns, Type type) {
+  constexpr int64_t kOneAfterAnother = 8;
+  const int64_t rows = int64_t(values.size()) / columns;
+  if (type != Type::f32 || columns > kOneAfterAnother) return floats_of(sum_of_rows(tensor_of(values, rows, type)));
+  Floats sums(static_cast<size_t>(rows));
+  for (size_t i = 0; i < values.size(); ++i) sums[i / size_t(columns)] += values[i];
+  return sums;
+}
+
+// Turns picked values of `type` into weights, rounded to `to`.
+void weigh(const RouterPart& r, Floats& weight, Type type, Type to) {
+  const int64_t tokens = int64_t(weight.size()) / r.top_k;
+  if (r.weights == RouteWeight::softmax) weight = floats_of(softmax(tensor_of(weight, tokens, type)));
+  if (r.weights == RouteWeight::sigmoid) weight = floats_of(sigmoid(tensor_of(weight, tokens, type)));
   if (r.normalise) {
-    Floats total = floats_of(sum_of_rows(weights)), least{float(r.least)};
+    Floats total = sums_of(weight, r.top_k, type), least{float(r.least)};
     for (float& sum : total) sum += float(r.eps);
     round_to(type, total), round_to(type, least);
     for (size_t i = 0; i < weight.size(); ++i) {
@@ -160,19 +167,17 @@ Tensor weights_of(const RouterPart& r, Tensor weights, Type to_type) {
     round_to(type, weight);
   }
   for (float& each : weight) each *= float(r.scale);
-  round_to(type, weight);
-  return tensor_of(weight, weights.size(0), to_type);
+  round_to(type, weight), round_to(to, weight);
 }
 
 }  // namespace
 
-Routes route(const RouterPart& r, const Tensor& x, int64_t tokens) {
-  Tensor logits = logits_of(r, x, tokens);
-  const int64_t sizes[] = {tokens, r.top_k};
-  Tensor index = empty(sizes, 2, aoti_torch_dtype_int64());
-  const Tensor picked = choose(r, scores_of(r, logits), index);
-  const Type to = type_of(r.cast == CastTo::none ? picked : r.cast == CastTo::logits ? logits : x);
-  return {logits, weights_of(r, picked, to), index};
+Routes route(const RouterPart& r, const Array& x, int64_t tokens) {
+  Routes routes{logits_of(r, x, tokens), {}, Type::f32, {}};
+  const Type picked = choose(r, scores_of(r, routes.logits), routes.index, routes.weights);
+  routes.weight_type = r.cast == CastTo::none ? picked : type_of(r.cast == CastTo::logits ? Array(routes.logits) : x);
+  weigh(r, routes.weights, picked, routes.weight_type);
+  return routes;
 }
 
 namespace {
@@ -186,8 +191,11 @@ std::tuple<Tensor, Tensor, Tensor> router(Tensor x, Tensor weight, std::optional
   const RouterPart rule{top_k, LogitsIn(logits), Score(score), rounded_score, RouteWeight(weights), normalise,
                         CastTo(cast), in_order, groups, kept, by_best, eps, least, scale, fill,
                         weight, bias, correction};
-  const Routes routes = route(rule, x, x.size(0));
-  return {routes.logits, routes.weights, routes.index};
+  const int64_t sizes[] = {x.size(0), top_k};
+  const Routes routes = route(rule, x, sizes[0]);
+  Tensor index = empty(sizes, 2, aoti_torch_dtype_int64());
+  std::memcpy(index.mutable_data_ptr(), routes.index.data(), routes.index.size() * sizeof(int64_t));
+  return {routes.logits, tensor_of(routes.weights, sizes[0], routes.weight_type), index};
 }
 
 }  // namespace
