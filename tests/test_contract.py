@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -59,6 +61,13 @@ def test_an_argument_that_is_not_served_is_refused_by_name(argument: str) -> Non
 
 def test_an_argument_of_none_says_nothing(pair: Any) -> None:
     assert call(one_block(pair[1].module), encoder_hidden_states=None).shape == (1, 4, 48)
+
+
+def test_token_types_of_a_tokenizer_say_nothing_in_a_model_without_them(pair: Any) -> None:
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        exact, found = (model(ids, token_type_ids=torch.zeros_like(ids)).logits for model in pair)
+    assert torch.allclose(found, exact, atol=1e-4)
 
 
 def test_too_many_and_repeated_arguments_are_type_errors(pair: Any) -> None:
@@ -171,3 +180,25 @@ def test_layers_that_stay_fill_a_static_cache_as_before(name: str) -> None:
     mask[0, :3] = 0
     padded = generated(original(name), "static", attention_mask=mask)
     assert torch.equal(generated(engine.module, "static", attention_mask=mask), padded)
+
+
+SETTLED: dict[str, float] = {
+    "self_attn.scaling": 0.5, "self_attn.layer_idx": 0, "self_attn.is_causal": False, "mlp.router.top_k": 1,
+    "mlp.top_k": 1, "mlp.experts.num_experts": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_numbers_with_which_a_layer_was_replaced_do_not_change_in_silence(copied: Any) -> None:
+    """The original would compute something else from then on."""
+    model = copied(infuse.init_inference(BY_NAME["mixtral"].make(), dtype="fp32", verify="off").module)
+    for name, value in SETTLED.items():
+        path, _, name = name.rpartition(".")
+        part = model.model.layers[1].get_submodule(path)
+        before = getattr(part, name)
+        with pytest.raises(infuse.UnsupportedCall, match=f"{name} = {value}: .* was {before}"):
+            setattr(part, name, value)
+        setattr(part, name, before)
+        part.attention_dropout = 0.3  # not of inference

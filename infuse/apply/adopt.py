@@ -11,6 +11,8 @@ from torch import nn
 from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
 from infuse.layers.experts import Experts
+from infuse.layers.gradient import PLAIN
+from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 
 
@@ -32,13 +34,31 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
             new_part, old_parts = new.get_submodule(ours), [old.get_submodule(path) for path in paths]
             for old_part in old_parts:
                 _take_over(new_part, old_part)
+                _settle(new_part, old_part)
             _mix_in(new_part, *old_parts)
+        _settle(new, old)
+        if isinstance(new.mlp, MoE):
+            _settle(new.mlp, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
     for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
-        experts.named = NamedExperts.of(old.get_submodule(path))
+        experts.named = NamedExperts.of(original := old.get_submodule(path))
+        _settle(experts, original)
 
 
 def _experts(module: nn.Module) -> list[Experts]:
     return [one for one in module.modules() if isinstance(one, Experts)]
+
+
+def _settle(new: Any, old: nn.Module) -> None:
+    """Take over the numbers and words of `old`, and let `new` refuse other values for them."""
+    found = {name: value for name, value in vars(old).items() if isinstance(value, PLAIN) and not _of_training(name)}
+    for name in found.keys() - vars(new).keys():
+        object.__setattr__(new, name, found[name])
+    settled = {name for name, value in found.items() if not name.startswith("_") and vars(new)[name] == value}
+    object.__setattr__(new, "settled", new.settled | settled)
+
+
+def _of_training(name: str) -> bool:
+    return name in ("training", "gradient_checkpointing") or "dropout" in name
 
 
 def _take_over(new: nn.Module, old: nn.Module) -> None:

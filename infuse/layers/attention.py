@@ -16,6 +16,7 @@ from infuse import ops
 from infuse.architectures.attention import GATE_SIGMOID, AttentionShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
+from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.named_attention import attribute, named_attention
@@ -25,7 +26,7 @@ from infuse.layers.surroundings import Surroundings
 from infuse.ops.cache_rows import values_of
 
 
-class Attention(nn.Module):
+class Attention(InferenceModule):
     """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
 
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).

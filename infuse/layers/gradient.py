@@ -1,4 +1,4 @@
-"""Replaced layers compute no gradients and apply no dropout; asking for either is an error or a warning.
+"""Replaced layers compute no gradients, apply no dropout and keep their numbers: else there is an error or a warning.
 
 A call that autograd would record runs unrecorded, and a backward pass that reaches its result raises UnsupportedCall.
 """
@@ -14,13 +14,27 @@ from torch import Tensor, nn
 
 from infuse.errors import UnsupportedCall
 
+PLAIN = (bool, int, float, str)
 _INSTEAD = "train an unreplaced copy of the model, adapters included, and call init_inference on it after training"
 
 
 class InferenceModule(nn.Module):
-    """Base class of replaced modules. `train()` warns on the one module that has `warns_of_training` set."""
+    """Base class of replaced modules. `train()` warns on the one module that has `warns_of_training` set.
+
+    `settled` are names of attributes that the original has and that were read when it was replaced, such as `top_k`:
+    assigning another value raises UnsupportedCall, because nothing would read it.
+    """
 
     warns_of_training = False
+    settled: frozenset[str] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.settled and not (isinstance(value, PLAIN) and value == vars(self)[name]):
+            raise UnsupportedCall(
+                f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was "
+                f"{vars(self)[name]!r}, and computes with that; set it on the original model, then call init_inference"
+            )
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Any:
         if mode and not self.training and self.warns_of_training:

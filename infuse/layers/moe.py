@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from infuse.architectures.moe import AVERAGE, MoEShape
 from infuse.layers.experts import Experts
+from infuse.layers.gradient import InferenceModule
 from infuse.layers.linear import direct, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.router import Router
 from infuse.layers.surroundings import Surroundings
 
 
-class MoE(nn.Module):
+class MoE(InferenceModule):
     """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
 
     def __init__(self, shape: MoEShape, surroundings: Surroundings):

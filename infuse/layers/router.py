@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.router import RouterShape
-from infuse.layers.gradient import is_recorded
+from infuse.layers.gradient import InferenceModule, is_recorded
 
 
-class Router(nn.Module):
+class Router(InferenceModule):
     """Built on meta; its weights are filled in later. They keep the compute dtype: formats do not apply to routers."""
 
     weight: nn.Parameter
