@@ -9,8 +9,6 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
-constexpr float kInfinity = __builtin_inff();
-
 inline int64_t group_of(const AttentionArgs& a) { return a.heads / a.kv_heads; }
 inline int64_t rows_of(const AttentionArgs& a) { return group_of(a) * a.tokens; }
 inline int64_t padded_rows(const AttentionArgs& a) {
@@ -235,16 +233,19 @@ inline void clear(const Scratch& scratch, const Partial& state) {
       scratch.keep()[r] = 1.0f;
 }
 
-// `count` rows of keys or values from `rows` on; none for the later passes over a block.
+// The rows from `rows` on, of keys or values: at most one block, none if `count` is negative.
 template <class S>
-RowsAhead ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
-  const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0);
-  return {reinterpret_cast<const char*>(rows), step * int64_t(sizeof(S)), row_bytes, int(count < 0 ? 0 : count)};
+Ahead<S> ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
+  const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0),
+      next = count < 0 ? 0 : count < kKeyBlock ? count : kKeyBlock;
+  const auto* at = reinterpret_cast<const char*>(rows);
+  if constexpr (std::is_same_v<S, quad8>) return {at, step == row_bytes ? next * row_bytes / 64 : 0};
+  else return {at, step * int64_t(sizeof(S)), row_bytes, int(next)};
 }
 
 template <class S, int ROWS>
 void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int count, const float* key_scales,
-                RowsAhead ahead) {
+                Ahead<S> ahead) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     float* scores = scratch.scores() + r * kScoreStep;
     if constexpr (std::is_same_v<S, quad8>) {
@@ -256,12 +257,19 @@ void score_rows(const AttentionArgs& a, const Scratch& scratch, const S* k, int 
       const auto* q = reinterpret_cast<const typename Products<S>::Query*>(scratch.queries()) + r * scratch.width;
       score_keys<S, ROWS>(k, a.k_t, count, a.width, q, scratch.width, scores, ahead);
     }
-    ahead.count = 0;
+    ahead.stop();
+  }
+}
+template <class S, int ROWS>
+void weigh_rows(const Scratch& scratch, const Partial& state, const BlockScales<S>& scales) {
+  for (int64_t r = 0; r < scratch.rows; r += ROWS) {
+    const RowSums of = {state.largest + r, state.total + r, scratch.keep() + r, scratch.weight_unit() + r};
+    weigh_quads<ROWS>(scratch.scores() + r * kScoreStep, scales, of);
   }
 }
 template <class S, int ROWS>
 void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& state, const S* v, int count,
-              RowsAhead ahead) {
+              Ahead<S> ahead) {
   for (int64_t r = 0; r < scratch.rows; r += ROWS) {
     const ValueBlock<S> block = {v, a.v_t, count, a.width, scratch.scores() + r * kScoreStep,
                                  state.sums + r * scratch.width, scratch.width, scratch.keep() + r,
@@ -271,7 +279,7 @@ void add_rows(const AttentionArgs& a, const Scratch& scratch, const Partial& sta
     } else {
       add_values<S, ROWS>(block);
     }
-    ahead.count = 0;
+    ahead.stop();
   }
 }
 
@@ -292,12 +300,14 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     if constexpr (in_quads) load_quad_scales(rows, step, count, a.width, to);
     else if constexpr (of_int8) load_scales(rows, step, count, a.width, to);
   };
+  const int64_t left = a.length - key - count;
+  Ahead<S> keys = ahead_of(a, k + count * a.k_t, a.k_t, left), values = ahead_of(a, v + count * a.v_t, a.v_t, left);
+  if constexpr (in_quads) keys.fetch(keys.left / 8);
   scales_of(k, a.k_t, scales.keys);
-  const int64_t left = a.length - key - count, next = left < kKeyBlock ? left : kKeyBlock;
-  const RowsAhead keys = ahead_of(a, k + count * a.k_t, a.k_t, next);
   scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, keys)
                     : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, scales.keys, keys)
                     : score_rows<S, kRows>(a, scratch, k, count, scales.keys, keys);
+  if constexpr (in_quads) values.fetch(values.left / 8);
   scales_of(v, a.v_t, scales.values);
   if constexpr (in_quads) scales.poison = poison_of(scales);
   const int64_t group = group_of(a), rows = rows_of(a);
@@ -308,19 +318,21 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     float* scores = scratch.scores() + r * kScoreStep;
     if (with.any) state.allowed[r] = 1.0f;
     if constexpr (in_quads) {
-      const bool whole = count == kKeyBlock && !with.adds && !with.hides && a.softcap <= 0;
-      const float largest = whole ? largest_score(scores) : adjusted_scores(a, with, count, 1.0f, scores);
+      if (count == kKeyBlock && !with.adds && !with.hides && a.softcap <= 0) continue;
+      adjusted_scores(a, with, count, 1.0f, scores);
       for (int i = (count + 15) / 16 * 16; i < kKeyBlock; ++i) scores[i] = -kInfinity;
-      const float base = raise(state, r, largest, scratch.keep()[r]);
-      const float total = weigh_quads(scores, base, scales, scratch.weight_unit()[r]);
-      state.total[r] = state.total[r] * scratch.keep()[r] + total;
     } else {
       if constexpr (of_int8) multiply_row(scores, scales.keys, count);
       weigh_row<S>(state, r, adjusted_scores(a, with, count, a.scale, scores), count, scores, scratch.keep()[r]);
       if constexpr (of_int8) multiply_row(scores, scales.values, count);
     }
   }
-  const RowsAhead values = ahead_of(a, v + count * a.v_t, a.v_t, next);
+  if constexpr (in_quads) {
+    values.fetch(values.left / 4);
+    scratch.rows == 1 ? weigh_rows<S, 1>(scratch, state, scales)
+                      : scratch.rows == 2 ? weigh_rows<S, 2>(scratch, state, scales)
+                      : weigh_rows<S, kRows>(scratch, state, scales);
+  }
   scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, values)
                     : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, values)
                     : add_rows<S, kRows>(a, scratch, state, v, count, values);

@@ -12,6 +12,8 @@
 namespace infuse {
 namespace INFUSE_ISA {
 
+constexpr float kInfinity = __builtin_inff();
+
 // Rows are padded to 1, 2 or a multiple of 4.
 constexpr int kRows = 4;
 // Queries and sums are padded to a multiple of this many columns, the widest step of all instruction sets.
@@ -43,6 +45,8 @@ struct RowsAhead {
   const char* rows;
   int64_t step_bytes, row_bytes;
   int count;
+
+  void stop() { count = 0; }
   // Rows [i, i + n).
   [[gnu::always_inline]] void fetch(int i, int n) const {
     if (i >= count) return;
@@ -57,6 +61,25 @@ struct RowsAhead {
     }
   }
 };
+
+// The same for rows of an int8 cache without bytes between them, line by line all through a block: its products take as
+// long as reading it, so that memory must never wait for them.
+struct LinesAhead {
+  const char* at;
+  int64_t left;        // lines
+  int64_t a_time = 0;  // of them are fetched
+
+  void stop() { left = a_time = 0; }
+  // Distributes what is left over so many times.
+  void over(int64_t times) { a_time = (left + times - 1) / times; }
+  [[gnu::always_inline]] void fetch() { fetch(a_time); }
+  [[gnu::always_inline]] void fetch(int64_t lines) {
+    for (const char* end = at + 64 * lines; at != end; at += 64) __builtin_prefetch(at);
+    left -= lines;
+  }
+};
+template <class S>
+using Ahead = std::conditional_t<std::is_same_v<S, quad8>, LinesAhead, RowsAhead>;
 
 // Lane i of the result is the sum of the lanes of x[i]. Inlined, or the sums would be kept in memory.
 [[gnu::always_inline]] inline Vec sum_each(const Vec (&x)[Vec::width]) {
@@ -151,7 +174,7 @@ struct ValueBlock {
   int64_t sum_step;
   const float* keep;  // factor of the sums so far, for each row
   const float* unit;  // value of 1 in the weights of each row, if these are integers (attention_quads.h)
-  RowsAhead ahead;
+  Ahead<S> ahead;
 };
 
 template <class S>

@@ -25,6 +25,11 @@ struct QuadQueries {
   const int32_t* start;  // of the sums
 };
 
+// What the weights of some rows are relative to, and what they add up to, row by row.
+struct RowSums {
+  float *largest, *total, *keep, *unit;
+};
+
 #if defined(__AVX512VNNI__)
 
 constexpr float kMostQuery = 32639;   // 127 * 256 + 127
@@ -63,66 +68,86 @@ void arrange_query(const T* q, int64_t width, int8_t* to, int64_t step, float& u
 // Columns of four rows of codes, unsigned: words[j] has those of register j of a query, four keys in each quarter.
 [[gnu::always_inline]] inline void columns_of_four(const char* const (&rows)[4], __mmask64 there, __m512i (&words)[4]) {
   const __m512i moved = _mm512_set1_epi8(char(0x80));
-  const auto codes = [&](const char* p) { return _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, p), moved); };
-  const __m512i a = codes(rows[0]), b = codes(rows[1]), c = codes(rows[2]), d = codes(rows[3]);
-  const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
-  const __m512i ab_high = _mm512_unpackhi_epi32(a, b), cd_high = _mm512_unpackhi_epi32(c, d);
-  words[0] = _mm512_unpacklo_epi64(ab, cd), words[1] = _mm512_unpackhi_epi64(ab, cd);
-  words[2] = _mm512_unpacklo_epi64(ab_high, cd_high), words[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+  __m512i codes[4];
+  if (there == ~__mmask64(0)) {
+    for (int i = 0; i < 4; ++i) codes[i] = _mm512_xor_si512(_mm512_loadu_si512(rows[i]), moved);
+  } else {
+    for (int i = 0; i < 4; ++i) codes[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, rows[i]), moved);
+  }
+  const __m512i low[] = {_mm512_unpacklo_epi32(codes[0], codes[1]), _mm512_unpacklo_epi32(codes[2], codes[3])},
+      high[] = {_mm512_unpackhi_epi32(codes[0], codes[1]), _mm512_unpackhi_epi32(codes[2], codes[3])};
+  words[0] = _mm512_unpacklo_epi64(low[0], low[1]), words[1] = _mm512_unpackhi_epi64(low[0], low[1]);
+  words[2] = _mm512_unpacklo_epi64(high[0], high[1]), words[3] = _mm512_unpackhi_epi64(high[0], high[1]);
 }
 
-[[gnu::always_inline]] inline __m512i dot_quads_at(__m512i sum, __m512i a, const int8_t* b) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "m"(*reinterpret_cast<const __m512i*>(b)));
-  return sum;
+// sum += a * c and other += b * c, as dot_quads. Volatile, so that products stay in the order written: those of one sum
+// next to each other would wait for each other.
+[[gnu::always_inline]] inline void dot_two_quads(__m512i& sum, __m512i& other, __m512i a, __m512i b, const int8_t* c) {
+  __m512i both;
+  asm volatile("vmovdqa64 %5, %2\n\tvpdpbusd %2, %3, %0\n\tvpdpbusd %2, %4, %1"
+               : "+v"(sum), "+v"(other), "=&v"(both)
+               : "v"(a), "v"(b), "m"(*reinterpret_cast<const __m512i*>(c)));
 }
 
-// Lane i of the result: the sum of the quarters' lanes i % 4 of x[i / 4].
-[[gnu::always_inline]] inline __m512i sum_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {
-  const auto sum = [](__m512i x, __m512i y) { return _mm512_add_epi32(x, y); };
-  const __m512i ab = sum(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xEE));
-  const __m512i cd = sum(_mm512_shuffle_i32x4(c, d, 0x44), _mm512_shuffle_i32x4(c, d, 0xEE));
-  return sum(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD));
+// Of sum_pairs(sum_quarters(a, b), sum_quarters(c, d)), lane i is the sum of the quarters' lanes i % 4 of a, b, c or d.
+[[gnu::always_inline]] inline __m512i sum_quarters(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xEE));
+}
+[[gnu::always_inline]] inline __m512i sum_pairs(__m512i ab, __m512i cd) {
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD));
 }
 
 // scores[r * kScoreStep + i] = q row r times key i with its scale, for whole sixteens of keys; those beyond `count`
-// repeat the last key. WHOLE: there are kKeyBlock of them.
+// repeat the last key. WHOLE: there are kKeyBlock of them. Eight keys at a time, so that a register of digits is loaded
+// once for two products.
 template <int ROWS, bool WHOLE>
 void score_quads(const quad8* k, int64_t step, int count, int64_t width, const QuadQueries& q, const float* key_scales,
-                 float* scores, const RowsAhead& ahead) {
+                 float* scores, LinesAhead ahead) {
+  ahead.over(kKeyBlock / 8);
   const char* const rows = reinterpret_cast<const char*>(k);
   const int64_t last = (width - 1) / kQuadColumns * kQuadColumns;
   const __mmask64 in_last = columns_there(width, last);
   for (int i = 0; i < (WHOLE ? kKeyBlock : count); i += 16) {
-    __m512i quarters[4][ROWS];
-#pragma GCC unroll 4
-    for (int quad = 0; quad < 4; ++quad) {
-      const int key = i + 4 * quad;
-      ahead.fetch(key, 4);
+    __m512i pairs[2][ROWS];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int key = i + 8 * half;
+      ahead.fetch();
       const auto row = [&](int j) { return rows + (WHOLE || key + j < count ? key + j : count - 1) * step; };
-      const char* at[4] = {row(0), row(1), row(2), row(3)};
-      __m512i high[ROWS], low[ROWS];
-      for (int r = 0; r < ROWS; ++r) high[r] = low[r] = _mm512_setzero_si512();
+      const char* at[2][4] = {{row(0), row(1), row(2), row(3)}, {row(4), row(5), row(6), row(7)}};
+      __m512i high[2][ROWS], low[2][ROWS];
+      for (int r = 0; r < ROWS; ++r) {
+        high[0][r] = high[1][r] = low[0][r] = low[1][r] = _mm512_setzero_si512();
+      }
       const int8_t* digits = q.digits;
       for (int64_t c = 0; c <= last; c += kQuadColumns, digits += ROWS * kQueryChunk) {
-        __m512i words[4];
-        columns_of_four(at, c < last ? ~__mmask64(0) : in_last, words);
+        __m512i words[2][4];
+        const __mmask64 there = c < last ? ~__mmask64(0) : in_last;
+        columns_of_four(at[0], there, words[0]);
+        columns_of_four(at[1], there, words[1]);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) {
+        for (int j = 0; j < 4; ++j) {
 #pragma GCC unroll 4
-          for (int j = 0; j < 4; ++j) {
-            high[r] = dot_quads_at(high[r], words[j], digits + r * kQueryChunk + 64 * j);
-            low[r] = dot_quads_at(low[r], words[j], digits + r * kQueryChunk + 256 + 64 * j);
+          for (int r = 0; r < ROWS; ++r) {
+            const int8_t* at_row = digits + r * kQueryChunk + 64 * j;
+            dot_two_quads(high[0][r], high[1][r], words[0][j], words[1][j], at_row);
+            dot_two_quads(low[0][r], low[1][r], words[0][j], words[1][j], at_row + 256);
           }
         }
-        for (const char*& p : at) p += kQuadColumns;
+        for (auto& quad : at) {
+          for (const char*& p : quad) p += kQuadColumns;
+        }
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < ROWS; ++r) quarters[quad][r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+      for (int r = 0; r < ROWS; ++r) {
+        pairs[half][r] = sum_quarters(_mm512_add_epi32(_mm512_slli_epi32(high[0][r], 8), low[0][r]),
+                                      _mm512_add_epi32(_mm512_slli_epi32(high[1][r], 8), low[1][r]));
+      }
     }
     const Vec scales = load(key_scales + i, Vec::width);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      const __m512i sum = sum_quarters(quarters[0][r], quarters[1][r], quarters[2][r], quarters[3][r]);
+      const __m512i sum = sum_pairs(pairs[0][r], pairs[1][r]);
       const Vec whole_sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(q.start[r])));
       store(scores + r * kScoreStep + i, whole_sum * (scales * Vec(q.unit[r])), Vec::width);
     }
@@ -155,82 +180,132 @@ inline float poison_of(const BlockScales<quad8>& scales) {
   return poison.sum();
 }
 
-// Replaces the scores of a row, scaled and adjusted, by the digits of its weights times the values' scales: kKeyBlock
-// bytes of high ones, then of low ones. Returns the sum of the weights; `unit` is the value of 1.
-inline float weigh_quads(float* row, float base, const BlockScales<quad8>& scales, float& unit) {
-  constexpr int VECS = kKeyBlock / 16;
-  Vec weights[VECS], total, most;
-#pragma GCC unroll 4
-  for (int i = 0; i < VECS; ++i) {
-    const Vec weight = coarse_exp2(larger(Vec(-160.0f), (load(row + 16 * i, 16) - Vec(base)) * Vec(1.442695041f)));
-    total = total + weight;
-    weights[i] = weight * load(scales.values + 16 * i, 16);
-    most = max(weights[i], most);
-  }
-  const float largest = most.largest();
-  const Vec inverse(largest > 1e-33f ? kMostWeight / largest : 0.0f);  // beyond that it may be infinite
-  auto* digits = reinterpret_cast<__m128i*>(row);
-#pragma GCC unroll 4
-  for (int i = 0; i < VECS; ++i) {
-    const __m512i whole = _mm512_cvtps_epi32((weights[i] * inverse).v);
-    _mm_store_si128(digits + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-    _mm_store_si128(digits + VECS + i, _mm512_cvtepi32_epi8(whole));
-  }
-  unit = largest / kMostWeight + scales.poison;
-  return total.sum();
+// The sums or largest lanes of each of ROWS registers, in order.
+template <int ROWS, class F>
+[[gnu::always_inline]] inline __m128 lanes_of_rows(const Vec (&x)[ROWS], const F& combine) {
+  const auto bits = [&](int r) { return _mm512_castps_si512(x[r < ROWS ? r : ROWS - 1].v); };
+  const __m512i four[] = {bits(0), bits(1), bits(2), bits(3)};
+  return _mm_castsi128_ps(lanes_of_four(four, [&](__m512i a, __m512i b) {
+    return _mm512_castps_si512(combine(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+  }));
 }
 
-// Adds 64 columns from c on, four keys at a time. The sums are stored as four registers:
-// quarter l of number 2 HALF + j has columns 16 l + 8 HALF + 4 j to 16 l + 8 HALF + 4 j + 3; `finished` reorders them.
-template <int ROWS, int HALF, bool WHOLE>
-[[gnu::always_inline]] inline void add_quad_columns(const ValueBlock<quad8>& b, int64_t c) {
+// Replaces the scores of ROWS rows, scaled and adjusted, by the digits of their weights times the values' scales:
+// kKeyBlock bytes of high ones, then of low ones. Updates each row's largest score and sum of weights; `keep` is the
+// factor for its earlier sums, `unit` the value of 1. All rows at once, since the additions across lanes take longest.
+template <int ROWS>
+inline void weigh_quads(float* scores, const BlockScales<quad8>& scales, const RowSums& of) {
+  constexpr int VECS = kKeyBlock / 16;
+  constexpr __mmask8 there = (1 << ROWS) - 1;
+  const auto largest_of = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
+  Vec tops[ROWS], totals[ROWS], most[ROWS], weights[ROWS][VECS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) {
+    const float* row = scores + r * kScoreStep;
+    tops[r] = max(max(load(row, 16), load(row + 16, 16)), max(load(row + 32, 16), load(row + 48, 16)));
+  }
+  const __m128 lowest = _mm_set1_ps(-kInfinity), before = _mm_maskz_loadu_ps(there, of.largest);
+  const __m128 now = _mm_max_ps(lanes_of_rows<ROWS>(tops, largest_of), before);
+  // -infinity minus -infinity is NaN
+  const __mmask8 any = _mm_cmp_ps_mask(now, lowest, _CMP_NEQ_UQ);
+  const __m128 fallen = _mm_maskz_sub_ps(any, before, now);
+  const __m128 keep = _mm512_castps512_ps128(exp(Vec(_mm512_castps128_ps512(fallen))).v);
+  alignas(16) float bases[4], inverses[4];
+  _mm_store_ps(bases, _mm_maskz_mov_ps(any, now));
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec base(bases[r]);
+#pragma GCC unroll 4
+    for (int i = 0; i < VECS; ++i) {
+      const Vec exponent = (load(scores + r * kScoreStep + 16 * i, 16) - base) * Vec(1.442695041f);
+      const Vec weight = coarse_exp2(larger(Vec(-160.0f), exponent));
+      totals[r] = totals[r] + weight;
+      weights[r][i] = weight * load(scales.values + 16 * i, 16);
+      most[r] = max(weights[r][i], most[r]);
+    }
+  }
+  const __m128 largest = lanes_of_rows<ROWS>(most, largest_of), steps = _mm_set1_ps(kMostWeight);
+  const __mmask8 divides = _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-33f), _CMP_GT_OQ);  // beyond, it may be infinite
+  _mm_store_ps(inverses, _mm_maskz_div_ps(divides, steps, largest));
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec inverse(inverses[r]);
+    const auto words = [&](int i) {
+      return _mm512_packus_epi32(_mm512_cvtps_epi32((weights[r][i] * inverse).v),
+                                 _mm512_cvtps_epi32((weights[r][i + 1] * inverse).v));
+    };
+    const __m512i low = words(0), high = words(2), byte = _mm512_set1_epi16(255);
+    // Packing works in quarters of registers: word 4 l + j holds the keys from 16 j + 4 l on.
+    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i highs = _mm512_packus_epi16(_mm512_srli_epi16(low, 8), _mm512_srli_epi16(high, 8)),
+        lows = _mm512_packus_epi16(_mm512_and_si512(low, byte), _mm512_and_si512(high, byte));
+    float* row = scores + r * kScoreStep;
+    _mm512_storeu_si512(row, _mm512_permutexvar_epi32(turned, highs));
+    _mm512_storeu_si512(row + kKeyBlock / 4, _mm512_permutexvar_epi32(turned, lows));
+  }
+  const __m128 sums = lanes_of_rows<ROWS>(totals, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+  const __m128 total = _mm_fmadd_ps(_mm_maskz_loadu_ps(there, of.total), keep, sums);
+  _mm_mask_storeu_ps(of.largest, there, now), _mm_mask_storeu_ps(of.total, there, total);
+  _mm_mask_storeu_ps(of.keep, there, keep);
+  _mm_mask_storeu_ps(of.unit, there, _mm_add_ps(_mm_div_ps(largest, steps), _mm_set1_ps(scales.poison)));
+}
+
+// Adds 64 columns from c on, four keys at a time. The sums are stored as four registers: quarter l of number j has
+// columns 16 l + 4 j to 16 l + 4 j + 3; `finished` reorders them.
+template <int ROWS, bool WHOLE>
+[[gnu::always_inline]] inline void add_quad_columns(const ValueBlock<quad8>& b, int first_row, int64_t c, LinesAhead& ahead) {
   const __mmask64 there = columns_there(b.width, c);
   const auto* rows = reinterpret_cast<const char*>(b.v) + c;
-  const auto* digits = reinterpret_cast<const char*>(b.weights);
+  const int64_t row_bytes = kScoreStep * int64_t(sizeof(float));
+  const auto* digits = reinterpret_cast<const char*>(b.weights) + first_row * row_bytes;
   const int64_t step = b.v_step;
   const int count = b.count;
-  const bool fetches = HALF == 0 && c == 0;
-  const RowsAhead ahead = b.ahead;
-  __m512i high[ROWS][2], low[ROWS][2];
-  for (int r = 0; r < ROWS; ++r) high[r][0] = high[r][1] = low[r][0] = low[r][1] = _mm512_setzero_si512();
-  const auto join = [](__m512i x, __m512i y) {
-    return HALF ? _mm512_unpackhi_epi8(x, y) : _mm512_unpacklo_epi8(x, y);
-  };
+  LinesAhead lines = ahead;  // in registers
+  __m512i high[ROWS][4], low[ROWS][4];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int j = 0; j < 4; ++j) high[r][j] = low[r][j] = _mm512_setzero_si512();
+  }
   for (int i = 0; i < (WHOLE ? kKeyBlock : count); i += 4, digits += 4) {
     const auto key = [&](int j) {
       return _mm512_maskz_loadu_epi8(there, rows + (WHOLE || i + j < count ? i + j : count - 1) * step);
     };
-    const __m512i ab = join(key(0), key(1)), cd = join(key(2), key(3));
-    const __m512i values[2] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd)};
-    if (fetches) ahead.fetch(i, 4);
+    const __m512i k0 = key(0), k1 = key(1), k2 = key(2), k3 = key(3);
+    const __m512i ab = _mm512_unpacklo_epi8(k0, k1), cd = _mm512_unpacklo_epi8(k2, k3),
+        ab_high = _mm512_unpackhi_epi8(k0, k1), cd_high = _mm512_unpackhi_epi8(k2, k3);
+    const __m512i values[4] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd),
+                               _mm512_unpacklo_epi16(ab_high, cd_high), _mm512_unpackhi_epi16(ab_high, cd_high)};
+    lines.fetch();
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       int highs, lows;
-      const char* row = digits + r * kScoreStep * int64_t(sizeof(float));
-      std::memcpy(&highs, row, 4), std::memcpy(&lows, row + kKeyBlock, 4);
+      std::memcpy(&highs, digits + r * row_bytes, 4), std::memcpy(&lows, digits + r * row_bytes + kKeyBlock, 4);
       const __m512i high_weights = _mm512_set1_epi32(highs), low_weights = _mm512_set1_epi32(lows);
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
         high[r][j] = dot_quads(high[r][j], high_weights, values[j]);
         low[r][j] = dot_quads(low[r][j], low_weights, values[j]);
       }
     }
   }
+  ahead = lines;
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][j], 8), low[r][j]);
-      add_block(b, r, c + 32 * HALF + 16 * j, Vec(_mm512_cvtepi32_ps(sum)) * Vec(b.unit[r]));
+      add_block(b, first_row + r, c + 16 * j, Vec(_mm512_cvtepi32_ps(sum)) * Vec(b.unit[first_row + r]));
     }
   }
 }
 
+// Two rows at a time: the sums take sixteen registers, and a weight is loaded once for four products.
 template <int ROWS, bool WHOLE>
 void add_quads(const ValueBlock<quad8>& b) {
-  for (int64_t c = 0; c < b.width; c += kQuadColumns) {
-    add_quad_columns<ROWS, 0, WHOLE>(b, c);
-    add_quad_columns<ROWS, 1, WHOLE>(b, c);
+  constexpr int AT_ONCE = ROWS < 2 ? ROWS : 2;
+  LinesAhead ahead = b.ahead;
+  ahead.over((b.width + kQuadColumns - 1) / kQuadColumns * (ROWS / AT_ONCE) * kKeyBlock / 4);
+  for (int r = 0; r < ROWS; r += AT_ONCE) {
+    for (int64_t c = 0; c < b.width; c += kQuadColumns) add_quad_columns<AT_ONCE, WHOLE>(b, r, c, ahead);
   }
 }
 
