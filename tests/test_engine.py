@@ -305,3 +305,15 @@ def test_what_cannot_be_injected(tokenizer: t.PreTrainedTokenizerFast) -> None:
     with pytest.raises(infuse.ConfigError, match="parameters are on the meta device.*load the weights first"):
         infuse.init_inference(model)
     assert [step.depth for step in infuse.plan(model, dtype="fp32").steps if step.path != "lm_head"] == ["block"] * 3
+
+
+def test_a_second_call_with_another_dtype_is_refused() -> None:
+    """The layers of the first call stay; their products used to fail in the next call of the model."""
+    model = BY_NAME["mixtral"].make()
+    infuse.init_inference(model, dtype="fp32", verify="off")
+    with pytest.raises(infuse.ConfigError, match="bfloat16 is asked for, .* replaced in float32"):
+        infuse.init_inference(model, dtype="bf16", verify="off")
+    with torch.no_grad():
+        assert model(torch.arange(5, 15)[None]).logits.dtype == torch.float32
+    infuse.init_inference(model, dtype="fp32", verify="off")
+    infuse.init_inference(model.bfloat16(), dtype="bf16", verify="off")

@@ -74,6 +74,7 @@ def prepared(
     """
     device = Device.of(settings.device or device_of(model))
     decided = decided or make_plan(model, settings, device, mesh)
+    check_replaced(model, decided.dtype)
     placed(model, settings)
     return Prepared(settings, device, group, decided, prove(decided, model, settings, progress, group, calls))
 
@@ -308,6 +309,18 @@ def check_model(model: Any) -> None:
             f"a {type(model).__name__} was given, a pipeline that is not diffusers' own: give one of its modules"
         )
     raise ConfigError(f"a torch.nn.Module is needed, {type(model).__name__} was given")
+
+
+def check_replaced(model: nn.Module, dtype: torch.dtype) -> None:
+    """ConfigError for blocks of an earlier call in another dtype: they stay as they are, and would not fit the rest."""
+    for block in (module for module in model.modules() if isinstance(module, Block)):
+        found = {each.dtype for each in block.parameters() if each.is_floating_point()}
+        if found and dtype not in found:
+            dtypes = ", ".join(sorted(str(each).removeprefix("torch.") for each in found))
+            raise ConfigError(
+                f"dtype: {str(dtype).removeprefix('torch.')} is asked for, and layers of this model were replaced in "
+                f"{dtypes} by an earlier init_inference; ask for that, or give a model that is not replaced yet"
+            )
 
 
 def check_weights(model: nn.Module, from_checkpoint: bool) -> None:
