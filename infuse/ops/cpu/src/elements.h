@@ -137,15 +137,19 @@ void with_rows(int64_t rows, const F& run) {
   }
 }
 
-// Rows of x in blocks of nearly the same size, none larger than `most`.
+// Rows of x in blocks of nearly the same size, none larger than `most`; the first ones have a row more.
 struct RowBlock {
   int64_t first, count;
 };
 inline int64_t row_blocks(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
-inline RowBlock row_block(int64_t rows, int64_t most, int64_t b) {
-  const int64_t blocks = row_blocks(rows, most), first = rows * b / blocks;
-  return {first, rows * (b + 1) / blocks - first};
-}
+struct RowBlocks {
+  int64_t count, size, larger;
+
+  RowBlocks(int64_t rows, int64_t most)
+      : count(row_blocks(rows, most)), size(count ? rows / count : 0), larger(rows - size * count) {}
+  RowBlock operator[](int64_t b) const { return {b * size + (b < larger ? b : larger), size + (b < larger)}; }
+};
+inline RowBlock row_block(int64_t rows, int64_t most, int64_t b) { return RowBlocks(rows, most)[b]; }
 
 }  // namespace INFUSE_ISA
 }  // namespace infuse

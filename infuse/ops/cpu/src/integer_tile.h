@@ -3,7 +3,7 @@
 //
 //   x    → [block of up to 6 rows][group][{start of the sums, scale}][rows] in 64 bytes,
 //          then [rows][group's inputs / 4] of four bytes
-//   tile → [inputs / 4][2 halves][16 outputs] of four unsigned codes
+//   tile → [inputs / 4][2 halves][16 outputs] of four unsigned codes, for int4; int8 is multiplied in its panels
 //
 // The sums of a group are exact and are scaled by the scales of the weight and of x. Halves are as in tile.h.
 #pragma once
@@ -31,7 +31,11 @@ inline size_t integer_x_bytes(const LinearArgs& a) {
   return size_t(a.rows * (a.inputs / 4) + row_blocks(a.rows, kIntegerRows) * a.groups * kHeaderWords) *
          sizeof(uint32_t);
 }
-inline size_t integer_tile_bytes(const LinearArgs& a) { return size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t); }
+// int8 needs no tile: its panels have the same order, but for the sign. Filling one took 2 to 4 % of a product of 128 rows.
+constexpr bool in_panels(Code code) { return code == Code::int8; }
+inline size_t integer_tile_bytes(const LinearArgs& a) {
+  return in_panels(a.code) ? 0 : size_t(a.inputs / 4 * kTileOutputs) * sizeof(uint32_t);
+}
 
 // Arranges N groups, 4, 2 or 1, of row r of a block of `count` rows; `to`: the first group of the block.
 template <int N, class T, Code C>
@@ -95,10 +99,33 @@ void fill_integer_tile(const LinearArgs& a, int64_t panel, int half, uint32_t* t
   }
 }
 
-// Multiplies a block of R rows by one tile, into sums [R][kTileOutputs]; `zeros`: the weight has zero points.
-template <Code C, int R, bool zeros>
-void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o, const uint32_t* x, Ahead ahead,
-                           float* to) {
+// The codes of each half of a tile. Words are kTileStep apart.
+struct Halves {
+  const uint32_t *low, *high;
+};
+template <Code C>
+constexpr int64_t kTileStep = in_panels(C) ? kPanelRows : kTileOutputs;
+template <Code C>
+[[gnu::always_inline]] inline __m512i tile_codes(const uint32_t* word) {
+  return in_panels(C) ? moved_codes<C>(_mm512_loadu_si512(word), 0) : _mm512_load_si512(word);
+}
+
+// The tile of outputs (or gates) from o on, whose second half is `beyond` later; filled into `room` if it is int4.
+template <Code C>
+Halves tile_of(const LinearArgs& a, int64_t o, int64_t beyond, uint32_t* room) {
+  if constexpr (in_panels(C)) {
+    const auto* low = static_cast<const uint32_t*>(a.weight) + o * (a.inputs / 4);
+    return {low, o + beyond < a.outputs ? low + beyond * (a.inputs / 4) : low};
+  } else {
+    for (int half = 0; half < 2; ++half) fill_integer_tile<C>(a, (o + half * beyond) / kPanelRows, half, room);
+    return {room, room + kPanelRows};
+  }
+}
+
+// Multiplies a block of R rows by one tile and writes y; `zeros`: the weight has zero points; `room`: [R][kTileOutputs].
+template <class T, Code C, int R, bool zeros>
+void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t first_row, const uint32_t* x,
+                           Ahead ahead, float* room) {
   const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
@@ -120,8 +147,9 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
         for (int r = 0; r < R; ++r) prefetch_near(x + r * words + kXAhead);
       }
       const uint32_t* second = x + R / 2 * words;  // rows from R / 2 on: few addresses are needed
-      for (const uint32_t* stop = end - x < 16 ? end : x + 16; x < stop; tile += kTileOutputs, ++x, ++second) {
-        const __m512i w0 = _mm512_load_si512(tile), w1 = _mm512_load_si512(tile + kPanelRows);
+      for (const uint32_t* stop = end - x < 16 ? end : x + 16; x < stop;
+           tile.low += kTileStep<C>, tile.high += kTileStep<C>, ++x, ++second) {
+        const __m512i w0 = tile_codes<C>(tile.low), w1 = tile_codes<C>(tile.high);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           const uint32_t word = r < R / 2 ? x[r * words] : second[(r - R / 2) * words];
@@ -146,31 +174,33 @@ void multiply_integer_tile(const LinearArgs& a, const uint32_t* tile, int64_t o,
       sums[r][0] = fma(sum0 * scale0, scale, sums[r][0]), sums[r][1] = fma(sum1 * scale1, scale, sums[r][1]);
     }
   }
+  if (T* y = whole_output<T>(a, first_row, o)) return write_whole<R>(a, sums, o, y);
 #pragma GCC unroll 8  // or the compiler keeps the sums in memory
-  for (int r = 0; r < R; ++r, to += kTileOutputs) {
-    store(to, sums[r][0], Vec::width), store(to + kPanelRows, sums[r][1], Vec::width);
+  for (int r = 0; r < R; ++r) {
+    float* row = room + r * kTileOutputs;
+    store(row, sums[r][0], Vec::width), store(row + kPanelRows, sums[r][1], Vec::width);
   }
+  write_sums<T>(a, room, R, o, first_row);
 }
 
 template <class T, Code C>
-void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile) {
+void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* room) {
   const int64_t columns = a.gated ? a.outputs / 2 : a.outputs, beyond = a.gated ? columns : kPanelRows;
-  const int64_t blocks = row_blocks(a.rows, kIntegerRows);
+  const RowBlocks blocks(a.rows, kIntegerRows);
   alignas(64) float sums[kIntegerRows * kTileOutputs];
   for (int64_t o = begin; o < end; o += tile_columns(a)) {
-    for (int half = 0; half < 2; ++half) fill_integer_tile<C>(a, (o + half * beyond) / kPanelRows, half, tile);
+    const Halves tile = tile_of<C>(a, o, beyond, room);
     const int64_t next = next_tile(a, o, begin, end);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const Ahead ahead = next == o ? Ahead() : Ahead(a, next, b, blocks, a.groups);
-      const auto [first_row, count] = row_block(a.rows, kIntegerRows, b);
+    const Ahead ahead = next == o ? Ahead() : Ahead(a, next, blocks.count, a.groups);
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      const auto [first_row, count] = blocks[b];
       const uint32_t* x = integer_block(a, b, first_row);
       prefetch_output<T>(a, first_row + count, kIntegerRows, o);
       with_rows<kIntegerRows>(count, [&](auto R) {
         constexpr int rows = decltype(R)::value;
-        a.zero ? multiply_integer_tile<C, rows, true>(a, tile, o, x, ahead, sums)
-            : multiply_integer_tile<C, rows, false>(a, tile, o, x, ahead, sums);
+        a.zero ? multiply_integer_tile<T, C, rows, true>(a, tile, o, first_row, x, ahead.part(b), sums)
+            : multiply_integer_tile<T, C, rows, false>(a, tile, o, first_row, x, ahead.part(b), sums);
       });
-      write_sums<T>(a, sums, count, o, first_row);
     }
   }
 }

@@ -94,6 +94,9 @@ void multiply_piece(const LinearArgs& a, const Piece& p, int64_t first_row, floa
       }
     }
   }
+  if (p.begin == 0 && p.end == p.words) {
+    if (T* to = whole_output<T>(a, first_row, p.o)) return write_whole<R>(a, sums, p.o, to);
+  }
   // Added at the end, since one running sum over thousands of inputs would lose digits.
   const __mmask16 earlier = p.begin ? 0xffff : 0;
   for (int r = 0; r < R; ++r) {
@@ -116,7 +119,7 @@ inline int64_t chunk_rows(const LinearArgs& a) {
 // [first, last) from output o on. Meanwhile it prefetches the weights of the next tile.
 template <class T, class Fill>
 void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* tile, const Fill& fill) {
-  const int64_t blocks = row_blocks(a.rows, kTileRows);
+  const RowBlocks blocks(a.rows, kTileRows);
   const int64_t words = words_of<T>(a), depth = is_deep<T>(a) ? kPieceWords<T> : words,
       pieces = depth ? (words + depth - 1) / depth : 1;
   float* sums = reinterpret_cast<float*>(tile + depth * kTileOutputs);
@@ -126,14 +129,13 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
       const int64_t first = i * depth, last = first + depth < words ? first + depth : words;
       fill(o, first * kInWord<T>, last * kInWord<T>, tile);
       const Piece piece = {o, first, last, words, tile, a.rows * (last - first) * 4 > kFarBytes};
-      for (int64_t b = 0; b < blocks; ++b) {
-        const Ahead ahead =
-            next == o ? Ahead() : Ahead(a, next, i * blocks + b, pieces * blocks, (last - first) / kWordsAFetch);
-        const auto [first_row, count] = row_block(a.rows, kTileRows, b);
+      const Ahead ahead = next == o ? Ahead() : Ahead(a, next, pieces * blocks.count, (last - first) / kWordsAFetch);
+      for (int64_t b = 0; b < blocks.count; ++b) {
+        const auto [first_row, count] = blocks[b];
         if (last == words) prefetch_output<T>(a, first_row + count, kTileRows, o);
         float* waiting = sums + (pieces > 1 ? first_row * kTileOutputs : 0);
-        with_rows<kTileRows>(count, [&, first_row = first_row](auto R) {
-          multiply_piece<T, decltype(R)::value>(a, piece, first_row, waiting, ahead);
+        with_rows<kTileRows>(count, [&, first_row = first_row, b = b](auto R) {
+          multiply_piece<T, decltype(R)::value>(a, piece, first_row, waiting, ahead.part(i * blocks.count + b));
         });
       }
     }
