@@ -125,7 +125,7 @@ Halves tile_of(const LinearArgs& a, int64_t o, int64_t beyond, uint32_t* room) {
 // Multiplies a block of R rows by one tile and writes y; `zeros`: the weight has zero points; `room`: [R][kTileOutputs].
 template <class T, Code C, int R, bool zeros>
 void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t first_row, const uint32_t* x,
-                           Ahead ahead, float* room) {
+                           TileAhead ahead, float* room) {
   const int64_t groups = a.groups, words = a.inputs / groups / 4, beyond = a.gated ? a.outputs / 2 : kPanelRows;
   // The sums of a missing half are computed but not written, so any scales will do.
   const int64_t left = o * groups, right = o + beyond < a.outputs ? (o + beyond) * groups : left;
@@ -191,7 +191,7 @@ void integer_tile_rows(const LinearArgs& a, int64_t begin, int64_t end, uint32_t
   for (int64_t o = begin; o < end; o += tile_columns(a)) {
     const Halves tile = tile_of<C>(a, o, beyond, room);
     const int64_t next = next_tile(a, o, begin, end);
-    const Ahead ahead = next == o ? Ahead() : Ahead(a, next, blocks.count, a.groups);
+    const TileAhead ahead = next == o ? TileAhead() : TileAhead(a, next, blocks.count, a.groups);
     for (int64_t b = 0; b < blocks.count; ++b) {
       const auto [first_row, count] = blocks[b];
       const uint32_t* x = integer_block(a, b, first_row);

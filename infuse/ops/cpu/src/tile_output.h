@@ -23,11 +23,11 @@ inline int64_t next_tile(const LinearArgs& a, int64_t o, int64_t begin, int64_t 
 
 // Prefetches the weights of a later tile, a little at each call of fetch(): all lines at once would keep the products
 // waiting for lines of the present tile.
-class Ahead {
+class TileAhead {
  public:
-  Ahead() = default;
+  TileAhead() = default;
   // The tile at o, in `parts` parts; each is fetched in `times` calls.
-  Ahead(const LinearArgs& a, int64_t o, int64_t parts, int64_t times) {
+  TileAhead(const LinearArgs& a, int64_t o, int64_t parts, int64_t times) {
     const int64_t half = kPanelRows * a.row_bytes;
     at_ = static_cast<const char*>(a.weight) + o * a.row_bytes;
     turn_ = half / kLineBytes, lines_ = 2 * turn_;
@@ -37,8 +37,8 @@ class Ahead {
     each_ = times > 0 ? (of_part_ + times - 1) / times : of_part_;
   }
   // Divides nothing: with a few divisions for each block of x, products of 384 inputs took 3 % longer.
-  Ahead part(int64_t i) const {
-    Ahead found = *this;
+  TileAhead part(int64_t i) const {
+    TileAhead found = *this;
     const int64_t first = i * of_part_, rest = lines_ - first;
     found.left_ = of_part_ < rest ? of_part_ : rest;
     found.turn_ -= first;

@@ -73,7 +73,7 @@ struct Piece {
 // Adds the products of one piece with rows [first_row, first_row + R) to `waiting` [R][kTileOutputs]. Writes y after
 // the last piece.
 template <class T, int R>
-void multiply_piece(const LinearArgs& a, const Piece& p, int64_t first_row, float* waiting, Ahead ahead) {
+void multiply_piece(const LinearArgs& a, const Piece& p, int64_t first_row, float* waiting, TileAhead ahead) {
   const uint32_t* x = static_cast<const uint32_t*>(a.scratch) + first_row * p.words + p.begin * R;
   const uint32_t* tile = p.tile;
   __m512 sums[R][2];
@@ -129,7 +129,7 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
       const int64_t first = i * depth, last = first + depth < words ? first + depth : words;
       fill(o, first * kInWord<T>, last * kInWord<T>, tile);
       const Piece piece = {o, first, last, words, tile, a.rows * (last - first) * 4 > kFarBytes};
-      const Ahead ahead = next == o ? Ahead() : Ahead(a, next, pieces * blocks.count, (last - first) / kWordsAFetch);
+      const TileAhead ahead = next == o ? TileAhead() : TileAhead(a, next, pieces * blocks.count, (last - first) / kWordsAFetch);
       for (int64_t b = 0; b < blocks.count; ++b) {
         const auto [first_row, count] = blocks[b];
         if (last == words) prefetch_output<T>(a, first_row + count, kTileRows, o);
