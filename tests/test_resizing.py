@@ -1,5 +1,5 @@
-"""resize_token_embeddings of a replaced model: it works on plain weights, and quantized ones refuse it before anything
-is changed.
+"""resize_token_embeddings of a replaced model: it works on plain weights; quantized ones, and those that ranks
+share, refuse it before anything is changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME
+from ranks import Ranks
 
 import infuse
 
@@ -45,3 +46,18 @@ def test_a_plain_vocabulary_is_resized(name: str) -> None:
     found, wanted = model(PROMPT).logits, original(PROMPT).logits
     assert found.shape[-1] == 100
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def resized_on_rank(name: str) -> tuple[str, bool]:
+    model = replaced(name, tensor_parallel={"tp_size": 2, "tp_grain_size": 4})
+    wanted = model(PROMPT).logits
+    with pytest.raises(infuse.UnsupportedCall) as refused:
+        model.resize_token_embeddings(100)
+    return str(refused.value), torch.equal(model(PROMPT).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # gemma3: only the head is split
+def test_a_vocabulary_that_ranks_share_keeps_its_size(name: str, ranks: Ranks) -> None:
+    """A head of which a rank holds some rows used to get random ones for the others."""
+    for told, unchanged in ranks.run(2, resized_on_rank, name):
+        assert "for 96 tokens, is split over ranks and keeps its size" in told and unchanged

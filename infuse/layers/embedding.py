@@ -44,7 +44,7 @@ class QuantizedEmbedding(Quantized):
 
 
 def fix_vocabulary(module: nn.Module) -> None:
-    """Make models in `module` with a quantized head or table refuse to resize it, before they change anything."""
+    """Make models in `module` refuse to resize a quantized or split head or table, before they change anything."""
     model: Any
     for model in module.modules():
         if not hasattr(model, "resize_token_embeddings"):
@@ -53,20 +53,20 @@ def fix_vocabulary(module: nn.Module) -> None:
             ends = (model.get_input_embeddings(), model.get_output_embeddings())
         except (AttributeError, NotImplementedError):  # a model without tokens
             continue
-        formats = [end.format for end in ends if isinstance(end, Quantized)]
-        if formats:
-            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], str(formats[0]))
+        why = [f"quantized ({end.format})" for end in ends if isinstance(end, Quantized)]
+        if any(isinstance(end, (RankEmbedding, Linear)) and end._combine is not None for end in ends):
+            why.append("split over ranks")
+        if why:
+            model.resize_token_embeddings = partial(_refuse_resizing, ends[0], why[0])
 
 
-def _refuse_resizing(
-    table: Any, format: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
-) -> nn.Module:
-    """Stand for resize_token_embeddings of a model with a quantized vocabulary: accept only the present size."""
+def _refuse_resizing(table: Any, why: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    """Stand for resize_token_embeddings of a model with a fixed vocabulary: accept only the present size."""
     if new_num_tokens in (None, table.num_embeddings) and not args and kwargs.get("pad_to_multiple_of") is None:
         return table
     raise UnsupportedCall(
         f"resize_token_embeddings({new_num_tokens}): the head of this model, for {table.num_embeddings} tokens, "
-        f"is quantized ({format}) and keeps its size; resize the original model, then call init_inference"
+        f"is {why} and keeps its size; resize the original model, then call init_inference"
     )
 
 
