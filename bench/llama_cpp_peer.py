@@ -110,15 +110,17 @@ class LlamaCpp:
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         return self._step(input_ids, 0)
 
-    def generate(self, input_ids: torch.Tensor, streamer: Any, max_new_tokens: int, **ignored: Any) -> None:
-        streamer.put(input_ids)
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, streamer: Any = None, **ignored: Any) -> None:
+        put = streamer.put if streamer is not None else lambda tokens: None
+        put(input_ids)
         logits = self(input_ids)
         for step in range(max_new_tokens):
             chosen = logits.argmax(dim=-1, keepdim=True)
-            streamer.put(chosen)
+            put(chosen)
             if step + 1 < max_new_tokens:
                 logits = self._step(chosen, input_ids.shape[1] + step)
-        streamer.end()
+        if streamer is not None:
+            streamer.end()
 
     def _step(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Add tokens [rows, n] from `position` on to the caches; return the logits of the last ones."""

@@ -191,6 +191,30 @@ def decode_steps(
     return seconds, [reader.bandwidth(of_entry) for of_entry in passes]
 
 
+def whole_answers(
+    entries: list[Contestant], batch: int, context: int, new: int, repeats: int
+) -> tuple[list[float], list[Bandwidth]]:
+    """Seconds a token of answers without a streamer: what `new` tokens after the first four take, in turn.
+
+    The read bandwidth is probed before and after each turn.
+    """
+    few, reader = 4, MemoryReader()
+    passes: list[list[float]] = [[] for _ in entries]
+    ids = torch.randint(3, 250, (batch, context))
+    seconds: list[dict[int, list[float]]] = [{few: [], few + new: []} for _ in entries]
+    for _ in range(repeats):
+        for i, entry in enumerate(entries):
+            passes[i] += in_turns([reader], 5)[0]
+            for tokens, found in seconds[i].items():
+                start = time.perf_counter()
+                inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+                entry.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+                found.append(time.perf_counter() - start)
+            passes[i] += in_turns([reader], 5)[0]
+    each = [(median(found[few + new]) - median(found[few])) / new for found in seconds]
+    return each, [reader.bandwidth(of_entry) for of_entry in passes]
+
+
 def report(args: argparse.Namespace) -> str:
     shape = SHAPES[args.shape]
     entries = contestants(shape, [getattr(torch, name) for name in args.dtypes], args.formats)

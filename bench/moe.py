@@ -4,7 +4,8 @@
     python bench/moe.py --init [--shape small]      # init alone, beside a dense model of the same bytes
 
 Random weights. A step's bound is the bytes that it uses, at the read bandwidth probed around it: of the experts, those
-that the routes of all rows are expected to hit.
+that the routes of all rows are expected to hit. Steps are timed from token to token by a streamer, as users see them;
+"no streamer" is what a token of an answer takes that nobody watches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import matmul_rate
 from infuse.quant.parse import quant_format
 from llama_cpp_peer import BYTES, LlamaCpp, missing, write
-from models import Contestant, cache_bytes, decode_steps, prefill, random_model
+from models import Contestant, cache_bytes, decode_steps, prefill, random_model, whole_answers
 from report import in_turns, markdown, probed, show
 
 DTYPE = torch.bfloat16
@@ -92,14 +93,16 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
     entries, rate = contestants(shape, args.formats), matmul_rate(DTYPE)
     why = missing() if args.peers else None
     if args.peers and why is None:
-        entries += peers(shape, args.batch, max(args.context + args.new, args.prefill))
+        entries += peers(shape, args.batch, max(args.context + args.new, args.context + args.answer + 4, args.prefill))
     run = prefill(args.prefill)
     prefills = in_turns([partial(run, entry.model) for entry in entries], args.repeats)
     decodes = [decode_steps(entries, batch, args.context, args.new, args.repeats) for batch in (1, args.batch)]
+    answers, around = whole_answers(entries, 1, args.context, args.answer, args.repeats)
     what = "ratios to the first row; share of the read bandwidth probed around the steps, of the bytes used"
     table = Table(title=f"{name}, {args.context} + {args.new} tokens: {what}")
     steps = [heading for b in (1, args.batch) for heading in (f"batch {b}, ms", "spread", "x", "share")]
-    for heading in ("", f"prefill {args.prefill}, s", "x", *steps, "weights, GB", "init, s"):
+    whole = ("no streamer, ms", "x", "share")
+    for heading in ("", f"prefill {args.prefill}, s", "x", *steps, *whole, "weights, GB", "init, s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for i, entry in enumerate(entries):
         row = [entry.name, f"{median(prefills[i]):.3f}", f"{median(prefills[0]) / median(prefills[i]):.2f}"]
@@ -108,6 +111,8 @@ def report(shape: dict[str, Any], name: str, args: argparse.Namespace) -> str:
             share = step_bytes(shape, entry, batch, args.context + args.new // 2) / middle / read
             row += [f"{middle * 1e3:.2f}", f"{min(seconds[i]) * 1e3:.2f}-{max(seconds[i]) * 1e3:.2f}"]
             row += [f"{median(seconds[0]) / middle:.2f}", f"{share:.2f}"]
+        share = step_bytes(shape, entry, 1, args.context + args.answer // 2) / answers[i] / around[i].median
+        row += [f"{answers[i] * 1e3:.2f}", f"{answers[0] / answers[i]:.2f}", f"{share:.2f}"]
         table.add_row(*row, f"{entry.weight_bytes / 1e9:.2f}", f"{entry.seconds_to_load:.1f}")
     best = max((bandwidth for _, bandwidths in decodes for bandwidth in bandwidths), key=lambda b: b.best)
     remarks = [probed(best, {DTYPE: rate}), *([why] if why else [])]
@@ -142,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["small"])
     parser.add_argument("--formats", nargs="*", default=["int8", "int4", "int8:a8"])
-    for name, value in dict(prefill=512, context=128, new=16, batch=8, repeats=3).items():
+    for name, value in dict(prefill=512, context=128, new=16, answer=48, batch=8, repeats=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peers", action="store_true", help="llama.cpp too, if its packages are there")
     parser.add_argument("--init", action="store_true", help="only init, beside a dense model of the same bytes")

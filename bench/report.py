@@ -86,7 +86,7 @@ def probed(bandwidth: Bandwidth, rates: Mapping[Any, float]) -> str:
 
 def markdown(table: Table, remarks: str) -> str:
     """The table below the date, the command, the machine, the versions and `remarks`."""
-    console = Console(width=150, no_color=True)
+    console = Console(width=180, no_color=True)
     with console.capture() as captured:
         console.print(table)
     return f"{date.today()}: `python {' '.join(sys.argv)}`\n\n{machine()}\n\n{remarks}\n\n```\n{captured.get()}```\n"

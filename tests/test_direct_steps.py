@@ -20,7 +20,7 @@ import infuse
 from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer
 from infuse.native import kernels
-from infuse.ops.cpu.layer import HeldLayers
+from infuse.ops.cpu.layer import HeldLayers, Turns
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 NEW = 9
@@ -35,14 +35,20 @@ ELSEWHERE = {"gpt2": "adds positions", "granite": "scales the embedding", "gemma
 def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that was asked of all blocks, whether it was made in one call."""
     found: list[bool] = []
-    step = Answer.step
+    step, tokens = Answer.step, Answer.tokens
 
-    def noted(self: Answer, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    def noted(self: Answer, x: Tensor, turns: Turns) -> Tensor | None:
         out = step(self, x, turns)
         found.append(out is not None)
         return out
 
+    def all_noted(self: Answer, *args: Any) -> Tensor | None:
+        out = tokens(self, *args)
+        found.extend([True] * (0 if out is None else out.shape[1]))
+        return out
+
     monkeypatch.setattr(Answer, "step", noted)
+    monkeypatch.setattr(Answer, "tokens", all_noted)
     return found
 
 
@@ -142,6 +148,64 @@ def test_the_whole_step_is_one_call(
         assert torch.equal(answer(engine, batch), exact) and made == [True] * (DIRECT - 1)
         ends = [part for part in called if part is embedding or part is head]
         assert ends == [embedding, head] * 2, "for the prompt and the first step"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call of several steps gave."""
+    found: list[int] = []
+    tokens = HeldLayers.tokens
+
+    def noted(self: HeldLayers, *args: Any) -> Tensor | None:
+        out = tokens(self, *args)
+        found.append(0 if out is None else out.shape[1])
+        return out
+
+    monkeypatch.setattr(HeldLayers, "tokens", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
+    """Over the ends of the table of positions and of the cache's room; rotary positions of their own step by step."""
+    original = BY_NAME[name].make(vocab_size=8192, max_position_embeddings=256, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    exact = answer(original, batch, max_new_tokens=150)
+    assert torch.equal(answer(engine, batch, max_new_tokens=150), exact)
+    assert sum(calls) == 150 - 2 and (name == "llama-dynamic") == (set(calls) == {1}), (
+        "prompt and first step are traced"
+    )
+    calls.clear()
+    streamer = Noting()
+    assert torch.equal(answer(engine, batch, max_new_tokens=9, **({"streamer": streamer} if batch == 1 else {})),
+                       exact[:, : 7 + 9])  # fmt: skip
+    if batch == 1:
+        assert streamer.given == [7, *[1] * 9] and set(calls) == {1}, "who streams gets each token when it is there"
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.given.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_end_within_several_steps(batch: int, calls: list[int]) -> None:
+    """Rows end at steps of their own, and are padded; the last step of a call is the one that ends a row."""
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    exact = answer(original, batch, max_new_tokens=40)
+    for place in (-1, -9, -20, -37):
+        asked = {"max_new_tokens": 40, "eos_token_id": [int(exact[-1, place]), 8000], "pad_token_id": 8001}
+        calls.clear()
+        assert torch.equal(answer(engine, batch, **asked), answer(original, batch, **asked))
+        assert place == -37 or (batch == 1) <= (max(calls) > 1)
 
 
 def test_a_norm_of_another_kind_is_called(made: list[bool]) -> None:

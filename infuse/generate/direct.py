@@ -9,7 +9,8 @@ is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,13 @@ from infuse.layers.contract import NEUTRAL
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import all_are_heard, untouched
 from infuse.layers.stack import Answer, StackCall
+from infuse.ops.cpu.layer import Turns
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _TABLE_TOKENS = 64
+_CALL_SECONDS = 0.03  # of the steps in one call
 
 
 @dataclass
@@ -120,41 +123,63 @@ class DirectStep:
         self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
         self._turned, self._embedded, self._positions = turned, embedded, positions
         self._first = answer.length - 1  # index of the traced step's token
-        self._tables: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the index of their first token
+        self._table: tuple[int, Turns] | None = None  # for many tokens, and how many come before them
+        self._seconds = math.inf  # that a token took
         self._hooks = _hooks_ever()
         self.end_tokens: float = math.inf  # length of the cache before which the model passes no mask
 
     def __call__(self, ids_BT: Tensor) -> Tensor | None:
         """The logits [B, 1, vocabulary] for ids [B, 1]. None, with nothing changed, if the model has to be called."""
-        if _hooks_ever() != self._hooks or not self._parts.are_in_place():
+        if not self._goes_on():
             return None
         answer = self._answer
-        if answer.length + 1 >= self.end_tokens:
-            return None
-        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), self._turns(ids_BT))
+        turns, _ = self._turns(ids_BT)
+        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), turns)
         return y if y is None or answer.gives_logits else self._parts.head.forward(self._norm.forward(y))
 
-    def _turns(self, ids_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The rotary positions of this step's token."""
-        if self._turned is None:
+    def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
+        """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
+
+        As many as take about 30 ms, after which a signal is heard. None, with nothing changed, if steps give no
+        logits, or if the model has to be called.
+        """
+        if not self._goes_on():
             return None
+        turns, turned = self._turns(ids_BT)
+        before_window = self.end_tokens - 1 - self._answer.length
+        count = int(max(1, min(count, turned, before_window, _CALL_SECONDS / self._seconds)))
+        begun = time.perf_counter()
+        tokens = self._answer.tokens(ids_BT, turns, count, ends)
+        if tokens is not None:
+            self._seconds = (time.perf_counter() - begun) / tokens.shape[1]
+        return tokens
+
+    def _goes_on(self) -> bool:
+        """Whether another step may be made so."""
+        if _hooks_ever() != self._hooks or not self._parts.are_in_place():
+            return False
+        return self._answer.length + 1 < self.end_tokens
+
+    def _turns(self, ids_BT: Tensor) -> tuple[Turns, float]:
+        """The rotary positions of this step's token and of those after it, and of how many tokens these are."""
+        if self._turned is None:
+            return Turns(), math.inf
         step = self._answer.length - self._first
         if self._positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
-            return self._turned_at(self._parts.embedding.forward(ids_BT), self._positions + step)
+            return self._turned_at(self._parts.embedding.forward(ids_BT), self._positions + step), 1
         index = step % _TABLE_TOKENS
-        if step - index not in self._tables:
+        if self._table is None or self._table[0] != step - index:
             later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
-            turns = self._turned_at(self._embedded, later)
-            assert turns is not None
-            pairs = list(zip(*(each.split(1, dim=1) for each in turns), strict=True))
-            self._tables = {step - index: pairs}
-        return self._tables[step - index][index]
+            self._table = step - index, self._turned_at(self._embedded, later)
+        table = self._table[1]
+        return Turns(table.cos, table.sin, index), _TABLE_TOKENS - index
 
-    def _turned_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _turned_at(self, x: Tensor, positions: Tensor) -> Turns:
         """The rotary positions that the model's own module gives for x at `positions` [B or 1, T]."""
         assert self._turned is not None
         turns = self._turned.repeated({id(self._embedded): x, id(self._positions): positions})
-        return self._stack.turns(Inputs(None, self.cache, turns, positions, None, None, False, 0))
+        turns = self._stack.turns(Inputs(None, self.cache, turns, positions, None, None, False, 0))
+        return Turns() if turns is None else Turns(*turns)
 
 
 def _least_window(config: Any) -> float:

@@ -8,6 +8,7 @@ graphs: a GraphedCache among the model's arguments replays them, as in any other
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,9 @@ def decode(
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
     all_run = not asked  # True while no row can have ended, so that `unfinished` need not be read
     steps = Steps(model, input_ids, model_kwargs, limit_tokens, direct=direct)
-    answer: list[Tensor] = []  # tokens [B, 1] that are not in `input_ids` yet: few callers look at them in each step
+    answer: list[Tensor] = []  # tokens [B, N] that are not in `input_ids` yet: few callers look at them in each step
+    columns = prompt_tokens
+    alone = streamer is None and not asked and group.size == 1  # no one else looks at a token before the next step
 
     def ids() -> Tensor:
         nonlocal input_ids
@@ -65,26 +68,31 @@ def decode(
         return input_ids
 
     while True:
-        tokens = _chosen(steps, processed, ids, generation_config.do_sample)
+        if processed or generation_config.do_sample:
+            tokens = _chosen(steps, processed, ids, generation_config.do_sample)
+        else:
+            left = sys.maxsize if limit_tokens is None else limit_tokens - columns
+            tokens = steps.likeliest(left if alone and all_run else 1, list(ends))
         tokens = group.broadcast(tokens, "the tokens")  # rank 0 decides, since ranks may round differently
         if pads and not all_run:
-            tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
-        answer.append(tokens[:, None])
-        columns = input_ids.shape[1] + len(answer)
+            tokens = tokens * unfinished[:, None] + pad.to(tokens.device) * (1 - unfinished[:, None])
+        answer.append(tokens)
+        columns += tokens.shape[1]
         if streamer is not None:
-            streamer.put(ordinary(tokens).cpu())
+            streamer.put(ordinary(tokens.view(-1)).cpu())
         done = limit_tokens is not None and columns >= limit_tokens
         for criterion in asked:
             unfinished = unfinished & ~criterion(ids(), None)
-        if ends and not ends.isdisjoint(row := tokens.tolist()):
+        if ends and not ends.isdisjoint(row := tokens[:, -1].tolist()):
             unfinished = unfinished & torch.tensor([token not in ends for token in row], device=unfinished.device)
             all_run = False
         if done or (not all_run and not bool(unfinished.any())):
             break
+        last = tokens[:, -1:].contiguous()
         if steps.follows:
-            steps.follow(tokens[:, None], columns)
+            steps.follow(last, columns)
         else:
-            steps.advance(tokens[:, None], ids())
+            steps.advance(last, ids())
     if streamer is not None:
         streamer.end()
     assert columns > prompt_tokens
@@ -92,15 +100,13 @@ def decode(
 
 
 def _chosen(steps: Steps, processed: Processed, ids: Callable[[], Tensor], samples: bool) -> Tensor:
-    """Run a step and return its next tokens [B]."""
-    if not processed and not samples:
-        return likeliest(steps.logits())
+    """Run a step and return its next tokens [B, 1]."""
     scores = steps.scores(copy=bool(processed))
     if processed:
         scores = processed(ids(), scores)
     if samples:
-        return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-    return scores.argmax(dim=-1)
+        return torch.multinomial(F.softmax(scores, dim=-1), num_samples=1)
+    return scores.argmax(dim=-1, keepdim=True)
 
 
 @torch.inference_mode(False)
@@ -163,6 +169,17 @@ class Steps:
         if not self.follows:
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
         return outputs.logits
+
+    def likeliest(self, count: int, ends: list[int]) -> Tensor:
+        """Run the step, and up to `count` if each gets the last one's token, and return the tokens [B, steps].
+
+        No step follows one that gives one of `ends`.
+        """
+        if self._step is not None:
+            tokens = self._step.tokens(self.inputs["input_ids"], count, ends)
+            if tokens is not None:
+                return tokens
+        return likeliest(self.logits())[:, None]
 
     def _run_first_parts(self) -> None:
         """Run all parts of a long prompt but the last, which becomes the step's input."""

@@ -21,7 +21,7 @@ from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import PassedTurns, Positions
 from infuse.native import DTYPES, kernels, limits
-from infuse.ops.cpu.layer import HeldLayers
+from infuse.ops.cpu.layer import HeldLayers, Turns
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
 from infuse.quant.format import SCALE_DTYPE
@@ -113,19 +113,37 @@ class Answer:
         """Tokens in the cache."""
         return self._slots[0].length
 
-    def step(self, x: Tensor, turns: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    def step(self, x: Tensor, turns: Turns) -> Tensor | None:
         """The logits, or the last block's result, [B, 1, ...] for ids [B, 1], or their embedding [B, 1, C].
 
         None if the model has to be called.
         """
-        slots, start = self._slots, self.length
-        if start >= self._room_tokens:
-            self._held, self._room_tokens = self._stack.held(self._tensors, slots, self._like)
-        out = None if self._held is None else self._held.step(x, turns, start)
-        if out is not None:
-            for slot in slots:
-                slot.length = start + 1
+        held = self._with_room()
+        out = None if held is None else held.step(x, turns, self.length)
+        self._append(0 if out is None else 1)
         return out
+
+    def tokens(self, ids_B1: Tensor, turns: Turns, count: int, ends: Sequence[int]) -> Tensor | None:
+        """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
+
+        None if a step gives no logits, or if the model has to be called.
+        """
+        held = self._with_room() if self.takes_ids and self.gives_logits else None
+        if held is None:
+            return None
+        tokens = held.tokens(ids_B1, turns, self.length, min(count, self._room_tokens - self.length), ends)
+        self._append(0 if tokens is None else tokens.shape[1])
+        return tokens
+
+    def _with_room(self) -> HeldLayers | None:
+        """What is held, with room for another token."""
+        if self.length >= self._room_tokens:
+            self._held, self._room_tokens = self._stack.held(self._tensors, self._slots, self._like)
+        return self._held
+
+    def _append(self, tokens: int) -> None:
+        for slot in self._slots:
+            slot.length += tokens
 
 
 def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:

@@ -6,6 +6,7 @@ For a few new tokens of a decoder (src/binding_layer.cpp) and the many tokens of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import finalize
 
 from torch import Tensor
@@ -41,6 +42,15 @@ def layers_step(
     )
 
 
+@dataclass(frozen=True)
+class Turns:
+    """cos and sin of tokens in a row, [1 or B, tokens, D] each, or none; a step's token is at `index`."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    index: int = 0
+
+
 class HeldLayers:
     """A program with its tensors and caches, as in layers_step, held in C++ for many steps of one shape.
 
@@ -49,7 +59,7 @@ class HeldLayers:
     """
 
     def __init__(self, held: int):
-        self._held, self._step = held, kernels().held_step.default
+        self._held, self._step, self._tokens = held, kernels().held_step.default, kernels().held_tokens.default
         finalize(self, kernels().drop_layers.default, held)
 
     @classmethod
@@ -61,10 +71,17 @@ class HeldLayers:
         held = kernels().hold_layers.default(like_BTC, tensors, *storage, *numbers)
         return cls(held) if held else None
 
-    def step(self, x: Tensor, turns: tuple[Tensor, Tensor] | None, start: int) -> Tensor | None:
+    def step(self, x: Tensor, turns: Turns, start: int) -> Tensor | None:
         """As layers_step without a mask. If the program begins with a table, x are token ids [B, T]."""
-        cos, sin = turns if turns is not None else (None, None)
-        return self._step(self._held, x, cos, sin, start)
+        return self._step(self._held, x, turns.cos, turns.sin, turns.index, start)
+
+    def tokens(self, ids_B1: Tensor, turns: Turns, start: int, count: int, ends: Sequence[int]) -> Tensor | None:
+        """The likeliest tokens [B, steps] of up to `count` steps, each but the last one the input of the next step.
+
+        A step that gives one of `ends` is the last one. None, with nothing done, if the program does not begin with a
+        table and end with a head, or if a kernel does not support the arguments.
+        """
+        return self._tokens(self._held, ids_B1, turns.cos, turns.sin, turns.index, start, count, ends)
 
 
 def encoder_layer(

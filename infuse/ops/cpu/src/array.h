@@ -52,6 +52,13 @@ class Array {
   int64_t size(int64_t axis) const { return sizes_[axis]; }
   int64_t stride(int64_t axis) const { return strides_[axis]; }
   int64_t numel() const { return numel_; }
+  // Index `index` of an axis alone, which stays.
+  Array at(int64_t axis, int64_t index) const {
+    Array one = *this;
+    one.data_ = static_cast<char*>(data_) + size_t(index * strides_[axis]) * element_size();
+    one.numel_ = sizes_[axis] ? numel_ / sizes_[axis] : 0, one.sizes_[axis] = 1;
+    return one;
+  }
   bool is_contiguous() const {
     int64_t stride = 1;
     for (int64_t i = axes_; i-- > 0; stride *= sizes_[i]) {

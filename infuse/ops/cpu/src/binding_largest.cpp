@@ -1,9 +1,7 @@
 // The index of each row's largest value as a PyTorch operator: torch.argmax compares one value at a time, in float32.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <limits>
 
-#include "binding.h"
+#include "binding_ops.h"
 
 namespace infuse {
 namespace {
@@ -49,24 +47,31 @@ int64_t largest_of(const char* row, Type type, int64_t count) {
   return best + (std::find(values, values + kChunk, largest) - values);
 }
 
-// Of x [..., V], contiguous: the first of equals, and the first NaN if there is one, as torch.argmax.
-Tensor largest(Tensor x) {
+}  // namespace
+
+void largest(const Array& x, int64_t* to) {
   const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0;
-  STD_TORCH_CHECK(columns, "there is no largest of no values");
-  Tensor index = empty(&rows, 1, aoti_torch_dtype_int64());
-  auto* to = static_cast<int64_t*>(index.mutable_data_ptr());
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   const Type type = type_of(x);
   over_rows(rows, columns, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      to[r] = largest_of(from + r * columns * (type == Type::f32 ? 4 : 2), type, columns);
+      to[r] = largest_of(from + r * columns * int64_t(x.element_size()), type, columns);
     }
   });
+}
+
+namespace {
+
+Tensor largest_op(Tensor x) {
+  const int64_t columns = x.size(x.dim() - 1), rows = columns ? x.numel() / columns : 0;
+  STD_TORCH_CHECK(columns, "there is no largest of no values");
+  Tensor index = empty(&rows, 1, aoti_torch_dtype_int64());
+  largest(x, static_cast<int64_t*>(index.mutable_data_ptr()));
   return index;
 }
 
 }  // namespace
 
-INFUSE_OPERATORS(CPU, {"largest(Tensor x) -> Tensor", TORCH_BOX(&largest)})
+INFUSE_OPERATORS(CPU, {"largest(Tensor x) -> Tensor", TORCH_BOX(&largest_op)})
 
 }  // namespace infuse

@@ -280,14 +280,54 @@ int64_t hold_layers(Tensor like, std::vector<Tensor> tensors, std::vector<Tensor
 }
 void drop_layers(int64_t held) { delete reinterpret_cast<Held*>(held); }
 
-// A step of a held program, without a mask; x are token ids [B, T] if it begins with a table.
-MaybeTensor held_step(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t start) {
+// The turns of one token in a table [1 or B, tokens, D].
+Maybe turned(const MaybeTensor& table, int64_t token) { return table ? Maybe(Array(*table).at(1, token)) : Maybe(); }
+
+// A step of a held program, without a mask; x are token ids [B, T] if it begins with a table. cos and sin [1 or B,
+// tokens, D] have its token at index `turn`.
+MaybeTensor held_step(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start) {
   const Held& of = *reinterpret_cast<const Held*>(held);
   const Array from = x;
   if (!of.takes_step(from)) return std::nullopt;
-  const Maybe none, turns[] = {cos, sin};
+  const Maybe none, turns[] = {turned(cos, turn), turned(sin, turn)};
   const Given given{turns[0], turns[1], none, none, of.keys, of.values, start, none, none, false, of.like, of.once};
   return run_on_team(of.program, given, from);
+}
+
+// Up to `count` steps of a held program from a table to a head: the likeliest tokens [B, steps], of which each but the
+// last is the input of the next step. The step that gives one of `ends` is the last one.
+MaybeTensor held_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
+                        int64_t count, std::vector<int64_t> ends) {
+  const Held& of = *reinterpret_cast<const Held*>(held);
+  if (of.program.front().does != Does::embed || of.program.back().does != Does::head) return std::nullopt;
+  const Array first = ids;
+  if (!of.takes_step(first) || first.size(1) != 1) return std::nullopt;
+  const int64_t rows = first.size(0), row_sizes[] = {rows, 1};
+  std::vector<int64_t> chosen;  // [steps, rows]
+  Team::together([&] {
+    Array x = first;
+    for (int64_t step = 0; step < count; ++step) {
+      const Maybe none, turns[] = {turned(cos, turn + step), turned(sin, turn + step)};
+      const Given given{turns[0], turns[1], none,  none,    of.keys, of.values,
+                        start + step,       none,  none,    false,   of.like, of.once};
+      StepMachine machine{given, x};
+      if (!run(of.program, machine)) return;
+      const Array tokens(row_sizes, 2, ScalarType::Long);
+      auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
+      largest(*machine.x, to);
+      chosen.insert(chosen.end(), to, to + rows);
+      if (std::find_first_of(to, to + rows, ends.begin(), ends.end()) != to + rows) return;
+      x = tokens;
+    }
+  });
+  if (chosen.empty()) return std::nullopt;
+  const int64_t steps = int64_t(chosen.size()) / rows, sizes[] = {rows, steps};
+  Tensor tokens = empty(sizes, 2, aoti_torch_dtype_int64());
+  auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t step = 0; step < steps; ++step) *to++ = chosen[size_t(step * rows + row)];
+  }
+  return tokens;
 }
 
 }  // namespace
@@ -300,7 +340,9 @@ INFUSE_OPERATORS(CPU,
     {"hold_layers(Tensor like, Tensor[] tensors, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor integers, Tensor "
      "reals) -> int",
      TORCH_BOX(&hold_layers)},
-    {"held_step(int held, Tensor x, Tensor? cos, Tensor? sin, int start) -> Tensor?", TORCH_BOX(&held_step)})
+    {"held_step(int held, Tensor x, Tensor? cos, Tensor? sin, int turn, int start) -> Tensor?", TORCH_BOX(&held_step)},
+    {"held_tokens(int held, Tensor ids, Tensor? cos, Tensor? sin, int turn, int start, int count, int[] ends) -> "
+     "Tensor?", TORCH_BOX(&held_tokens)})
 INFUSE_OPERATORS(CompositeExplicitAutograd, {"drop_layers(int held) -> ()", TORCH_BOX(&drop_layers)})
 
 }  // namespace infuse

@@ -21,6 +21,10 @@ void add_norm(const NormRule& rule, const Array& x, const Array& residual, const
 // since PyTorch sums the squares. x and weight of one type, contiguous.
 void rounded_norm(const Array& x, const Array& weight, double eps, const Array& y);
 
+// binding_largest.cpp: for each row of x [..., V], contiguous, the index of its largest value: the first of equals, and
+// the first NaN if there is one, as torch.argmax.
+void largest(const Array& x, int64_t* to);
+
 // binding_linear.cpp, binding_panels.cpp: few rows. x, y, bias, rows and type must be set; weights as in the schema.
 void stream_linear(LinearArgs& a, const Array& weight);
 void stream_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
