@@ -68,6 +68,19 @@ def test_the_engine_answers_what_the_model_answers() -> None:
         _ = engine.nothing_of_the_kind
 
 
+def test_attributes_that_are_set_on_the_engine_are_the_models() -> None:
+    """They used to be set on the engine alone, where nothing read them."""
+    engine = injected(BY_NAME["llama"].make())
+    engine.generation_config = t.GenerationConfig(max_new_tokens=3, pad_token_id=0)
+    assert engine.generate(ids(1, 4)).shape == (1, 7)
+    engine.lm_head = nn.Linear(48, 96)
+    assert logits(engine, ids(1, 4)).equal(logits(engine.module, ids(1, 4))) and len(list(engine.children())) == 1
+    engine.config = other = t.LlamaConfig()
+    assert engine.module.config is other
+    engine.note = "of the engine"
+    assert not hasattr(engine.module, "note")
+
+
 def test_a_module_without_config_or_generate() -> None:
     with pytest.warns(UserWarning, match="NOTHING IS ACCELERATED"):
         engine = infuse.init_inference(nn.Sequential(nn.LayerNorm(4)), dtype="fp32")

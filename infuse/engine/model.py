@@ -88,7 +88,7 @@ def placed(model: nn.Module, settings: InferenceConfig) -> None:
 
 
 class InferenceEngine(nn.Module):
-    """The model with its layers replaced. Attributes that the engine does not define are those of `module`.
+    """The model with its layers replaced. Attributes that the engine does not define are read and set on `module`.
 
     `module` is the user's model, `plan` what was done to it, `settings` the configuration, `group` the ranks that share
     it.
@@ -162,6 +162,13 @@ class InferenceEngine(nn.Module):
             if name == "module" or "module" not in self._modules:
                 raise
             return getattr(self._modules["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or name in self._modules or name.startswith("_") or hasattr(type(self), name)
+        if (name == "config" or not own) and hasattr(self._modules.get("module"), name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def config(self) -> Any:
