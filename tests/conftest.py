@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported meanwhile is not garbage: to search for some took a quarter of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays to the end. Each search for garbage, two for each of transformers' batches, would read
     all of it: 0.6 s instead of 0.02.

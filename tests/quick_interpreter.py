@@ -3,7 +3,7 @@
 - It maps `triton.language` onto itself at each call of one kernel function by another. The launch has already done so;
   the first call has done so for `triton.language.core`, which only the library's own functions use.
 - It computes each sum and product of integers a second time in 64 bits, for an assertion that is off.
-- It makes the type and the shape of each value anew.
+- It makes the type and the shape of each value anew, and compares shapes part by part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton.language import core
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     call_and_map = interpreter.InterpretedFunction.__call__
@@ -29,16 +29,36 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
 
+    unwrap_any, already_plain = core._unwrap_if_constexpr, {int, float, bool, str, core.dtype, core.tensor}
+
+    def unwrap(value: Any) -> Any:
+        if type(value) is core.constexpr:
+            return value.value
+        return value if type(value) in already_plain else unwrap_any(value)
+
+    core._unwrap_if_constexpr = unwrap
+
     make_block_type, block_types = core.block_type.__init__, {}
+    core.dtype.sizes, core.block_type.sizes = (), None
 
     def block_type(self: core.block_type, element_ty: core.dtype, shape: Any) -> None:
-        key = (element_ty.name, *map(core._unwrap_if_constexpr, shape))
+        sizes = tuple(map(unwrap, shape))
+        key = (element_ty.name, sizes)
         if key not in block_types:
             make_block_type(self, element_ty, shape)
-            block_types[key] = dict(vars(self))
+            block_types[key] = {**vars(self), "sizes": sizes}
         vars(self).update(block_types[key])
 
     core.block_type.__init__ = block_type
+
+    broadcast_any = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast(self: Any, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
+        if lhs.type.sizes is not None and lhs.type.sizes == rhs.type.sizes:
+            return lhs, rhs
+        return broadcast_any(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast
 
     shapes: dict[str, tuple[Any, Any]] = {}  # by the name of the type
 
