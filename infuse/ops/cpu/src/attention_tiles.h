@@ -391,6 +391,20 @@ void weigh_tile_rows(const Tile<P>& tile, int64_t row, int64_t rows, float scale
   }
 }
 
+// Whether a bool mask, one for all heads, shows keys [key, key + count) to queries [first, last]. Models pass the causal
+// order of a prompt's later parts as such a mask, which hides nothing before the part.
+inline bool shows_all(const AttentionArgs& a, int64_t b, int64_t first, int64_t last, int64_t key, int count) {
+  const Scored& m = a.mask;
+  if (!m.is_bool || m.n != 0 || m.l != 1) return false;
+  for (int64_t t = first; t <= last; ++t) {
+    const uint8_t* row = static_cast<const uint8_t*>(m.data) + b * m.b + t * m.t + key;
+    uint8_t hidden = 0;
+    for (int i = 0; i < count; ++i) hidden |= row[i] == 0;
+    if (hidden) return false;
+  }
+  return true;
+}
+
 template <class P>
 void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, int64_t row, int64_t rows, int64_t key,
                  int count) {
@@ -405,7 +419,9 @@ void attend_rows(const AttentionArgs& a, const Rows& of, const Tile<P>& tile, in
   const int64_t first_query = a.length - a.tokens + of.t + row / group;
   const bool all_keys = !a.window && (!a.causal || key + count <= first_query + 1);
   alignas(64) float keep[P::step_rows];
-  if (all_keys && !a.mask.data && !a.bias.data && a.softcap <= 0 && a.scale > 0) {
+  const int64_t first = of.t + row / group, last = of.t + (row + rows - 1) / group;
+  const bool plain = all_keys && !a.bias.data && a.softcap <= 0 && a.scale > 0;
+  if (plain && (!a.mask.data || shows_all(a, of.head.b, first, last, key, count))) {
     for (int64_t r = 0; r < rows; ++r) tile.allowed[row + r] = 1.0f;
     weigh_tile_rows(tile, row, rows, a.scale, count, keep);
     return add_tile_values(tile, row, rows, count, keep);
