@@ -18,8 +18,7 @@ import transformers
 from rich.table import Table
 
 import infuse
-from infuse.profile.probe import matmul_rate
-from report import in_turns, markdown, show
+from report import in_turns, instruction, markdown, product_rates, show
 
 TOKENS = 128
 OPERATIONS = (
@@ -57,16 +56,15 @@ def main() -> None:
             copy.deepcopy(eager), dtype=torch.bfloat16, **quant
         ).module
     models["infuse float32"] = infuse.init_inference(copy.deepcopy(single), dtype=torch.float32).module
-    table = Table(
-        title=f"all-MiniLM-L6-v2, {TOKENS} tokens: ratios to the first row; share of the probed bfloat16 matmul rate"
-    )
+    what = "ratios to the first row; share of the rate of the named instruction, in the registers of all threads"
+    table = Table(title=f"all-MiniLM-L6-v2, {TOKENS} tokens: {what}")
     for heading in (
         "",
         *(f"batch {batch}, {what}" for batch in args.batches for what in ("ms", "x", "share")),
         "least cosine",
     ):
         table.add_column(heading, justify="right" if heading else "left")
-    rate = matmul_rate(torch.bfloat16)
+    rates = product_rates()
     rows = {name: [name] for name in models}
     torch.manual_seed(0)
     for batch in args.batches:
@@ -74,13 +72,16 @@ def main() -> None:
         mask = torch.ones_like(ids)
         seconds = in_turns([partial(embedded, model, ids, mask) for model in models.values()], args.repeats)
         for name, taken in zip(models, seconds, strict=True):
-            share = OPERATIONS * batch / median(taken) / rate
-            rows[name] += [f"{median(taken) * 1e3:.2f}", f"{median(seconds[0]) / median(taken):.2f}", f"{share:.2f}"]
+            by = instruction(name, rates)
+            share = OPERATIONS * batch / median(taken) / rates[by]
+            rows[name] += [f"{median(taken) * 1e3:.2f}", f"{median(seconds[0]) / median(taken):.2f}"]
+            rows[name].append(f"{share:.2f} {by}")
     wanted = embedded(single, ids, mask)
     for name, model in models.items():
         rows[name].append(f"{float(torch.cosine_similarity(embedded(model, ids, mask), wanted).min()):.5f}")
         table.add_row(*rows[name])
-    show(markdown(table, f"probed: bfloat16 matmul {rate / 1e12:.2f} TFLOP/s"), args.out)
+    probed = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
+    show(markdown(table, f"probed, in TOP/s: {probed}"), args.out)
 
 
 if __name__ == "__main__":
