@@ -131,7 +131,7 @@ class Answer:
         held = self._with_room() if self.takes_ids and self.gives_logits else None
         if held is None:
             return None
-        tokens = held.tokens(ids_B1, turns, self.length, min(count, self._room_tokens - self.length), ends)
+        tokens = held.tokens(ids_B1, turns, self.length, count, ends)  # the kernel ends where the cache is full
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 

@@ -40,7 +40,8 @@ class Array {
   size_t element_size() const {
     switch (type_) {
       case ScalarType::BFloat16:
-      case ScalarType::Half: return 2;
+      case ScalarType::Half:
+      case ScalarType::Short: return 2;
       case ScalarType::Float:
       case ScalarType::Int: return 4;
       case ScalarType::Double:

@@ -253,7 +253,8 @@ inline void weigh_quads(float* scores, const BlockScales<quad8>& scales, const R
 // Adds 64 columns from c on, four keys at a time. The sums are stored as four registers: quarter l of number j has
 // columns 16 l + 4 j to 16 l + 4 j + 3; `finished` reorders them.
 template <int ROWS, bool WHOLE>
-[[gnu::always_inline]] inline void add_quad_columns(const ValueBlock<quad8>& b, int first_row, int64_t c, LinesAhead& ahead) {
+[[gnu::always_inline]] inline void add_quad_columns(const ValueBlock<quad8>& b, int first_row, int64_t c,
+                                                    LinesAhead& ahead) {
   const __mmask64 there = columns_there(b.width, c);
   const auto* rows = reinterpret_cast<const char*>(b.v) + c;
   const int64_t row_bytes = kScoreStep * int64_t(sizeof(float));

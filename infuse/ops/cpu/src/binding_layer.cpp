@@ -233,6 +233,12 @@ struct Held {
   std::vector<Array> keys, values;
   Array like;  // [B, T, C], of a step
   bool once;   // as in LinearArgs
+  const Maybe none = std::nullopt;
+
+  // A step without a mask; cos and sin are its tokens'.
+  Given given(const Maybe& cos, const Maybe& sin, int64_t start) const {
+    return {cos, sin, none, none, keys, values, start, none, none, false, like, once};
+  }
 
   // Whether x are token ids, or values for a program that does not look them up.
   bool takes_step(const Array& x) const {
@@ -289,9 +295,8 @@ MaybeTensor held_step(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, 
   const Held& of = *reinterpret_cast<const Held*>(held);
   const Array from = x;
   if (!of.takes_step(from)) return std::nullopt;
-  const Maybe none, turns[] = {turned(cos, turn), turned(sin, turn)};
-  const Given given{turns[0], turns[1], none, none, of.keys, of.values, start, none, none, false, of.like, of.once};
-  return run_on_team(of.program, given, from);
+  const Maybe turns[] = {turned(cos, turn), turned(sin, turn)};
+  return run_on_team(of.program, of.given(turns[0], turns[1], start), from);
 }
 
 // Up to `count` steps of a held program from a table to a head: the likeliest tokens [B, steps], of which each but the
@@ -307,9 +312,8 @@ MaybeTensor held_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor s
   Team::together([&] {
     Array x = first;
     for (int64_t step = 0; step < count; ++step) {
-      const Maybe none, turns[] = {turned(cos, turn + step), turned(sin, turn + step)};
-      const Given given{turns[0], turns[1], none,  none,    of.keys, of.values,
-                        start + step,       none,  none,    false,   of.like, of.once};
+      const Maybe turns[] = {turned(cos, turn + step), turned(sin, turn + step)};
+      const Given given = of.given(turns[0], turns[1], start + step);
       StepMachine machine{given, x};
       if (!run(of.program, machine)) return;
       const Array tokens(row_sizes, 2, ScalarType::Long);

@@ -129,7 +129,8 @@ void multiply_tiles(const LinearArgs& a, int64_t begin, int64_t end, uint32_t* t
       const int64_t first = i * depth, last = first + depth < words ? first + depth : words;
       fill(o, first * kInWord<T>, last * kInWord<T>, tile);
       const Piece piece = {o, first, last, words, tile, a.rows * (last - first) * 4 > kFarBytes};
-      const TileAhead ahead = next == o ? TileAhead() : TileAhead(a, next, pieces * blocks.count, (last - first) / kWordsAFetch);
+      const TileAhead ahead =
+          next == o ? TileAhead() : TileAhead(a, next, pieces * blocks.count, (last - first) / kWordsAFetch);
       for (int64_t b = 0; b < blocks.count; ++b) {
         const auto [first_row, count] = blocks[b];
         if (last == words) prefetch_output<T>(a, first_row + count, kTileRows, o);
