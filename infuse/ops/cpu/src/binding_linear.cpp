@@ -13,7 +13,7 @@ void stream_linear(LinearArgs& a, const Array& weight) {
   a.scratch = scratch_of<Scratch::x>(kernel.scratch_bytes(a));
   kernel.arrange(a);
   const int64_t row_bytes = a.inputs * int64_t(weight.element_size());
-  const int64_t unit = a.rows == 1 ? 8 : 24;  // 24: plain_linear.h
+  const int64_t unit = a.rows == 1 ? 8 : 24;  // 24: two panels of plain_linear.h
   over_outputs(a.outputs, row_bytes, unit, [&](int64_t begin, int64_t end) { kernel.rows(a, begin, end); });
 }
 

@@ -137,14 +137,14 @@ void multiply_integer_tile(const LinearArgs& a, Halves tile, int64_t o, int64_t 
   for (int64_t g = 0; g < groups; ++g) {
     ahead.fetch();
     const uint32_t* header = x;
-    if (far) prefetch_near(header + kXAhead);
+    if (far) prefetch(header + kXAhead, Into::all);
     x += kHeaderWords;
     __m512i low[R], high[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_set1_epi32(int(header[kStart * R + r]));
     for (const uint32_t* end = x + words; x < end;) {
       if (far) {
-        for (int r = 0; r < R; ++r) prefetch_near(x + r * words + kXAhead);
+        for (int r = 0; r < R; ++r) prefetch(x + r * words + kXAhead, Into::all);
       }
       const uint32_t* second = x + R / 2 * words;  // rows from R / 2 on: few addresses are needed
       for (const uint32_t* stop = end - x < 16 ? end : x + 16; x < stop;

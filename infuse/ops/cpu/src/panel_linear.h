@@ -133,7 +133,7 @@ template <class T, Code C, int R>
 void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   using P = UnitDot<T, C>;
   constexpr int ahead = R == 1 ? kAhead : kFarAhead;
-  const bool once = R == 1 && a.once;
+  const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
   const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
@@ -152,7 +152,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
         constexpr int at_once = decltype(sums_of_chunk)::units;
         const uint8_t* end = p + (left < kChunkUnits ? left : kChunkUnits) * kUnitBytes<C>;
         for (; p + (at_once - 1) * kUnitBytes<C> < end; p += at_once * kUnitBytes<C>) {
-          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, once);
+          for (int u = 0; u < at_once; ++u) prefetch_unit<C>(p + ahead + u * kUnitBytes<C>, into);
           sums_of_chunk.template add<at_once>(p, x);
         }
         for (; p < end; p += kUnitBytes<C>) sums_of_chunk.template add<1>(p, x);

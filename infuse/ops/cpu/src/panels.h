@@ -90,8 +90,8 @@ template <Code C>
   return d;
 }
 template <Code C>
-[[gnu::always_inline]] inline void prefetch_unit(const uint8_t* p, bool once = false) {
-  for (int w = 0; w < kUnitWords<C>; ++w) once ? prefetch_once(p + w * kWordBytes) : prefetch(p + w * kWordBytes);
+[[gnu::always_inline]] inline void prefetch_unit(const uint8_t* p, Into into = Into::outer) {
+  for (int w = 0; w < kUnitWords<C>; ++w) prefetch(p + w * kWordBytes, into);
 }
 
 #if defined(__AVX512F__)

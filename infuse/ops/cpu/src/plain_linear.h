@@ -43,7 +43,7 @@ float dot_row(const T* w, int64_t inputs, const typename Elements<T>::X* x, bool
     // prefetch each cache line once
     if (s * P::block * sizeof(T) % 64 == 0) {
       const char* at = reinterpret_cast<const char*>(w + i) + kAhead;
-      once ? prefetch_once(at) : prefetch(at);
+      prefetch(at, once ? Into::once : Into::outer);
     }
     acc[s % chains] = P::dot(P::weights(w + i, count), x + i, acc[s % chains]);
   };
@@ -68,8 +68,9 @@ void one_row(const LinearArgs& a, int64_t begin, int64_t end) {
 // ---- several rows of x ----
 //
 // kPanel rows of the weight are multiplied with a chunk of their inputs at a time: that much of x stays in the nearest
-// cache, and so do the sums. The next kPanel rows are prefetched meanwhile, in the order of memory. If a block of rows of
-// x is so small that it stays there, it is one chunk.
+// cache, and so do the sums. The next kPanel rows are prefetched meanwhile, in the order of memory, into all caches:
+// AMD's Zen 5 drops prefetches while 64 lines are awaited, and fewer of these. If a block of rows of x is so small that
+// it stays there, it is one chunk.
 
 constexpr int64_t kChunkBytes = 8192, kWholeBytes = 16384;  // of a block of rows of x
 constexpr int kBlocksAtOnce = 2;  // blocks of rows of x that are multiplied with a chunk of the weight
@@ -93,7 +94,7 @@ void add_chunk(const T* w, int64_t step, int64_t inputs, const typename Elements
     typename P::Weights weights[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)));
+      prefetch(ahead + (i * N + n * P::block) * int64_t(sizeof(T)), Into::all);
       weights[n] = P::weights(w + n * step + i, count);
     }
 #pragma GCC unroll 8
