@@ -167,6 +167,25 @@ def test_tiles_with_masks(dtype: torch.dtype, threads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mask_in_causal_order(dtype: torch.dtype, threads: int) -> None:
+    """It is the same as no mask and causal order; a mask that differs in one place is not."""
+    for batch, tokens, length in ((1, 9, 9), (2, 70, 200), (2, 129, 129)):
+        q = torch.randn(batch, 4, tokens, 32).to(dtype)
+        k, v = (cached(batch, 2, length, 32, dtype) for _ in range(2))
+        room = torch.ones(batch, 1, tokens, length + 3, dtype=torch.bool)  # whose rows are farther apart than `length`
+        mask = room[..., :length].tril_(length - tokens)
+        order = attended(q, k, v, None, None, 0.2, True, 0, 0.0)
+        assert torch.equal(attended(q, k, v, mask, None, 0.2, False, 0, 0.0), order)
+        check(dtype, q, k, v, mask, None, 0.2, False, 0, 0.0)
+        for t in (0, tokens // 2, tokens - 1):
+            for key in {0, length - tokens + t, min(length - tokens + t + 1, length - 1), length - 1}:
+                other = mask.clone()
+                other[-1, 0, t, key] ^= True
+                check(dtype, q, k, v, other, None, 0.2, False, 0, 0.0)
+                assert not torch.equal(attended(q, k, v, other, None, 0.2, False, 0, 0.0), order)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_what_is_not_finite_passes_through_tiles(value: float, dtype: torch.dtype) -> None:
     for which in range(3):

@@ -2,6 +2,7 @@
 // caller uses another body: the checks are cheaper here than in Python.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "binding_ops.h"
@@ -235,8 +236,33 @@ bool set_attended(AttentionArgs& a, const Array& q, const Array& k, const Array&
   return true;
 }
 
+// Whether a bool mask, one for all heads, hides from each query just the keys after it. Models pass the causal order of
+// a prompt's later parts as such a mask. Known as causal, it is not read for each head, and hidden tiles are left out.
+bool masks_causally(const AttentionArgs& a) {
+  const Scored& m = a.mask;
+  const int64_t before = a.length - a.tokens;
+  if (!m.data || !m.is_bool || m.n != 0 || m.l != 1 || before < 0 || a.window) return false;
+  const auto in_order = [&](int64_t i) {
+    const auto* row = static_cast<const uint8_t*>(m.data) + i / a.tokens * m.b + i % a.tokens * m.t;
+    const size_t shown = size_t(before + i % a.tokens + 1), hidden = size_t(a.length) - shown;
+    if (std::memchr(row, 0, shown)) return false;
+    return hidden == 0 || (row[shown] == 0 && std::memcmp(row + shown, row + shown + 1, hidden - 1) == 0);
+  };
+  if (!in_order(0)) return false;
+  std::atomic<bool> all{true};
+  parallel_for(0, a.batch * a.tokens, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && all.load(std::memory_order_relaxed); ++i) {
+      if (!in_order(i)) all.store(false, std::memory_order_relaxed);
+    }
+  });
+  return all;
+}
+
 void run_attention(AttentionArgs& a) {
-  if (by_tiles(a)) return attend_tiles(a, thread_count());
+  if (by_tiles(a)) {
+    if (masks_causally(a)) a.mask = {}, a.causal = true;
+    return attend_tiles(a, thread_count());
+  }
   const auto& run = kernels().attention;
   const int64_t element_bytes = a.of_int8 ? 1 : a.type == Type::f32 ? 4 : 2;
   const int64_t bytes = 2 * a.batch * a.kv_heads * (a.length - a.first_key) * a.width * element_bytes;
