@@ -1,16 +1,16 @@
-"""Long contexts: a decode step over a full cache, by the bytes that it reads, and the prefill of a long prompt.
+"""Long contexts: the prefill of a long prompt, and decode steps over a full cache by the bytes that they read.
 
-    python bench/long_context.py [--tokens 32768] [--layers 2] [--quant "" int8] [--prefill 0] [--out FILE.md]
+    python bench/long_context.py [--tokens 32768] [--layers 2] [--quant "" int8] [--new 60] [--out FILE.md]
 
 Layers of the Llama-3.2-1B shape with random weights and a small vocabulary, so that two layers tell what each costs.
-The cache is filled with random values. All variants take turns with a pass over a buffer, whose bandwidth is the bound.
+`generate` answers one prompt for each format of the weights and the cache. A pass over a buffer, whose bandwidth is the
+bound, is timed between its steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,57 +26,71 @@ from models import SHAPES, made
 from report import in_turns, markdown, memory_bytes, show
 
 VOCABULARY = 1024
+PROBE_EVERY = 8  # steps; the step after a probe is not counted, since its weights and cache have been driven out
 
 
-def filled(shape: dict[str, Any], tokens: int, format: str | None, dtype: torch.dtype) -> KVCache:
-    """A cache that holds `tokens` tokens of one row, with room for one more."""
-    cache = KVCache(tokens + 1, format=format)
-    for layer in range(shape["num_hidden_layers"]):
-        states = (torch.randn(1, shape["num_key_value_heads"], tokens, shape["head_dim"]).to(dtype) for _ in "kv")
-        cache.update(*states, layer)
-    return cache
+def cache_bytes(shape: dict[str, Any], tokens: int, format: str | None) -> int:
+    """Of `tokens` tokens in bfloat16, or in `format`."""
+    cache, one_block = KVCache(format=format), 64
+    states = torch.randn(1, shape["num_key_value_heads"], one_block, shape["head_dim"]).bfloat16()
+    cache.update(states, states, 0)
+    return cache.nbytes() * shape["num_hidden_layers"] * tokens // one_block
 
 
-@torch.inference_mode()
-def step(model: Any, cache: KVCache, tokens: int) -> None:
-    """One decode step at position `tokens`, which the next one overwrites."""
-    model(torch.tensor([[3]]), past_key_values=cache, position_ids=torch.tensor([[tokens]]), use_cache=True)
-    cache.crop(-1)
+class Clock:
+    """A streamer that notes the seconds of each step and, in between, of a pass over memory."""
+
+    def __init__(self, reader: MemoryReader):
+        self.seconds: list[float] = []
+        self.passes: list[float] = []
+        self._reader, self._last, self._put = reader, 0.0, 0
+
+    def put(self, tokens: object) -> None:
+        self._put += 1
+        if self._put % PROBE_EVERY == 0:
+            self.passes += in_turns([self._reader], 1)[0]
+        elif self._put % PROBE_EVERY > 1 and self._put > PROBE_EVERY:  # the first steps find how to go on
+            self.seconds.append(time.perf_counter() - self._last)
+        self._last = time.perf_counter()
+
+    def end(self) -> None:
+        pass
 
 
-def decode_report(shape: dict[str, Any], engines: dict[str, Any], args: argparse.Namespace) -> tuple[Table, str]:
-    runs: dict[str, tuple[Any, float]] = {}
-    for name, engine in engines.items():
-        for format in (None, "int8"):
-            cache = filled(shape, args.tokens, format, torch.bfloat16)
-            read_bytes = parameter_bytes(engine.module) + cache.nbytes()  # the head's weight is the embedding's
-            runs[f"{name}, cache {format or 'bfloat16'}"] = (partial(step, engine, cache, args.tokens), read_bytes)
+def report(args: argparse.Namespace) -> tuple[Table, str]:
+    shape = SHAPES["llama-1b"] | dict(
+        num_hidden_layers=args.layers, vocab_size=VOCABULARY, max_position_embeddings=2 * args.tokens
+    )
+    rows = Table(
+        "weights, cache", "prompt, s", "tokens/s", "more memory at the peak, MB", "ms a step", "MB read", "GB/s",
+        "of the read bandwidth, GB/s",
+    )  # fmt: skip
     reader = MemoryReader()
-    seconds = in_turns([*(run for run, _ in runs.values()), reader], args.repeats)
-    bandwidth = reader.bandwidth(seconds[-1])
-    rows = Table("weights, cache", "ms a step", "MB read", "GB/s", "of the read bandwidth")
-    for (name, (_, read_bytes)), own in zip(runs.items(), seconds, strict=False):
-        rate = read_bytes / median(own)
-        rows.add_row(
-            name, f"{1e3 * median(own):.2f}", f"{read_bytes / 1e6:.0f}", f"{rate / 1e9:.1f}",
-            f"{rate / bandwidth.median:.2f} (best step and pass: {read_bytes / min(own) / bandwidth.best:.2f})",
-        )  # fmt: skip
-    told = f"read {bandwidth.best / 1e9:.1f} GB/s (median {bandwidth.median / 1e9:.1f}) by {bandwidth.reader}"
-    return rows, f"decode at {args.tokens} tokens, {shape['num_hidden_layers']} layers; probed: {told}"
-
-
-def prefill_report(shape: dict[str, Any], engines: dict[str, Any], args: argparse.Namespace) -> tuple[Table, str]:
-    """A prompt of `args.prefill` tokens by generate: seconds, and the memory that it takes beyond the weights."""
-    rows = Table("weights", "prompt", "s", "tokens/s", "more memory at the peak, MB")
-    for name, engine in engines.items():
-        ids = torch.randint(3, VOCABULARY, (1, args.prefill))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
-        before = memory_bytes("VmRSS")
-        start = time.perf_counter()
-        engine.generate(ids, max_new_tokens=1, do_sample=False)
-        took, more = time.perf_counter() - start, memory_bytes("VmHWM") - before
-        rows.add_row(name, str(args.prefill), f"{took:.2f}", f"{args.prefill / took:,.0f}", f"{more / 1e6:,.0f}")
-    return rows, f"prefill, {shape['num_hidden_layers']} layers"
+    ids = torch.randint(3, VOCABULARY, (1, args.tokens))
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False)
+    for quant in args.quant:
+        for cache in (None, "int8"):
+            engine = infuse.init_inference(
+                made(shape, torch.bfloat16), dtype=torch.bfloat16, verify="off", progress=False, quant=quant or {},
+                **({"kv_cache": cache} if cache else {}),
+            )  # fmt: skip
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
+            before = memory_bytes("VmRSS")
+            start = time.perf_counter()
+            engine.generate(**inputs, max_new_tokens=1)
+            prompt, more = time.perf_counter() - start, memory_bytes("VmHWM") - before
+            clock = Clock(reader)
+            engine.generate(**inputs, max_new_tokens=args.new, streamer=clock)
+            step, bandwidth = median(clock.seconds), reader.bandwidth(clock.passes)
+            # the head's weight is the embedding's
+            read_bytes = parameter_bytes(engine.module) + cache_bytes(shape, args.tokens, cache)
+            rows.add_row(
+                f"{quant or 'bfloat16'}, {cache or 'bfloat16'}", f"{prompt:.1f}", f"{args.tokens / prompt:,.0f}",
+                f"{more / 1e6:,.0f}", f"{1e3 * step:.2f}", f"{read_bytes / 1e6:.0f}", f"{read_bytes / step / 1e9:.1f}",
+                f"{read_bytes / step / bandwidth.median:.2f} of {bandwidth.median / 1e9:.1f}",
+            )  # fmt: skip
+            del engine
+    return rows, f"{args.tokens} tokens, {args.layers} layers; probed by {bandwidth.reader}"
 
 
 def main() -> None:
@@ -84,20 +98,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--quant", nargs="+", default=["", "int8"], help='formats of the weights; "": bfloat16')
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt to measure instead")
+    parser.add_argument("--new", type=int, default=60, help="tokens of each answer")
     parser.add_argument("--out", type=Path, help="append the report to this file")
     args = parser.parse_args()
-    shape = SHAPES["llama-1b"] | dict(
-        num_hidden_layers=args.layers, vocab_size=VOCABULARY, max_position_embeddings=2 * args.tokens
-    )
-    engines = {
-        quant or "bfloat16": infuse.init_inference(
-            made(shape, torch.bfloat16), dtype=torch.bfloat16, verify="off", progress=False, quant=quant or {}
-        )
-        for quant in args.quant
-    }
-    rows, remarks = (prefill_report if args.prefill else decode_report)(shape, engines, args)
+    if args.new < 2 * PROBE_EVERY + 2:
+        parser.error(f"--new: at least {2 * PROBE_EVERY + 2}, since every {PROBE_EVERY} steps memory is probed")
+    rows, remarks = report(args)
     show(markdown(rows, remarks), args.out)
 
 
