@@ -23,6 +23,7 @@ import transformers
 from rich.table import Table
 
 import infuse
+from infuse import memory
 from infuse.plan.bytes import parameter_bytes
 from models import SHAPES, made
 from report import markdown, memory_bytes, show
@@ -30,11 +31,14 @@ from report import markdown, memory_bytes, show
 CHUNK_BYTES = 1 << 24
 
 
-def plain_read(folder: Path) -> float:
-    """Seconds to read the file's bytes into fresh memory."""
+def plain_read(folder: Path, large_pages: bool = False) -> float:
+    """Seconds to read the file's bytes into fresh memory: on pages of 4 KiB, or of 2 MiB like the weights of a load,
+    which Linux may first have to make by moving others.
+    """
+    empty = memory.empty if large_pages else torch.empty
     start = time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
-        held = torch.empty(path.stat().st_size, dtype=torch.uint8)
+        held = empty((path.stat().st_size,), dtype=torch.uint8)
         view = memoryview(held.numpy())
         with open(path, "rb", buffering=0) as file:
             at = 0
@@ -102,13 +106,15 @@ def main() -> None:
             runs[read] = lambda shards=shards: plain_read(shards)
             runs[label] = lambda shards=shards: load(shards, asked.shape, "")
             plain[read] = plain[label] = read
+            runs[f"{read}, large pages"] = lambda shards=shards: plain_read(shards, large_pages=True)
+            plain[f"{read}, large pages"] = read
         seconds: dict[str, list[float]] = {label: [] for label in runs}
         for repeat in range(asked.repeats + 1):
             for label, run in runs.items():
                 taken = run()
                 if repeat:  # the first turn brings the file into the page cache
                     seconds[label].append(taken)
-        memory = peaks(folder, asked.shape, ["", *asked.formats])
+        taken_bytes = peaks(folder, asked.shape, ["", *asked.formats])
     table = Table(
         "",
         "seconds",
@@ -121,7 +127,7 @@ def main() -> None:
         middle, spread = median(taken), f"{min(taken):.2f} to {max(taken):.2f}"
         rate = f"{size / middle / 1e9:.2f}" if plain[label] == "plain read" else ""
         table.add_row(label, f"{middle:.2f}", f"{middle / median(seconds[plain[label]]):.2f}", rate, spread)
-    show(markdown(table, f"seconds are medians of {asked.repeats} turns; {memory}"), asked.out)
+    show(markdown(table, f"seconds are medians of {asked.repeats} turns; {taken_bytes}"), asked.out)
 
 
 def arguments() -> argparse.Namespace:
