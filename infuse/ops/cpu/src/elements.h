@@ -23,8 +23,8 @@ constexpr int kPanel = 12;
 constexpr int kAhead = 4096;
 constexpr int kFarAhead = 8192;  // of codes for several rows of x: 6 to 8 % faster with 8 rows
 
-// Always inline: g++ thinks that a function that only prefetches has no effect, and drops the call.
 enum class Into { once, outer, all };  // the nearest cache for data that is read once, the outer caches, all caches
+// Always inline: g++ thinks that a function that only prefetches has no effect, and drops the call.
 [[gnu::always_inline]] inline void prefetch(const void* p, Into into = Into::outer) {
   if (into == Into::once) return __builtin_prefetch(p, 0, 0);
   into == Into::outer ? __builtin_prefetch(p, 0, 2) : __builtin_prefetch(p, 0, 3);
