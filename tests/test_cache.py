@@ -327,3 +327,9 @@ def test_a_cache_that_is_reset_serves_any_dtype() -> None:
     cache.reset()
     filled(cache, "bf16")
     assert {storage.dtype for storage in cache.storages()} == {torch.bfloat16}
+
+
+def test_values_of_another_width_than_keys_are_refused() -> None:
+    """As latent attention makes them."""
+    with pytest.raises(UnsupportedCall, match="keys of 6 and values of 4; give a DynamicCache"):
+        KVCache().update(torch.ones(1, 2, 3, 6), torch.ones(1, 2, 3, 4), 0)

@@ -161,6 +161,29 @@ def test_a_hook_from_before_goes_on_being_heard(part: str) -> None:
     assert isinstance(model.model.layers[0], Block) == (part in ("", "self_attn")), str(engine.plan)
 
 
+@pytest.mark.parametrize("name", ["gpt-neo", "mpt", "gptj", "llama"])
+def test_rows_of_padding_equal_the_originals(name: str) -> None:
+    """Each family's way with a query that sees nothing: zeros, all keys alike, or all up to itself."""
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    given = dict(input_ids=torch.randint(3, 96, (2, 12)), attention_mask=mask, output_hidden_states=True)
+    models = BY_NAME[name].make(), infuse.init_inference(BY_NAME[name].make(), dtype="fp32", verify="off")
+    with torch.no_grad():
+        wanted, found = (model(**given).hidden_states for model in models)
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one, other, torch.float32)
+
+
+def test_gpt_neo_keeps_its_causal_order_under_any_mask() -> None:
+    """Its layers hide later tokens themselves; those of other families take a mask's word for it."""
+    mask = torch.zeros(1, 1, 9, 9).masked_fill_(torch.ones(9, 9).triu(5).bool(), torch.finfo(torch.float32).min)
+    ids = torch.randint(3, 96, (1, 9))
+    models = BY_NAME["gpt-neo"].make(), infuse.init_inference(BY_NAME["gpt-neo"].make(), dtype="fp32", verify="off")
+    with torch.no_grad():
+        wanted, found = (model(ids, attention_mask=mask, use_cache=False).logits for model in models)
+    assert_near(found, wanted, torch.float32)
+
+
 # ---- layers that stay: the attention hook ----
 
 

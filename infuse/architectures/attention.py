@@ -87,14 +87,15 @@ Position = NoPosition | Rotary | RotaryTable | Alibi | RelativeBias
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window that the mask does not contain.
+    """Causal order within a sliding window, which a layer adds to every mask that it is given.
 
-    Layers whose entry in the config list `types` is `value` see `size` (a config key) tokens.
+    Layers whose entry in the config list `types` is `value` see `size` tokens, the others `positions` (config keys).
     """
 
     types: str
     value: str
     size: str
+    positions: str
 
 
 @dataclass(frozen=True)
@@ -291,9 +292,10 @@ class Attention:
         return replace(bound, table=position.table)
 
     def _window(self, binder: Binder) -> int:
-        if self.window is None or binder.of_this_layer(self.window.types) != self.window.value:
+        if self.window is None:
             return 0
-        return binder.count(self.window.size)
+        local = binder.of_this_layer(self.window.types) == self.window.value
+        return binder.count(self.window.size if local else self.window.positions)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ GPT_NEO = GPT2.but(
         qkv=Separate("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
         out="attn.attention.out_proj",
         scale=1.0,
-        window=Window("attention_layers", "local", "window_size"),
+        window=Window("attention_layers", "local", "window_size", "max_position_embeddings"),
     ),
     transposed=False,
     returns=TUPLE,

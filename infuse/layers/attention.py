@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.functional import softplus
 
 from infuse import ops
@@ -81,7 +82,7 @@ class Attention(InferenceModule):
             k, v = in_order(tokens, k, v)
         mask, bias = inputs.mask, positions.bias(inputs, batch, k.shape[2])
         if mask is not None:
-            mask = positions.added(self.allowed(mask, k.shape[2]), q.dtype)
+            mask = positions.added(self.allowed(mask, k.shape[2], q.dtype), q.dtype)
         if shape.head_counts:
             mask, bias = self._of_own_heads(mask), self._of_own_heads(bias)
         window = shape.window
@@ -195,10 +196,14 @@ class Attention(InferenceModule):
         ]
 
     def _check_window(self, cache: Any, tokens: int) -> None:
-        """Refuse caches with room after their last token: a window counts back from the last key, the last query's."""
+        """Refuse caches with room after their last token: a window counts back from the last key, the last query's.
+
+        A window as large as the whole room hides nothing of it.
+        """
         if isinstance(cache, KVCache):
             return
-        if cache.get_mask_sizes(tokens, self._index)[0] == cache.get_seq_length(self._index) + tokens:
+        length = cache.get_mask_sizes(tokens, self._index)[0]
+        if length <= self.shape.window or length == cache.get_seq_length(self._index) + tokens:
             return
         raise UnsupportedCall(
             f"a layer with a local window was given a {type(cache).__name__} that holds room for more tokens "
@@ -211,11 +216,17 @@ class Attention(InferenceModule):
             return of_all
         return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 
-    def allowed(self, mask: Tensor, length: int) -> Tensor:
+    def allowed(self, mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Cut the mask to `length` keys (a static mask may be longer). In a boolean result, True means: may attend."""
         if mask.shape[-1] > length:
             mask = mask[..., :length]
-        return ~mask if self.shape.inverted_mask and mask.dtype == torch.bool else mask
+        if not self.shape.inverted_mask or mask.dtype != torch.bool:
+            return mask
+        # Models with such masks fill the lowest score in: a query that sees nothing, as padding, then sees all alike.
+        unread = is_compiling() or mask.device.type != "cpu"  # values that must not be looked at
+        if mask.shape[-2] > 1 and (unread or bool(mask.all(-1).any())):
+            return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, torch.finfo(dtype).min)
+        return ~mask
 
 
 def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,11 @@ class KVSlot(CacheLayerMixin):
         if self.place is not None:
             return self._update_place(key_states, value_states)
         batch, kv_heads, tokens, width = key_states.shape
+        if value_states.shape[3] != width:  # as in latent attention
+            raise UnsupportedCall(
+                f"past_key_values: a KVCache holds keys and values of one width, and this layer makes keys of {width} "
+                f"and values of {value_states.shape[3]}; give a DynamicCache"
+            )
         start = self.reserve(batch, tokens, kv_heads, width, key_states)
         assert self.key_storage is not None and self.value_storage is not None
         if self.row_lengths is not None:

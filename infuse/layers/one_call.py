@@ -328,7 +328,7 @@ class StepCall(BlockCall):
         positions, mask = attention._modules["positions"], inputs.mask
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
         if mask is not None:
-            mask = attention.allowed(mask, start + tokens)
+            mask = attention.allowed(mask, start + tokens, x_BTC.dtype)
         storage = (slot.key_storage,), (slot.value_storage,)
         step = partial(layers_step, x_BTC, tensors, turns, mask, bias, storage, start, self._numbers)
         assert self._found is not None
@@ -363,7 +363,7 @@ class EncoderCall(BlockCall):
         tensors = self._tensors((block,))
         if tensors is None:
             return None
-        mask = None if inputs.mask is None else attention.allowed(inputs.mask, x_BTC.shape[1])
+        mask = None if inputs.mask is None else attention.allowed(inputs.mask, x_BTC.shape[1], x_BTC.dtype)
         return encoder_layer(x_BTC, tensors, mask, self._numbers)
 
 
