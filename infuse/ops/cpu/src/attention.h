@@ -233,11 +233,11 @@ inline void clear(const Scratch& scratch, const Partial& state) {
       scratch.keep()[r] = 1.0f;
 }
 
-// The rows from `rows` on, of keys or values: at most one block, none if `count` is negative.
+// The rows from `rows` on, of keys or values: at most one block.
 template <class S>
 Ahead<S> ahead_of(const AttentionArgs& a, const S* rows, int64_t step, int64_t count) {
   const int64_t row_bytes = a.width * int64_t(sizeof(S)) + (a.of_int8 ? int64_t(sizeof(float)) : 0),
-      next = count < 0 ? 0 : count < kKeyBlock ? count : kKeyBlock;
+      next = count < kKeyBlock ? count : kKeyBlock;
   const auto* at = reinterpret_cast<const char*>(rows);
   if constexpr (std::is_same_v<S, quad8>) return {at, step == row_bytes ? next * row_bytes / 64 : 0};
   else return {at, step * int64_t(sizeof(S)), row_bytes, int(next)};
@@ -301,13 +301,16 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     else if constexpr (of_int8) load_scales(rows, step, count, a.width, to);
   };
   const int64_t left = a.length - key - count;
-  Ahead<S> keys = ahead_of(a, k + count * a.k_t, a.k_t, left), values = ahead_of(a, v + count * a.v_t, a.v_t, left);
-  if constexpr (in_quads) keys.fetch(keys.left / 8);
+  // of rows of bytes the next keys and then the next values; else these values and then the next keys
+  const Ahead<S> next_keys = ahead_of(a, k + count * a.k_t, a.k_t, left);
+  Ahead<S> during_scores = in_quads ? next_keys : ahead_of(a, v, a.v_t, count);
+  Ahead<S> during_sums = in_quads ? ahead_of(a, v + count * a.v_t, a.v_t, left) : next_keys;
+  if constexpr (in_quads) during_scores.fetch(during_scores.left / 8);
   scales_of(k, a.k_t, scales.keys);
-  scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, keys)
-                    : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, scales.keys, keys)
-                    : score_rows<S, kRows>(a, scratch, k, count, scales.keys, keys);
-  if constexpr (in_quads) values.fetch(values.left / 8);
+  scratch.rows == 1 ? score_rows<S, 1>(a, scratch, k, count, scales.keys, during_scores)
+                    : scratch.rows == 2 ? score_rows<S, 2>(a, scratch, k, count, scales.keys, during_scores)
+                    : score_rows<S, kRows>(a, scratch, k, count, scales.keys, during_scores);
+  if constexpr (in_quads) during_sums.fetch(during_sums.left / 8);
   scales_of(v, a.v_t, scales.values);
   if constexpr (in_quads) scales.poison = poison_of(scales);
   const int64_t group = group_of(a), rows = rows_of(a);
@@ -328,14 +331,14 @@ void attend_block(const AttentionArgs& a, const Head& head, const Scratch& scrat
     }
   }
   if constexpr (in_quads) {
-    values.fetch(values.left / 4);
+    during_sums.fetch(during_sums.left / 4);
     scratch.rows == 1 ? weigh_rows<S, 1>(scratch, state, scales)
                       : scratch.rows == 2 ? weigh_rows<S, 2>(scratch, state, scales)
                       : weigh_rows<S, kRows>(scratch, state, scales);
   }
-  scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, values)
-                    : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, values)
-                    : add_rows<S, kRows>(a, scratch, state, v, count, values);
+  scratch.rows == 1 ? add_rows<S, 1>(a, scratch, state, v, count, during_sums)
+                    : scratch.rows == 2 ? add_rows<S, 2>(a, scratch, state, v, count, during_sums)
+                    : add_rows<S, kRows>(a, scratch, state, v, count, during_sums);
 }
 
 // Divides and rounds.

@@ -39,8 +39,8 @@ inline void fetch_rest(const T* row, int64_t from, int64_t width) {
   for (int64_t c = from; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c);
 }
 
-// The next block's keys while those of a block are read, then its values. They are prefetched row by row, since the
-// hardware would begin anew with each block: 14 instead of 40 GB/s.
+// A block's values while its keys are read, then the next block's keys. They are prefetched row by row, since the hardware
+// would begin anew with each block: 14 instead of 40 GB/s.
 struct RowsAhead {
   const char* rows;
   int64_t step_bytes, row_bytes;
@@ -53,17 +53,17 @@ struct RowsAhead {
     const char* row = rows + i * step_bytes;
     if (step_bytes == row_bytes) {
 #pragma GCC unroll 4
-      for (const char* end = row + n * row_bytes; row < end; row += 64) __builtin_prefetch(row, 0, 2);
+      for (const char* end = row + n * row_bytes; row < end; row += 64) __builtin_prefetch(row);
       return;
     }
     for (const char* end = row + n * step_bytes; row != end; row += step_bytes) {
-      for (int64_t c = 0; c < row_bytes; c += 64) __builtin_prefetch(row + c, 0, 2);
+      for (int64_t c = 0; c < row_bytes; c += 64) __builtin_prefetch(row + c);
     }
   }
 };
 
-// The same for rows of an int8 cache without bytes between them, line by line all through a block: its products take as
-// long as reading it, so that memory must never wait for them.
+// For rows of an int8 cache without bytes between them: the next block's keys and values, line by line all through a
+// block. Its products take as long as reading it, so that memory must never wait for them.
 struct LinesAhead {
   const char* at;
   int64_t left;        // lines
