@@ -301,6 +301,8 @@ def test_a_json_file_that_cannot_be_used(tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text('{"dtype": ')
     assert "broken.json' is not valid JSON: Expecting value: line 1 column 11" in error_of(broken)
+    broken.write_text('{"quant": {"enabled": true, "enabled": false}}')
+    assert "enabled has two different values, True and False; give one" in error_of(broken)
     broken.write_text("[1, 2]")
     assert "holds [1, 2]; possible: a JSON object" in error_of(broken)
     broken.write_text('{"dtipe": "fp16"}')

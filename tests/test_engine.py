@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 import infuse
 import infuse.deepspeed as deepspeed
 from infuse.device import Device
+from infuse.layers.cache import KVCache
 
 TEXTS = ["the cat sat on the mat", "a dog ran after the cat", "she reads a book on the mat"]
 
@@ -318,6 +320,37 @@ def test_what_cannot_be_injected(tokenizer: t.PreTrainedTokenizerFast) -> None:
     with pytest.raises(infuse.ConfigError, match="parameters are on the meta device.*load the weights first"):
         infuse.init_inference(model)
     assert [step.depth for step in infuse.plan(model, dtype="fp32").steps if step.path != "lm_head"] == ["block"] * 3
+
+
+def test_a_buffer_on_meta_is_named() -> None:
+    model = BY_NAME["llama"].make()
+    model.model.rotary_emb.to("meta")
+    with pytest.raises(infuse.ConfigError, match=r"buffers are on the meta device \(model.rotary_emb.inv_freq"):
+        infuse.init_inference(model)
+
+
+def test_a_second_call_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    """As a cell of a notebook that is run again: the first cap counted on, and `generate` lost our cache."""
+    model = BY_NAME["llama"].make()
+    model.save_pretrained(tmp_path)
+    infuse.init_inference(model, dtype="fp32", verify="off", max_out_tokens=8)
+    with pytest.warns(UserWarning) as told:
+        engine = infuse.init_inference(model, dtype="fp32", verify="off", max_out_tokens=20)
+    assert [str(one.message) for one in told] == [
+        "infuse: the layers of LlamaForCausalLM are already replaced: they keep their weights"
+    ]
+    answer = engine.generate(ids(1, 9), max_new_tokens=3, return_dict_in_generate=True)
+    assert isinstance(answer.past_key_values, KVCache)
+    with pytest.raises(infuse.ContextLimitError, match="max_out_tokens=20"):
+        model.generate(ids(1, 9), max_new_tokens=12)
+    with pytest.warns(UserWarning, match="keep the format of the cache"):
+        engine = infuse.init_inference(engine, dtype="fp32", verify="off", kv_cache="int8")
+    assert engine.module is model
+    answer = model.generate(ids(1, 9), max_new_tokens=30, return_dict_in_generate=True)
+    assert isinstance(answer.past_key_values, KVCache) and answer.past_key_values.format is None
+    for replaced in (model, engine):
+        with pytest.raises(infuse.ConfigError, match=r"replaced already.*load_state_dict\(\)"):
+            infuse.init_inference(replaced, dtype="fp32", checkpoint=str(tmp_path))
 
 
 def test_a_second_call_with_another_dtype_is_refused() -> None:

@@ -104,6 +104,17 @@ def test_settings_of_generate_that_differ_are_named_on_every_rank(how: str, what
     assert told(ranks.run_expecting_errors(2, other_generation, how), what)
 
 
+def masks_in_another_order() -> None:
+    """As transformers makes them for a static cache: the order of a set of words differs between processes."""
+    names = ["full_attention", "sliding_attention"][:: -1 if dist.get_rank() else 1]
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    engine_of("gemma2")(torch.arange(4)[None], attention_mask=dict.fromkeys(names, causal), use_cache=False)
+
+
+def test_masks_by_name_may_come_in_any_order(ranks: Ranks) -> None:
+    ranks.run(2, masks_in_another_order)
+
+
 def test_equal_processors_and_criteria_are_no_error(ranks: Ranks) -> None:
     assert same(ranks.run(2, other_generation, "same"))
 

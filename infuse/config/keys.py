@@ -120,6 +120,15 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which a key that comes twice has the same value."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"{key} has two different values, {shown(found[key])} and {shown(value)}; give one")
+    return found
+
+
 def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
     """The first source (nothing, a dict, the path of a JSON file, or a configuration) as a mapping."""
     if config is None:
@@ -133,7 +142,7 @@ def _mapping(config: Any, model: type[Section]) -> Mapping[str, Any]:
         )
     try:
         with open(config, encoding="utf-8") as file:
-            loaded = json.load(file)
+            loaded = json.load(file, object_pairs_hook=_object)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(

@@ -24,14 +24,13 @@ from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
-from infuse.layers.linear import QuantizedLinear
 from infuse.logs import log, progress_bars, warn
 from infuse.memory import channels_last
 from infuse.parallel.group import Group
 from infuse.parallel.join import join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.bytes import parameter_bytes
-from infuse.plan.decide import make_plan
+from infuse.plan.decide import ALREADY_REPLACED, make_plan
 from infuse.plan.plan import Plan, Report, memory, title
 from infuse.plan.step import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.profile.profiler import ForwardTimes, Profile
@@ -99,6 +98,7 @@ class InferenceEngine(nn.Module):
     def __init__(self, model: nn.Module, config: Any = None, **kwargs: Any):
         super().__init__()
         self.settings = settings = InferenceConfig.make(config, **kwargs)
+        model = model.module if isinstance(model, InferenceEngine) else model
         check_model(model)
         source, _, save_path = settings.checkpoint_files
         check_weights(model, from_checkpoint=source is not None)
@@ -218,7 +218,7 @@ class InferenceEngine(nn.Module):
             raise ConfigError(
                 "load_model_with_checkpoint: the engine was made without checkpoint=, so there is nothing to read"
             )
-        if any(isinstance(module, (Block, QuantizedLinear)) for module in r_module.modules()):
+        if is_replaced(r_module):
             raise ConfigError(
                 "load_model_with_checkpoint: the layers of r_module are replaced already; give the original model"
             )
@@ -294,6 +294,10 @@ def tell(plans: Mapping[str, tuple[Plan, Plan]]) -> None:
             warn(text, stacklevel=4)
     if not any(done.steps for _, done in plans.values()):
         for _, done in plans.values():
+            if any(left.why == ALREADY_REPLACED for left in done.left):
+                text = f"the layers of {done.model} are {ALREADY_REPLACED}: they keep their weights"
+                warn(f"infuse: {text}", stacklevel=4)
+                continue
             reasons = "; ".join(dict.fromkeys(left.why for left in done.left))
             reasons = reasons or "it has no layers that infuse knows"
             warn(f"infuse: NOTHING IS ACCELERATED in {done.model}: {reasons}", stacklevel=4)
@@ -337,6 +341,11 @@ def check_weights(model: nn.Module, from_checkpoint: bool) -> None:
             raise ConfigError(
                 f"checkpoint= cannot be read into a model that is already quantized by {library}: leave it out"
             )
+        if is_replaced(model):
+            raise ConfigError(
+                "checkpoint= cannot be read into a model whose layers are replaced already: give the original model, "
+                "which may be on meta, or load values into this one with load_state_dict()"
+            )
         return
     on_meta = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if on_meta and offloaded(model):
@@ -349,6 +358,11 @@ def check_weights(model: nn.Module, from_checkpoint: bool) -> None:
             f"{len(on_meta)} parameters are on the meta device ({on_meta[0]}, ...): load the weights first, or give "
             "checkpoint=; infuse.plan works without"
         )
+    if empty := [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]:
+        raise ConfigError(
+            f"{len(empty)} buffers are on the meta device ({empty[0]}, ...), which no state dict fills: make the model "
+            "anew with its values, or give checkpoint=, which computes them"
+        )
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
@@ -356,6 +370,11 @@ def _move(model: nn.Module, device: torch.device) -> None:
     tensors = (*model.parameters(), *model.buffers())
     if any(tensor.device.type != device.type or device.index not in (None, tensor.device.index) for tensor in tensors):
         model.to(device)
+
+
+def is_replaced(model: nn.Module) -> bool:
+    """Whether any of its modules is ours."""
+    return any(isinstance(module, InferenceModule) for module in model.modules())
 
 
 def device_of(model: nn.Module) -> torch.device:

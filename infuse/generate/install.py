@@ -96,8 +96,15 @@ def install(
     """Install generate, the cap, device moves, graphs and, for several ranks, the check of inputs.
 
     Return the hooks' handles. `caches`: the layers support our cache; `kv_cache` is its format. Pass `graphs` only if
-    the collectives of `group` can be captured.
+    the collectives of `group` can be captured. If `module` was replaced before, this takes the place of what was
+    installed then; a format of the cache with which its layers were not proven has no effect.
     """
+    before: Installed | None = vars(module).get("_infuse")
+    if before is not None:
+        _drop_hooks(module)
+        uninstall(module, [])
+        if before.caches and not caches:
+            caches, kv_cache = True, kv_cache if kv_cache == before.kv_cache else None
     buckets = None
     if graphs is not None:
         backend = graphs.backend if group.size == 1 else RankBackend(graphs.backend, group)
@@ -195,6 +202,13 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         if graphed is not None:
             graphed.end(keep=getattr(result, "past_key_values", None) is graphed)
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    for id, hook in list(module._forward_pre_hooks.items()):
+        if _is_ours(hook):
+            del module._forward_pre_hooks[id]
+            module._forward_pre_hooks_with_kwargs.pop(id, None)
 
 
 def _can_replay(module: nn.Module) -> bool:

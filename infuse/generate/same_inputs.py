@@ -103,9 +103,10 @@ def _checksum(value: Any, seed: int = 0) -> int:
             return seed
         return zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, seed)
     if isinstance(value, Mapping):
-        for key, inner in value.items():
+        # Sorted: transformers makes masks for the set of the layers' kinds, whose order differs between processes.
+        for key in sorted(value, key=str):
             if key not in _OWN and not str(key).startswith("_"):
-                seed = _checksum(inner, zlib.crc32(str(key).encode(), seed))
+                seed = _checksum(value[key], zlib.crc32(str(key).encode(), seed))
         return seed
     if isinstance(value, (tuple, list)):
         for inner in value:

@@ -55,6 +55,8 @@ from infuse.plan.unknown import Splits
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
+ALREADY_REPLACED = "already replaced"  # by an earlier init_inference
+
 
 def make_plan(
     model: nn.Module, config: InferenceConfig, device: Device, mesh: Mesh = ONE, *, in_pipeline: bool = False
@@ -87,7 +89,10 @@ def make_plan(
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
     kv_cache = config.kv_cache
     if kv_cache and not any(step.decodes for step in decision.steps):
-        notes, kv_cache = [*notes, "kv_cache: no effect here: no decoder layer is replaced as a block"], None
+        why = "no decoder layer is replaced as a block"
+        if any(isinstance(module, Block) for module in model.modules()):
+            why = "layers that are replaced already keep the format of the cache that they were replaced with"
+        notes, kv_cache = [*notes, f"kv_cache: no effect here: {why}"], None
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
     steps = tuple(decision.steps)
     return Plan(
@@ -142,7 +147,7 @@ class _Decision:
         """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
         specs = specs_for(module)
         if isinstance(module, (Block, Experts)):
-            self.leave(path, "already replaced")
+            self.leave(path, ALREADY_REPLACED)
         elif is_experts(module) or is_routed(module):
             self.linears(module, path)
         elif specs and (adapters := adapted(module)):
@@ -446,7 +451,8 @@ class _Decision:
             return
         if getattr(model.config, "_attn_implementation", "") != "sdpa":
             return
-        blocks = tuple(f"{step.path}." for step in self.steps if step.depth == BLOCK)
+        replaced = [name for name, module in model.named_modules() if isinstance(module, Block)]
+        blocks = tuple(f"{path}." for path in (*replaced, *(step.path for step in self.steps if step.depth == BLOCK)))
         outside = (module for name, module in model.named_modules() if not f"{name}.".startswith(blocks))
         stays = any(hasattr(module, "is_causal") for module in outside)
         bodies = self.bodies(("attention",))
