@@ -70,6 +70,21 @@ def test_token_types_of_a_tokenizer_say_nothing_in_a_model_without_them(pair: An
     assert torch.allclose(found, exact, atol=1e-4)
 
 
+def test_labels_say_nothing_to_layers(pair: Any) -> None:
+    """T5's encoder gets them from `generate`, as Seq2SeqTrainer calls it; layers, what a loss is to be made with."""
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        exact, found = (model(ids, labels=ids, shift_labels=ids, ignore_index=7).loss for model in pair)
+    assert torch.allclose(found, exact, atol=1e-4)
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    t5 = t.T5ForConditionalGeneration(t.T5Config(**sizes)).eval()
+    wanted = t5.generate(ids, labels=ids, max_new_tokens=5)
+    engine = infuse.init_inference(t5, dtype="fp32")
+    assert "block" in {step.depth for step in engine.plan.steps}
+    assert torch.equal(engine.generate(ids, labels=ids, max_new_tokens=5), wanted)
+
+
 def test_too_many_and_repeated_arguments_are_type_errors(pair: Any) -> None:
     block = one_block(pair[1].module)
     with pytest.raises(TypeError, match="positional arguments"):

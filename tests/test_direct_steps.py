@@ -81,10 +81,16 @@ def test_models_that_compute_between_their_parts_are_called(name: str, made: lis
     assert torch.equal(answer(engine), answer(BY_NAME[name].make())) and not made
 
 
-def test_a_stream_that_is_changed_in_place_is_noticed(made: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after_an_answer", [False, True])
+def test_a_stream_that_is_changed_in_place_is_noticed(
+    after_an_answer: bool, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tensors are the same ones, but their values are not: the step made again tells."""
     llama = BY_NAME["llama"]
     original, engine = llama.make(), infuse.init_inference(llama.make(), dtype="fp32")
+    if after_an_answer:
+        answer(engine)
+        made.clear()
     inner = type(original.model).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -55,6 +55,22 @@ def test_quantized_linears_alone_raise_too(name: str) -> None:
         loss_of(model, name).backward()
 
 
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+def test_what_torch_func_differentiates_raises_too(quant: str | None) -> None:
+    """Backward and forward, and where no parameter requires a gradient."""
+    model = infused("llama", quant=quant).requires_grad_(False)
+    x = torch.randn(1, 5, 48)
+
+    def logits(x: Tensor) -> Tensor:
+        return model(inputs_embeds=x).logits
+
+    with pytest.raises(UnsupportedCall, match=REFUSED):
+        torch.func.grad(lambda x: logits(x).sum())(x)
+    with pytest.raises(UnsupportedCall, match=REFUSED):
+        torch.func.jvp(logits, (x,), (x,))
+    assert torch.equal(torch.func.vjp(logits, x)[0], logits(x))
+
+
 def test_frozen_embeddings_do_not_make_it_silent() -> None:
     for before in (True, False):
         model = BY_NAME["llama"].make()
@@ -113,7 +129,10 @@ def test_a_plain_linear_alone_has_the_gradients_of_the_original() -> None:
     x = torch.randn(3, 48, requires_grad=True)
     wanted = torch.autograd.grad(original(x).square().sum(), (x, *original.parameters()))
     found = torch.autograd.grad(model(x).square().sum(), (x, *model.parameters()))
-    for a, b in zip(found, wanted, strict=True):
+    found_forward, wanted_forward = (
+        torch.func.jvp(each, (x.detach(),), (x.detach(),))[1] for each in (model, original)
+    )
+    for a, b in zip((*found, found_forward), (*wanted, wanted_forward), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

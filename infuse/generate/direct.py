@@ -40,7 +40,7 @@ class DirectSteps:
 
     is_ours: Callable[[Callable[..., Any]], bool]  # whether a pre-hook on the model may be left out
     stack: StackCall | None = None
-    modules: list[tuple[nn.Module, type]] = field(default_factory=list)  # of `stack`, and their classes
+    modules: list[tuple[nn.Module, type, Any]] = field(default_factory=list)  # which were `proven`, and their forwards
     proven: bool = False
 
     def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
@@ -97,7 +97,8 @@ class DirectSteps:
             return None
         if turned is not None and not turned.takes(embedded.output, positions):
             return None
-        modules = [(each, type(each)) for each in (parts.embedding, *parts.blocks, normed.module, parts.head)]
+        used = (*parts.above, parts.embedding, *parts.blocks, normed.module, parts.head)
+        modules = [(each, type(each), type(each).forward) for each in used]
         if self.modules != modules or self.stack is None:
             self.stack = StackCall.of(parts.embedding, parts.blocks, normed.module, parts.head, embedded.output)
             self.modules, self.proven = modules, False

@@ -242,7 +242,8 @@ class _Asked:
         """Whether the caller has not configured the cache, and the mode supports a passed one."""
         if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
             return False
-        if self._kwargs.get("custom_generate") is not None:
+        # Attentions have a column for each key in the cache: transformers' own caches drop those outside of a window.
+        if self._kwargs.get("custom_generate") is not None or self.value("output_attentions"):
             return False
         return self.value("use_cache") is not False and self.value("cache_implementation") is None
 

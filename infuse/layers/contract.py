@@ -22,6 +22,7 @@ SERVED = frozenset({
 NEUTRAL = frozenset({
     "use_cache", "cache_position", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
     "tokenizer", "assistant_tokenizer", "assistant_model",  # passed along by transformers' decoding loops
+    "labels", "shift_labels", "ignore_index",  # meant for the loss
     "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
     "token_type_ids",  # made by many tokenizers; models read them in their embeddings and masks
 })  # fmt: skip

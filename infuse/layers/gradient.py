@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from infuse.errors import UnsupportedCall
 
 PLAIN = (bool, int, float, str)
 _INSTEAD = "train an unreplaced copy of the model, adapters included, and call init_inference on it after training"
+
+_REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD}"
 
 
 class InferenceModule(nn.Module):
@@ -45,7 +48,16 @@ class InferenceModule(nn.Module):
 
 def is_recorded(module: nn.Module, x: Tensor) -> bool:
     """Whether autograd would record this call in the original. Ask only if `torch.is_grad_enabled()`."""
-    return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+    return is_differentiated(x) or any(parameter.requires_grad for parameter in module.parameters())
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether autograd follows x, backward or forward."""
+    return x.requires_grad or _has_tangent(x)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def unrecorded(forward: Callable[..., Any], module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +74,8 @@ def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
     """Make the backward pass of `result`, which was computed from `x`, raise UnsupportedCall for the module `name`."""
     if torch.compiler.is_compiling():  # a traced graph can neither inspect views nor create leaves
         return _Refusal.apply(result.clone(), x, None, name)
+    if _has_tangent(x):
+        raise UnsupportedCall(f"forward-mode differentiation: {_REFUSED.format(name)}")
     if result._is_view() or result is x:  # a view returned by a Function could not be changed in place
         result = result.clone()
     requires_grad = torch.empty(0, requires_grad=True)  # so that the result requires a gradient, whether or not x does
@@ -70,10 +84,13 @@ def refusing(result: Tensor, x: Tensor, name: str) -> Tensor:
 
 class _Refusal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, result: Tensor, x: Tensor, recorded: Tensor | None, name: str) -> Tensor:  # type: ignore[override]
-        ctx.name = name
-        ctx.mark_dirty(result)
+    def forward(result: Tensor, x: Tensor, recorded: Tensor | None, name: str) -> Tensor:  # type: ignore[override]
         return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:  # apart from forward, for torch.func
+        ctx.name = inputs[3]
+        ctx.mark_dirty(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -82,7 +99,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def _refuse(grad: Tensor, name: str) -> Tensor:
-    raise UnsupportedCall(f"backward(): {name} was replaced by infuse, which computes no gradients; {_INSTEAD}")
+    raise UnsupportedCall(f"backward(): {_REFUSED.format(name)}")
 
 
 # An op, so that torch.compile traces the backward pass without running it. It raises when it runs.

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from infuse import ops
 from infuse.layers.attention import in_order
 from infuse.layers.contract import NEUTRAL, unserved
+from infuse.layers.gradient import is_differentiated
 
 # Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
@@ -70,7 +71,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend, with transformers' signature: query [B, H, T, D], key and value [B, K, L, D] → ([B, T, H, D], None)."""
-    recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    recorded = torch.is_grad_enabled() and any(map(is_differentiated, (query, key, value)))
     uneven = query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]
     if recorded or dropout or uneven or unserved(kwargs, _KNOWN):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -6,9 +6,11 @@ Hooks on the new module convert its tensors: `source_tensors` when saving, `fill
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -46,6 +48,8 @@ class Original:
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
         """State-dict hook: replace our tensors in `state` with the original's."""
         self._refuse_parts("A state dict")
+        if any(_stored(fill)[0] not in self.shapes for fill in self.fills):
+            _refuse_offloading()
         made: dict[str, Tensor] = {}
         for fill in self.fills:
             target = self._target(fill, module, state, prefix)
@@ -146,6 +150,21 @@ def _stored(fill: Fill) -> tuple[str, ...]:
     """Names of the target in our module's own state dict; a quantized weight has several, codes first."""
     owner = fill.target.rpartition(".")[0]
     return (fill.target,) if fill.format is None else tuple(named(owner, leaf) for leaf in BUFFERS)
+
+
+def _refuse_offloading() -> None:
+    """Raise UnsupportedCall if accelerate asks, for whom a state dict is how weights come back to their modules.
+
+    It would not find ours there, and by then they are gone from the modules.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "accelerate.big_modeling":
+        frame = frame.f_back
+    if frame is not None:
+        raise UnsupportedCall(
+            "accelerate cannot offload a model whose layers were replaced: their weights are merged. Keep the model in "
+            "memory, with smaller weights (quant=...) or over several ranks, or offload it without init_inference"
+        )
 
 
 class _Given:

@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers as t
@@ -172,6 +173,21 @@ def test_a_part_of_a_model_has_a_state_dict() -> None:
         engine.state_dict()["gpt_neox.layers.1.attention.query_key_value.weight"],
         original.state_dict()["gpt_neox.layers.0.attention.query_key_value.weight"],
     )
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+def test_accelerate_is_told_that_it_cannot_offload(quant: str | None, tmp_path: Path) -> None:
+    """Before it takes a weight away."""
+    model, ids = replaced("llama", quant=quant).module, torch.tensor([[5, 6, 7]])
+    wanted = model(ids).logits
+    for offload in (
+        lambda: accelerate.cpu_offload(model, execution_device="cpu"),
+        lambda: accelerate.disk_offload(model, str(tmp_path), execution_device="cpu"),
+        lambda: accelerate.dispatch_model(model, {"model": "disk", "lm_head": "cpu"}, offload_dir=str(tmp_path)),
+    ):
+        with pytest.raises(infuse.UnsupportedCall, match="accelerate cannot offload"):
+            offload()
+    assert torch.equal(model(ids).logits, wanted)
 
 
 def test_a_users_hook_sees_the_originals_names() -> None:
