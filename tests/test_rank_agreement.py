@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,45 @@ def other_generation(how: str) -> Tensor:
 ])  # fmt: skip
 def test_settings_of_generate_that_differ_are_named_on_every_rank(how: str, what: str, ranks: Ranks) -> None:
     assert told(ranks.run_expecting_errors(2, other_generation, how), what)
+
+
+class Started(t.generation.BaseStreamer):
+    """Tells when the first token comes."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def put(self, value: Tensor) -> None:
+        self.event.set()
+
+    def end(self) -> None:
+        pass
+
+
+def calls_of_two_threads() -> None:
+    """The steps of two calls with equal shapes, which the ranks would add up crosswise."""
+    engine = engine_of("llama")
+    asked = dict(max_new_tokens=40, do_sample=False)
+    prompts = [torch.arange(3 + i, 12 + i)[None] for i in range(2)]
+    wanted = [engine.generate(prompt, **asked) for prompt in prompts]
+    found: dict[int, Tensor] = {}
+
+    def call(i: int, streamer: Started) -> None:
+        found[i] = engine.generate(prompts[i], streamer=streamer, **asked)
+
+    threads = []
+    for i in range(2):  # in the same order on all ranks
+        streamer = Started()
+        threads.append(threading.Thread(target=call, args=(i, streamer)))
+        threads[-1].start()
+        streamer.event.wait(20 if i == 0 else 0)
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[i], wanted[i]) for i in range(2))
+
+
+def test_calls_of_several_threads_take_turns(ranks: Ranks) -> None:
+    ranks.run(2, calls_of_two_threads)
 
 
 def masks_in_another_order() -> None:

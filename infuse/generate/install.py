@@ -131,7 +131,9 @@ def install(
     if limit_tokens is not None:
         handles.append(module.register_forward_pre_hook(partial(_refuse_too_long, limit_tokens), with_kwargs=True))
     if group.size > 1:
+        handles.append(module.register_forward_pre_hook(partial(_begin_forward, group)))
         handles.append(module.register_forward_pre_hook(partial(check_before_forward, group), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(_end_forward, group), always_call=True))
     return handles
 
 
@@ -157,6 +159,11 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raise ContextLimitError before any kernel runs if prompt and answer do not fit `max_out_tokens`, and OutOfMemory if
     they do not fit the device's memory.
     """
+    with self._infuse.group.call():
+        return _generate(self, args, kwargs)
+
+
+def _generate(self: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     given = _SIGNATURE.bind(self, *args, **kwargs).arguments
     _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
     del kwargs["self"]
@@ -205,23 +212,28 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _drop_hooks(module: nn.Module) -> None:
-    for id, hook in list(module._forward_pre_hooks.items()):
-        if _is_ours(hook):
-            del module._forward_pre_hooks[id]
-            module._forward_pre_hooks_with_kwargs.pop(id, None)
+    before = [id for id, hook in module._forward_pre_hooks.items() if _is_ours(hook)]
+    after = [id for id, hook in module._forward_hooks.items() if _is_ours(hook)]
+    for id in before:
+        del module._forward_pre_hooks[id]
+        module._forward_pre_hooks_with_kwargs.pop(id, None)
+    for id in after:
+        del module._forward_hooks[id]
+        module._forward_hooks_always_called.pop(id, None)
 
 
 def _can_replay(module: nn.Module) -> bool:
     """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    before = [hook for hook in module._forward_pre_hooks.values() if not _is_ours(hook)]  # a replay would skip others
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    others = [hook for hook in hooks if not _is_ours(hook)]  # which a replay would skip
     named = [one.named for one in module.modules() if isinstance(one, Experts) and one.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
-    return not (compiled or before or module._forward_hooks) and ours_only
+    return not (compiled or others) and ours_only
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "func", hook) in (_moved, _refuse_too_long, check_before_forward)
+    return getattr(hook, "func", hook) in _HOOKS
 
 
 class _Asked:
@@ -303,6 +315,19 @@ def _moved(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         return value.to(device) if isinstance(value, Tensor) and value.device != device else value
 
     return tuple(moved(arg) for arg in args), {name: moved(value) for name, value in kwargs.items()}
+
+
+def _begin_forward(group: Group, module: nn.Module, args: tuple) -> None:
+    """Forward pre-hook: wait for other threads' calls."""
+    group.begin_forward()
+
+
+def _end_forward(group: Group, module: nn.Module, args: tuple, result: Any) -> None:
+    """Forward hook: let other threads call."""
+    group.end_forward()
+
+
+_HOOKS = (_moved, _refuse_too_long, check_before_forward, _begin_forward, _end_forward)
 
 
 def _place_of_time_step(module: nn.Module) -> tuple[int, str] | None:

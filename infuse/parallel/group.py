@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -45,6 +46,8 @@ class Group:
         # Makes `dense`, which refers to this group: holding it here would keep a dropped group alive.
         self.make_dense: Callable[[Group], Group] | None = None
         self._failure = ""  # why the group failed
+        # Calls of the model take turns: ranks run collectives in one order, whichever threads call.
+        self._turn, self._thread, self._threads_met = threading.RLock(), threading.local(), False
         self._device = torch.device("cpu")  # for small tensors of our own
         if distributed is not None and shared is None:
             self._device = distributed.device
@@ -117,8 +120,38 @@ class Group:
             others = [rank for rank, row in enumerate(rows) if row[number] != rows[0][number]]
             if others:
                 found = f"{names(others)} {'differs' if len(others) == 1 else 'differ'} from rank 0"
-                raise RankError(f"rank {self.rank} of {self.size}: {name}: {found}; give all ranks the same")
+                order = ", in the same order: several threads call the model here" if self._threads_met else ""
+                raise RankError(f"rank {self.rank} of {self.size}: {name}: {found}; give all ranks the same{order}")
         return [row[len(mine) :] for row in rows]
+
+    # -- calls from several threads
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run the body, a call of the model, when no other thread's call runs."""
+        if self.size > 1:
+            self._take_turn()
+        try:
+            yield
+        finally:
+            if self.size > 1:
+                self._turn.release()
+
+    def begin_forward(self) -> None:
+        """The same for a call that ends in `end_forward`, if its hooks run."""
+        self.end_forward()  # of a call that was interrupted, whose hooks did not run
+        self._take_turn()
+        self._thread.in_forward = True
+
+    def end_forward(self) -> None:
+        if getattr(self._thread, "in_forward", False):
+            self._thread.in_forward = False
+            self._turn.release()
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            self._threads_met = True
+            self._turn.acquire()
 
     # -- failures
 
