@@ -18,6 +18,7 @@ import infuse
 from infuse import errors
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache, KVSlot, self_attention_cache
+from infuse.ops.cache_rows import dequantize_rows, quantize_rows
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
 
@@ -40,6 +41,10 @@ STEPS = st.lists(
 def states(batch: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     keys, values = (torch.randn(batch, HEADS, tokens, WIDTH, generator=generator) for _ in range(2))
     return keys, values
+
+
+def rounded(values: Tensor) -> Tensor:
+    return dequantize_rows(quantize_rows(values))
 
 
 def reset(ours: KVCache, theirs: DynamicCache) -> KVCache:
@@ -333,3 +338,29 @@ def test_values_of_another_width_than_keys_are_refused() -> None:
     """As latent attention makes them."""
     with pytest.raises(UnsupportedCall, match="keys of 6 and values of 4; give a DynamicCache"):
         KVCache().update(torch.ones(1, 2, 3, 6), torch.ones(1, 2, 3, 4), 0)
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_keys_and_values_may_be_assigned_and_read_by_layer(format: str | None) -> None:
+    """As callers do that drop tokens, or keep a cache elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = KVCache(format=format), DynamicCache()
+    for layer in range(LAYERS):
+        for cache in (theirs, ours):
+            cache.update(*states(2, 9, generator.manual_seed(layer)), layer)
+    for slot, one in zip(ours.layers, theirs.layers, strict=True):
+        one.keys, one.values = slot.keys[:, :, 2::3], slot.values[:, :, 2::3]
+        slot.values, slot.keys = one.values, one.keys
+    for layer in range(LAYERS):
+        new = states(2, 1, generator)
+        new = new if format is None else tuple(map(rounded, new))
+        for a, b in zip(ours.update(*new, layer), theirs.update(*new, layer), strict=True):
+            assert torch.equal(a, b)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] is b[2] is None
+    ours.layers[0].keys = ours.layers[0].keys[:, :, 1:]
+    with pytest.raises(UnsupportedCall, match="assigned with different numbers of tokens"):
+        ours.update(*states(2, 1, generator), 0)
+    ours.layers[0].keys = ours.layers[0].values = None
+    assert ours.get_seq_length() == 0
+    ours.update(*states(3, 1, generator), 0)

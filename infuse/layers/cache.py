@@ -11,6 +11,7 @@ device tensor with the next token's index. Attention then reads all S keys, and 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ class KVSlot(CacheLayerMixin):
         self.value_storage: Tensor | None = None
         self.capacity_tokens, self.limit_tokens = capacity_tokens, limit_tokens
         self.is_initialized = False
+        self.unpaired = ""  # the storage to which tokens were assigned, until the other one has as many
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -52,9 +54,31 @@ class KVSlot(CacheLayerMixin):
         """Keys so far, [B, K, length, D]; dequantized if they are stored in another format."""
         return None if self.key_storage is None else self._readable(self.key_storage[:, :, : self.length])
 
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._assign("key_storage", states)
+
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.value_storage is None else self._readable(self.value_storage[:, :, : self.length])
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._assign("value_storage", states)
+
+    def _assign(self, storage: str, states: Tensor | None) -> None:
+        """Hold `states` instead, as callers do that drop tokens; keys and values must end up with as many."""
+        if self.row_lengths is not None or self.place is not None:
+            raise UnsupportedCall("keys and values of a KVCache cannot be assigned while its rows have own lengths")
+        tokens = 0 if states is None else states.shape[2]
+        if tokens != self.length:
+            self.unpaired = storage
+        elif storage != self.unpaired:
+            self.unpaired = ""
+        self.length = tokens
+        setattr(self, storage, None if states is None else self._stored(states))
+        if states is not None:
+            self.dtype, self.is_initialized = states.dtype, True
 
     def _readable(self, stored: Tensor) -> Tensor:
         return stored if self.format is None else dequantize_rows(stored, self.dtype)
@@ -91,6 +115,8 @@ class KVSlot(CacheLayerMixin):
         return self.length
 
     def _grow(self, batch: int, needed: int, kv_heads: int, width: int, like: Tensor) -> None:
+        if self.unpaired:  # what is assigned has no room for more, so that this is called next
+            raise UnsupportedCall("past_key_values: its keys and values were assigned with different numbers of tokens")
         doubled = 2 * self.key_storage.shape[2] if self.length and self.key_storage is not None else 0
         capacity = max(needed, doubled, self.capacity_tokens)
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
@@ -227,7 +253,7 @@ class KVSlot(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        self.length, self.row_lengths = 0, None
+        self.length, self.row_lengths, self.unpaired = 0, None, ""
         self.place = self.count = None
 
     def crop(self, tokens: int) -> None:
@@ -280,6 +306,10 @@ class KVCache(Cache):
         self.format, self.limit_tokens = format, limit_tokens
         self._make_slot = partial(KVSlot, capacity_tokens, limit_tokens, format)
         super().__init__(layer_class_to_replicate=self._make_slot)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Keys and values of each layer, and no window, as DynamicCache gives them."""
+        return ((slot.keys, slot.values, None) for slot in self.layers)
 
     @property
     def max_cache_len(self) -> int:
