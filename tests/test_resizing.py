@@ -1,5 +1,5 @@
 """resize_token_embeddings of a replaced model: it works on plain weights; quantized ones, and those that ranks
-share, refuse it before anything is changed.
+share, refuse it before anything is changed. tie_weights and init_weights find nothing to do.
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ def test_a_plain_vocabulary_is_resized(name: str) -> None:
     found, wanted = model(PROMPT).logits, original(PROMPT).logits
     assert found.shape[-1] == 100
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+@pytest.mark.parametrize("name", ["llama-bias", "gpt2", "bert", "qwen2-moe"])
+def test_complete_weights_are_neither_tied_nor_made_anew(name: str, quant: str | None) -> None:
+    """lm-eval ties those of the model that it is given; models that are composed of others initialise their parts."""
+    model = replaced(name, quant=quant)
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        wanted = {key: tensor.clone() for key, tensor in (*each.named_parameters(), *each.named_buffers())}
+        each.tie_weights()
+        each.init_weights()
+        found = dict((*each.named_parameters(), *each.named_buffers()))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 def resized_on_rank(name: str) -> tuple[str, bool]:

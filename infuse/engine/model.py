@@ -137,6 +137,8 @@ class InferenceEngine(nn.Module):
         """Take over the complete `model`: install what belongs to an engine on it."""
         if is_component(model):
             channels_last(model)  # weights that were cast or built anew
+        for module in model.modules():  # else transformers initialises ours, when a model is composed with this one
+            module._is_hf_initialized = True  # type: ignore[assignment]
         self.module = model
         self.eval()  # keeps engine.training in sync with the model
         self._times: ForwardTimes | None = None

@@ -44,7 +44,10 @@ class QuantizedEmbedding(Quantized):
 
 
 def fix_vocabulary(module: nn.Module) -> None:
-    """Make models in `module` refuse to resize a quantized or split head or table, before they change anything."""
+    """Make models in `module` refuse to resize a quantized or split head or table, before they change anything.
+
+    tie_weights keeps a quantized table and head.
+    """
     model: Any
     for model in module.modules():
         if not hasattr(model, "resize_token_embeddings"):
@@ -58,6 +61,15 @@ def fix_vocabulary(module: nn.Module) -> None:
             why.append("split over ranks")
         if why:
             model.resize_token_embeddings = partial(_refuse_resizing, ends[0], why[0])
+        if all(isinstance(end, Quantized) for end in ends):
+            model.tie_weights = partial(_tie_weights, model)
+
+
+def _tie_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for tie_weights, which lm-eval calls, and which looks for parameters: quantized ends are tied already."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if not all(isinstance(end, Quantized) for end in ends):
+        type(model).tie_weights(model, *args, **kwargs)
 
 
 def _refuse_resizing(table: Any, why: str, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
