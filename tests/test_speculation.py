@@ -102,6 +102,17 @@ def test_families(name: str) -> None:
     assert torch.equal(generated(model, name, **LOOKUP), generated(original, name))
 
 
+@pytest.mark.parametrize("name, tokens", [("llama-longrope", 63), ("llama-dynamic", 126)])
+def test_rotations_that_depend_on_a_calls_tokens_are_transformers_own(name: str, tokens: int) -> None:
+    """From the length of training on, tokens depend on how many candidates are in a call."""
+    prompt = torch.randint(3, 96, (1, tokens), generator=torch.Generator().manual_seed(5))
+    prompt[:, -6:] = prompt[:, :6]
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **LOOKUP}
+    models = BY_NAME[name].make(), injected(BY_NAME[name].make(), verify="off").module
+    exact, found = (model.generate(prompt, **asked) for model in models)
+    assert torch.equal(found, exact)
+
+
 ASKED: dict[str, Any] = {
     "repetition penalty": {"repetition_penalty": 1.5},
     "processor": {"logits_processor": t.LogitsProcessorList([OddTokensOnly()])},

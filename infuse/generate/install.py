@@ -22,7 +22,7 @@ from infuse.architectures.component_inputs import is_component
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
-from infuse.generate.loop import decode
+from infuse.generate.loop import decode, rotates_by_length
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -267,7 +267,9 @@ class _Asked:
         # The processor of guidance_scale runs the model over a cache of its own, which rejected candidates would spoil.
         guided = self.value("guidance_scale") not in (None, 1)
         if not guided and any(self.value(name) is not None for name in _SPECULATE):
-            return None if self._kwargs.get("inputs_embeds") is not None else speculate
+            # Where rotations depend on a call's tokens, each step would have to have those of transformers' own loop.
+            by_length = rotates_by_length(self._model, self.prompt_tokens(), self.total_tokens())
+            return None if by_length or self._kwargs.get("inputs_embeds") is not None else speculate
         return None if self.value("return_dict_in_generate") else decode
 
     def rows(self) -> int:

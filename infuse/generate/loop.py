@@ -8,6 +8,7 @@ graphs: a GraphedCache among the model's arguments replays them, as in any other
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,10 +31,32 @@ from infuse.parallel.group import LOCAL, Group
 # A prompt of more than twice as many tokens, over all rows, runs in parts of so many: activations take as much memory
 # as 4096 tokens need, however long it is, and products are as fast as of all at once.
 PART_TOKENS = 4096
-_BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the call
+_BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = math.inf) -> bool:
+    """Whether rotations depend on the tokens that are in the same call, while a text grows from the one to the other
+    length: frequencies change beyond the length of training, once ("longrope") or with every token ("dynamic").
+    """
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = set(found.values() if isinstance(found, dict) else [found])  # a dict names layers' kinds
+        if kinds.isdisjoint(_BY_LENGTH):
+            continue
+        trained_tokens = _trained_tokens(module)
+        if last_tokens > trained_tokens and ("dynamic" in kinds or first_tokens <= trained_tokens):
+            return True
+    return False
+
+
+def _trained_tokens(rotary: Any) -> int:
+    parameters = rotary.config.rope_parameters
+    inside = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    named = [one.get("original_max_position_embeddings") for one in inside]
+    return min([rotary.config.max_position_embeddings, *(number for number in named if number)])
 
 
 @torch.inference_mode()
@@ -211,9 +234,7 @@ class Steps:
             return False
         sizes = {"input_ids": 2, "attention_mask": 2, "position_ids": 2}
         tensors = {name: value.dim() for name, value in inputs.items() if isinstance(value, Tensor)}
-        return all(sizes.get(name) == dims for name, dims in tensors.items()) and not any(
-            getattr(module, "rope_type", None) in _BY_LENGTH for module in self.model.modules()
-        )
+        return all(sizes.get(name) == dims for name, dims in tensors.items()) and not rotates_by_length(self.model)
 
     def advance(self, tokens_BT: Tensor, input_ids: Tensor) -> None:
         """Prepare the next step: it runs `tokens_BT`, the last of `input_ids`. The cache holds all before them."""
