@@ -209,6 +209,13 @@ def test_prompt_of_embeddings(name: str) -> None:
     assert torch.equal(seeded(engine, **asked), exact)
 
 
+def test_embeddings_of_another_width_are_refused() -> None:
+    model = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32").module
+    for rows, tokens in ((1, 1), (3, 14), (4, 60)):
+        with pytest.raises(RuntimeError):
+            model.generate(inputs_embeds=torch.randn(rows, tokens, 40), max_new_tokens=2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_second_turn_on_the_returned_cache(name: str) -> None:
     """The returned cache holds all but the last token, and the second turn computes only what is new."""

@@ -138,6 +138,24 @@ def widened(args: tuple) -> tuple:
     return tuple(arg.double() if isinstance(arg, Tensor) and arg.dtype == torch.float32 else arg for arg in args)
 
 
+WIDE = ("linear", "quantized_linear", "experts", "quantized_experts", "router", "rms_norm", "layer_norm")
+
+
+@pytest.mark.parametrize(("name", "body"), [each for each in BODIES if each[0] in WIDE])
+def test_an_input_of_another_width_is_refused(name: str, body: str) -> None:
+    """A kernel that took the rest of a row from the next one, or from beyond the tensor, would say nothing."""
+    runs(name, body, torch.float32)
+    for case in cases(name, torch.float32):
+        function, (x, *more) = registered()[name].prepared(body, case.args)
+        if x.shape[-1] < 2 or not x.numel() or (name.endswith("norm") and more[0] is None):
+            continue
+        if function is registered()[name].reference:  # the body's layout declines the weight
+            continue
+        for other in (x[..., :-1], x[..., : x.shape[-1] // 2], x.repeat_interleave(2, -1)):
+            with pytest.raises((RuntimeError, ValueError, AssertionError)):
+                function(other.contiguous(), *more)
+
+
 @NOT_FINITE
 @pytest.mark.parametrize(("name", "body"), [pair for pair in BODIES if pair not in NOT_STRICT])
 def test_what_is_not_finite_passes_through_as_in_the_reference(name: str, body: str, value: float) -> None:

@@ -6,6 +6,7 @@ plain weights are left to the reference, which runs PyTorch's product for each e
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from infuse.ops.cpu.linear import fits
 from infuse.ops.cpu.quantized_linear import PANELS, code_of
 from infuse.ops.experts import experts, quantized_experts
 from infuse.quant.format import SCALE_DTYPE
+from infuse.quant.parse import quant_format
 
 PLAIN = -1  # code of a matrix that is not quantized
 Matrix = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # codes or elements, scale, zero, bias
@@ -35,6 +37,7 @@ def _experts(
     *gate: Any,
 ) -> Any:
     dtype = x.dtype
+    _check_width(x, up.shape[-1])
     if dtype in DTYPES and up.dtype is dtype and down.dtype is dtype and up.is_contiguous() and down.is_contiguous():
         matrices = (up, None, None, up_bias), (down, None, None, down_bias)
         y = _summed(x, index, weights, matrices, (down.shape[1], PLAIN, PLAIN), ExpertGate(*gate))
@@ -64,7 +67,19 @@ def _quantized_experts(
     matrices = (up_data, up_scale, up_zero, up_bias), (down_data, down_scale, down_zero, down_bias)
     codes = inner, code_of(up_format), code_of(down_format)
     dtype = x.dtype
+    _check_width(x, up_data.shape[-2] * 32 // _bits(up_format))
     return _summed(x if dtype in DTYPES else x.float(), index, weights, matrices, codes, ExpertGate(*gate)).to(dtype)
+
+
+@cache
+def _bits(format: str) -> int:
+    return quant_format(format).bits
+
+
+def _check_width(x: Tensor, inputs: int) -> None:
+    """Raise RuntimeError for x that the kernel would read beyond its end."""
+    if x.shape[-1] != inputs:
+        raise RuntimeError(f"x has {x.shape[-1]} columns, and the experts take {inputs}")
 
 
 def _summed(

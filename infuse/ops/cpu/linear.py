@@ -60,6 +60,8 @@ def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around)
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype = x.dtype
+    if x.size(-1) != weight.size(1):  # the kernel would read past x; PyTorch's product raises
+        return False
     return (
         dtype is weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.is_contiguous() and fits(bias, dtype)
     )

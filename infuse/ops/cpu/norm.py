@@ -12,7 +12,9 @@ from infuse.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 def takes(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
     """Whether the kernels support these tensors: contiguous, of one dtype, one weight per column."""
-    if x.dtype not in DTYPES or not x.is_contiguous() or (weight is not None and weight.dim() != 1):
+    if x.dtype not in DTYPES or not x.is_contiguous():
+        return False
+    if weight is not None and (weight.dim() != 1 or weight.size(0) != x.size(-1)):
         return False
     return all(other is None or (other.dtype == x.dtype and other.is_contiguous()) for other in (weight, *others))
 

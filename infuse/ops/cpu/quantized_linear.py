@@ -122,6 +122,8 @@ def _quantized_linear(
     if around:
         return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Around(*around))
     code, dtype = code_of(format), x.dtype
+    if x.size(-1) != inputs:
+        raise RuntimeError(f"x has {x.size(-1)} columns, and the weight takes {inputs}")
     if dtype not in DTYPES:
         x, bias = x.float(), None if bias is None else bias.float()
         return _quantized_linear(x, data, scale, zero, bias, outputs, inputs, format).to(dtype)
@@ -141,10 +143,10 @@ def _quantized_linear(
 
 def _with_around(x: Tensor, weight: tuple, around: Around) -> Any:
     """`weight`: the op's arguments from data to format."""
-    data, scale, zero, bias, outputs, _, format = weight
+    data, scale, zero, bias, outputs, inputs, format = weight
     x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")
     fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and scale.dtype is SCALE_DTYPE
-    if act is not None and fitting:
+    if act is not None and fitting and x.size(-1) == inputs:
         code = code_of(format)
         y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, act, around.gated)
         if y is not None:

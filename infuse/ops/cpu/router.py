@@ -60,6 +60,6 @@ def _router(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor |
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, logits: str) -> bool:
     exact = weight.dtype in (x.dtype, DTYPES[0]) or logits == FLOAT32  # x is converted without rounding
-    known = x.dtype in DTYPES and weight.dtype in DTYPES and x.shape[1] > 0
+    known = x.dtype in DTYPES and weight.dtype in DTYPES and x.shape[1] == weight.shape[1] > 0
     corrected = correction is None or (correction.dtype in DTYPES and correction.is_contiguous())
     return exact and known and corrected and weight.is_contiguous() and fits(bias, weight.dtype)

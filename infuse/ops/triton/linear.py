@@ -54,7 +54,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     most = 1 if x.dtype is torch.float32 else FEW_ROWS
     if not 0 < rows <= most or outputs == 0 or x.dtype is not weight.dtype or x.dtype not in DTYPES:
         return None
-    if weight.stride(1) != 1 or (gated and outputs % 2):
+    if weight.stride(1) != 1 or (gated and outputs % 2) or x.shape[-1] != inputs:
         return None
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     around = around if residual is None else around._replace(residual=residual.contiguous())

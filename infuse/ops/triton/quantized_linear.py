@@ -34,7 +34,7 @@ def _quantized_linear(
     x, around = normed_before(x, around)
     # With more rows, float32 tiles do not fit the shared memory.
     most = FEW_ROWS if dtype is torch.float32 else MOST_QUANTIZED_ROWS
-    if not 0 < rows <= most or outputs == 0:
+    if not 0 < rows <= most or outputs == 0 or x.shape[-1] != inputs:
         weight = dequantized(None, data, scale, zero, x.new_empty(outputs, inputs), outputs, format)
         bias = None if bias is None else bias.to(dtype)
         return around.separately(lambda x: F.linear(x, weight, bias), x, "triton")
