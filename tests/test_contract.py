@@ -85,6 +85,16 @@ def test_labels_say_nothing_to_layers(pair: Any) -> None:
     assert torch.equal(engine.generate(ids, labels=ids, max_new_tokens=5), wanted)
 
 
+def test_numbers_that_are_no_token_ids_are_refused() -> None:
+    """A mask, or values, in the place of ids: a quantized table converted them."""
+    model = infuse.init_inference(BY_NAME["llama-bias"].make(), dtype="fp32", quant="int8:16").module
+    ids = torch.arange(5, 15)[None]
+    assert torch.equal(model(ids.int()).logits, model(ids).logits)
+    for wrong in (ids.float(), ids > 7, ids.byte()):
+        with pytest.raises(RuntimeError, match="token ids|indices"):
+            model(wrong)
+
+
 def test_too_many_and_repeated_arguments_are_type_errors(pair: Any) -> None:
     block = one_block(pair[1].module)
     with pytest.raises(TypeError, match="positional arguments"):

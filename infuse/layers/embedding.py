@@ -34,6 +34,8 @@ class QuantizedEmbedding(Quantized):
         self.num_embeddings, self.embedding_dim = shape.all_rows or shape.rows, shape.width
 
     def forward(self, index: Tensor) -> Tensor:
+        if index.dtype is not torch.int64 and index.dtype is not torch.int32:
+            raise RuntimeError(f"token ids are {index.dtype}; a table takes torch.int64 or torch.int32")
         return looked_up(index, self.shape, self._rows, self._combine)
 
     def _rows(self, index: Tensor) -> Tensor:
