@@ -17,7 +17,7 @@ from one_calls import blocks
 from torch import Tensor, nn
 
 import infuse
-from infuse.generate import direct
+from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer
 from infuse.native import kernels
@@ -199,6 +199,14 @@ def test_steps_in_one_call_end_before_a_window(window: int, calls: list[int]) ->
     engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
     assert torch.equal(answer(engine, max_new_tokens=60), answer(original, max_new_tokens=60))
     assert sum(calls) == (0 if window == 5 else window - 1 - (7 + 1))
+
+
+def test_steps_in_one_call_end_where_the_cache_is_full(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)  # so that the cache has to grow
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    assert torch.equal(answer(engine, max_new_tokens=100), answer(original, max_new_tokens=100))
+    assert calls[0] == 64 - (7 + 1) and sum(calls) == 100 - 2
 
 
 def test_a_call_of_several_steps_takes_no_longer_than_it_may(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
