@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 # Packages whose classes infuse knows, and those that wrap their methods without changing what they compute.
-LIBRARIES = frozenset({"torch", "transformers", "diffusers", "infuse"})
+LIBRARIES = frozenset({"torch", "transformers", "diffusers", "huggingface_hub", "infuse"})
 # A subclass that differs in these alone computes what its base does: what `__init__` makes is seen in the instance.
 _OF_CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "extra_repr"}
@@ -32,31 +32,34 @@ def is_librarys(function: Any, libraries: Collection[str] = LIBRARIES) -> bool:
 
     The code decides, not `__module__`, which `functools.wraps` copies to a user's wrapper.
     """
+    packages = {_package_of(one) for one in with_wrapped(function)}
+    return all(package in libraries or package in sys.stdlib_module_names for package in packages)
+
+
+def with_wrapped(function: Any) -> Iterator[Any]:
+    """The callable and the functions that it wraps: those in its closure, of a partial or method, `__wrapped__`."""
     waiting, seen = [function], set()
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
+        yield one
+        held = [getattr(one, "__wrapped__", None), getattr(one, "__func__", None)]
         if isinstance(one, FunctionType):
-            package = one.__globals__.get("__name__", "").partition(".")[0]
-            wrapped = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
-            waiting += [inner for inner in wrapped if isinstance(inner, (FunctionType, MethodType, functools.partial))]
+            held += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
         elif isinstance(one, functools.partial):
-            package = "functools"
-            waiting.append(one.func)
-        elif isinstance(one, MethodType):
-            package = package_of(type(one.__self__)) if not isinstance(one.__self__, type) else package_of(one.__self__)
-            waiting.append(one.__func__)
-        elif isinstance(one, BuiltinFunctionType):
-            package = "builtins"
-        else:
-            package = package_of(one if isinstance(one, type) else type(one))
-        if package not in libraries and package not in sys.stdlib_module_names:
-            return False
-        if (inner := getattr(one, "__wrapped__", None)) is not None:
-            waiting.append(inner)
-    return True
+            held.append(one.func)
+        waiting += [inner for inner in held if isinstance(inner, (FunctionType, MethodType, functools.partial))]
+
+
+def _package_of(function: Any) -> str:
+    if isinstance(function, FunctionType):
+        return function.__globals__.get("__name__", "").partition(".")[0]
+    if isinstance(function, MethodType):
+        owner = function.__self__
+        return package_of(owner if isinstance(owner, type) else type(owner))
+    return package_of(function if isinstance(function, type) else type(function))
 
 
 def users_methods(cls: type, libraries: Collection[str] = LIBRARIES) -> Iterator[str]:

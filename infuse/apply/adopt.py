@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from infuse.architectures.experts import experts_in
@@ -65,7 +64,7 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
     for name, value in vars(old).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             object.__setattr__(new, name, value)  # same dict, so that the user's handles can still remove their hooks
-        elif not name.startswith("_") and name not in vars(new) and not isinstance(value, (torch.Tensor, nn.Module)):
+        elif name not in vars(new):  # also what hooks on the layer read, such as a steering vector
             object.__setattr__(new, name, value)
 
 

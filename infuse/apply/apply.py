@@ -6,7 +6,8 @@ Peak memory is the model plus the merged matrices of one layer. A step that fail
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -25,7 +26,7 @@ from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
 from infuse.proof.cases import Call
 from infuse.weights.alike import agree_on_weights, live_sums
-from infuse.weights.loader import LayerSource
+from infuse.weights.loader import LayerSource, Rehearsal
 
 Progress = Callable[[int, int, str], None]  # done, total, description
 
@@ -53,6 +54,8 @@ class Proven:
     def carry_out(self, progress: Progress | None = None) -> Plan:
         """Return the plan as executed, with refused steps among `left`."""
         model, source, dtype = self.model, self.source, self.plan.dtype
+        if source.is_live:
+            self._rehearse()
         swaps = Swaps(self.builder, self.accepted, self.modules)
         self.modules.clear()
         for done, step in enumerate(self.accepted):
@@ -67,6 +70,18 @@ class Proven:
         memory.off_files(chain(model.parameters(), model.buffers()))
         memory.collapse(chain(model.parameters(), model.buffers()))
         return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
+
+    def _rehearse(self) -> None:
+        """Make all replacements without values and undo them: what raises does so while the model is the original.
+
+        Afterwards old weights go as soon as they are used, so that nothing could bring them back.
+        """
+        with ExitStack() as undo:
+            source = Rehearsal(self.model, undo)
+            swaps = Swaps(replace(self.builder, source=source, fills=False), self.accepted)
+            for step in self.accepted:
+                if step.shape is not None:
+                    swaps.swap(step)
 
 
 def prove(

@@ -84,6 +84,7 @@ class Builder:
     source: LayerSource
     dtype: torch.dtype
     group: Group
+    fills: bool = True  # otherwise modules stay empty, on meta
 
     def built(self, step: Step, dtype: torch.dtype | None, made: Made | None = None) -> nn.Module:
         """Build and fill the new module in `dtype` (None: the source's).
@@ -92,13 +93,8 @@ class Builder:
         """
         old, module = self.source.model.get_submodule(step.path), build(step, self.dtype, self.group)
         fills = step.fills if made is None else made.share(step, module)
-        stored = []
-        if self.source.holds_replaced:
-            stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
-        computed = [fill for fill in fills if fill not in stored]
-        into = dtype or like(old).dtype
-        fill_module(module, computed, self.source.reader(step.path), into, dict(step.bodies))
-        fill_saved(module, step.path, stored, self.source, self.dtype)
+        if self.fills:
+            self._fill(step, module, fills, dtype or like(old).dtype, old)
         module.train(False)
         if not step.keeps_forward:
             adopt(module, old, step.attn)
@@ -107,6 +103,14 @@ class Builder:
         if made is not None:
             made.remember(step, module, fills)
         return module
+
+    def _fill(self, step: Step, module: nn.Module, fills: Sequence[Fill], dtype: torch.dtype, old: nn.Module) -> None:
+        stored = []
+        if self.source.holds_replaced:
+            stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
+        computed = [fill for fill in fills if fill not in stored]
+        fill_module(module, computed, self.source.reader(step.path), dtype, dict(step.bodies))
+        fill_saved(module, step.path, stored, self.source, self.dtype)
 
     def sharing(self, step: Step, head: nn.Module) -> nn.Module:
         """Build the embedding that shares the weight of `head`."""

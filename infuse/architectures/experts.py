@@ -24,6 +24,7 @@ from infuse.architectures.expert_roles import roles_of
 from infuse.architectures.packing import BY_EXPERT, Fill, Heads, Tall
 from infuse.architectures.part import COLUMN, EXPERT, INNER, ROW, Extent, Matrix, PartShape, Share
 from infuse.architectures.plain import linears, patched
+from infuse.authors import LIBRARIES, package_of, users_methods
 from infuse.errors import SpecMismatch
 
 _MARKS = "transformers.integrations.moe"  # the module of the forward that the decorator gives to a class
@@ -269,12 +270,22 @@ def _differences(experts: nn.Module, caller: nn.Module, told: Mapping[str, bool]
         yield why
     if patched(experts):
         yield "it has a forward set on the instance"
+    if methods := list(_users_methods(experts)):
+        yield f"{', '.join(methods)}: a method of your own, which its replacement would not call"
     if is_adapter(caller):
         yield "its adapter (peft) changes its parameters in each call"
     if told["has_post_expert_norm"]:
         yield "each expert has a norm after its second product"
     if told["_is_expert_parallel"]:
         yield "transformers has distributed its experts over ranks"
+
+
+def _users_methods(experts: nn.Module) -> Iterator[str]:
+    """The user's methods in experts of a library's class; experts that are the user's own are read as they are."""
+    known = LIBRARIES - {"torch"}
+    of_library = any(package_of(kind) in known for kind in type(experts).__mro__)
+    for kind in dict.fromkeys(type(module) for module in experts.modules()):
+        yield from users_methods(kind, LIBRARIES if of_library else known)
 
 
 def _sizes(count: int, up: Tensor, down: Tensor, told: Mapping[str, bool]) -> tuple[int, int] | None:

@@ -92,7 +92,7 @@ class LayerSpec:
         )
         if differences := [*binder.differences, *binder.unclaimed()]:
             raise SpecMismatch(self.layer.rpartition(".")[2], differences)
-        return Bound(shape, tuple(binder.fills), index, self.attn.module)
+        return Bound(shape, tuple(binder.fills), index, self.attn.module, self.layer.partition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,13 @@ class LayerShape(ShapeOfParts):
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer bound to its spec. `index`: its index in the cache, or None. `attn`: path of its attention module."""
+    """A layer bound to its spec. `index`: its index in the cache, or None. `attn`: path of its attention module.
+
+    `library`: the package of the spec's class.
+    """
 
     shape: LayerShape
     fills: tuple[Fill, ...]
     index: int | None
     attn: str
+    library: str

@@ -50,6 +50,10 @@ class ModuleSpec:
     layer: str
     part: ModulePart
 
+    @property
+    def library(self) -> str:
+        return self.layer.partition(".")[0]
+
     def bind(self, module: nn.Module) -> BoundModule:
         """Read `module`, live or on meta. SpecMismatch lists everything in it that the part does not compute."""
         binder = Binder(module, None, None, transposed=False)

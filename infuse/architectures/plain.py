@@ -13,6 +13,7 @@ from torch import nn
 from infuse.architectures.adapters import adapter_parts
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import COLUMN, VOCAB, Extent, Matrix, PartShape, Share
+from infuse.authors import is_librarys
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 
@@ -66,7 +67,7 @@ class EmbeddingShape(PartShape):
 
 def embedding_shape(module: nn.Module) -> EmbeddingShape | None:
     """Shape of a plain nn.Embedding without max_norm; None for any other module."""
-    if type(module) is not nn.Embedding or module.max_norm is not None or patched(module):
+    if type(module) is not nn.Embedding or module.max_norm is not None or patched(module) or changed(module):
         return None
     return EmbeddingShape(module.num_embeddings, module.embedding_dim)
 
@@ -78,15 +79,41 @@ def patched(module: nn.Module) -> bool:
 
 def linear_shape(module: nn.Module) -> LinearShape | None:
     """Shape of a plain linear (nn.Linear or transformers' Conv1D); None for any other module."""
-    cls = type(module)
-    transposed = f"{cls.__module__}.{cls.__qualname__}" == _CONV1D
-    if (cls is not nn.Linear and not transposed) or patched(module):
+    if not _is_linear(module) or patched(module) or changed(module):
         return None
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if weight is None or weight.dim() != 2:
         return None
+    transposed = type(module) is not nn.Linear
     outputs, inputs = reversed(weight.shape) if transposed else weight.shape
     return LinearShape(inputs, outputs, bias is not None, transposed)
+
+
+def changed(module: nn.Module) -> str | None:
+    """Why a linear or embedding is not what its class makes: more or other tensors, or a patched forward; None if it
+    is.
+
+    weight_norm, spectral_norm and pruning compute the weight from parameters of other names before each call.
+    """
+    own, made = module._parameters.keys(), {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
+    if more := sorted({*own, *module._buffers, *module._modules} - made):
+        return f"{type(module).__name__} has {', '.join(more)}, which its class does not make"
+    if missing := sorted({"weight"} - own):
+        return f"{type(module).__name__} has no parameter {', '.join(missing)}"
+    return None if is_librarys(type(module).forward) else f"{type(module).__name__}.forward was patched"
+
+
+def changed_linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Linears in `module` that are left because they were changed, by path from the root, and why."""
+    for name, child in module.named_modules():
+        is_one = _is_linear(child) or (isinstance(child, nn.Linear) and "parametrizations" in child._modules)
+        if is_one and (why := changed(child)) is not None:
+            yield ".".join(part for part in (path, name) if part), why
+
+
+def _is_linear(module: nn.Module) -> bool:
+    cls = type(module)
+    return cls is nn.Linear or f"{cls.__module__}.{cls.__qualname__}" == _CONV1D
 
 
 def linears(module: nn.Module, path: str = "") -> Iterator[tuple[str, LinearShape]]:

@@ -31,7 +31,7 @@ from infuse.architectures.experts import (
 from infuse.architectures.module import BoundModule, ModuleSpec
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import matrix_of
-from infuse.architectures.plain import embedding_shape, linear_shape, linears
+from infuse.architectures.plain import changed_linears, embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
 from infuse.config.inference import InferenceConfig
@@ -46,12 +46,13 @@ from infuse.parallel.slices import split
 from infuse.plan.bytes import bytes_after, parameter_bytes, token_bytes
 from infuse.plan.experts import balance, check_counts, idle_ranks
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
-from infuse.plan.found import config_around, path_of, shared_weights, users_own
+from infuse.plan.found import config_around, path_of, shared_weights
 from infuse.plan.held import refused_bodies, without_kernels
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
 from infuse.plan.step import BLOCK, MODULE, SPLIT, Left, Step
 from infuse.plan.unknown import Splits
+from infuse.plan.users_own import UsersOwn
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
@@ -139,12 +140,17 @@ class _Decision:
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.exact = kept_in_float32(model, dtype)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
+        self.users_own = UsersOwn(model)
+        self.decided: set[int] = set()  # ids of modules: one that is held in several places has one step
 
     def leave(self, path: str, why: str) -> None:
         self.left.append(Left(path, why))
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
+        if id(module) in self.decided:
+            return
+        self.decided.add(id(module))
         specs = specs_for(module)
         if isinstance(module, (Block, Experts)):
             self.leave(path, ALREADY_REPLACED)
@@ -200,7 +206,7 @@ class _Decision:
         else:
             try:
                 bound = spec.bind(module)
-                step = self.module(module, path, bound)
+                step = self.module(module, path, spec, bound)
             except SpecMismatch as mismatch:
                 why = str(mismatch)
             else:
@@ -212,23 +218,23 @@ class _Decision:
         self.leave(path, f"not as a whole module: {why}")
         self.inside(module, path, config)
 
-    def module(self, module: nn.Module, path: str, bound: BoundModule) -> Step:
-        parts = self.layer_parts(module, path, bound, moved=())
+    def module(self, module: nn.Module, path: str, spec: ModuleSpec, bound: BoundModule) -> Step:
+        parts = self.layer_parts(module, path, bound, moved=(), library=spec.library)
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*bound.shape.ops, *matrix_ops(fills, shape)))
         return Step(path, type(module).__name__, shape, fills, bodies, f"spec of {type(module).__name__}", whole=whole)
 
     def layer_parts(
-        self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: tuple[str, ...]
+        self, module: nn.Module, path: str, bound: Bound | BoundModule, moved: tuple[str, ...], library: str
     ) -> list[RankShare]:
         """Every rank's part of a layer or module. SpecMismatch if formats or the user's own changes forbid it.
 
-        `moved`: paths of the modules whose hooks move to the new one.
+        `moved`: paths of the modules whose hooks move to the new one. `library`: the package of the spec's class.
         """
         made = matrices_made(bound.fills, bound.shape)
         differences = [text for fill, _ in made if (text := self.formats.difference(fill, path))]
         differences += [f"{fill.sources[0]} stays in float32" for fill, _ in made if self.kept(path, fill)]
-        if differences := differences + users_own(module, moved):
+        if differences := differences + self.users_own.inside(module, moved, library):
             raise SpecMismatch(type(module).__name__, differences)
         inputs = [(matrix, linears_of(fill, path)[0]) for fill, matrix in made]
         multiples = {matrix.weight: self.formats.multiple(linear, matrix.inputs) for matrix, linear in inputs}
@@ -237,7 +243,8 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        parts = self.layer_parts(module, path, bound, (bound.attn, *bound.shape.recorded.values()))
+        moved = (bound.attn, *bound.shape.recorded.values())
+        parts = self.layer_parts(module, path, bound, moved, bound.library)
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
         inside = "mlp.experts."
@@ -303,10 +310,13 @@ class _Decision:
     def linears(self, module: nn.Module, path: str) -> None:
         """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
         for name in (*experts_in(module, path), *routed_in(module, path)):
-            self.experts(name)
+            if self.is_first(name, path):
+                self.experts(name)
         replaced = tuple(f"{step.path}." for step in self.steps if isinstance(step.shape, ExpertsShape))
+        for name, why in changed_linears(module, path):
+            self.leave(name, why)
         for name, shape in linears(module, path):
-            if name.startswith(replaced):
+            if name.startswith(replaced) or not self.is_first(name, path):
                 continue
             if name in self.routers:
                 self.formats.of(name)  # so that a pattern may name it
@@ -320,7 +330,9 @@ class _Decision:
                 continue
             ranks = self.sharing() if name == self.head else (ONE,)
             split = len(ranks) > 1
-            others = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
+            tied = self.shared.get(name, ()) if split or self.formats.of(name) is not None else ()
+            linear = self.model.get_submodule(name)
+            others = [other for other in tied if self.model.get_submodule(other) is not linear]
             unlike = [other for other in others if embedding_shape(self.model.get_submodule(other)) is None]
             if unlike and self.formats.of(name) is not None:
                 why = f"shares its weight with {unlike[0]}, which is no plain embedding, so it is not quantized"
@@ -330,7 +342,7 @@ class _Decision:
             parts = [plain_part(shape, rank, self.grain) for rank in ranks]
             own, fills, whole = self.chosen(parts, shape, name)
             if unlike:  # the embedding stays whole, and the head copies its rows
-                fills, others = tuple(replace(fill, format=None) for fill in fills), ()
+                fills, others = tuple(replace(fill, format=None) for fill in fills), []
             bodies = self.bodies(matrix_ops(fills, own))
             caller = self.model.get_submodule(name.rpartition(".")[0])
             if shape.transposed and not fills[0].format and is_adapter(caller):
@@ -339,10 +351,18 @@ class _Decision:
                 self.steps.append(Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole))
                 if split or fills[0].format:
                     # Not in one line: `embedding` drops earlier steps of these modules from `self.steps`.
-                    tied = [self.embedding(other, name, fills[0].format) for other in others]
-                    self.steps += tied
+                    embeddings = [self.embedding(other, name, fills[0].format) for other in others]
+                    self.steps += embeddings
             elif all(left.path.partition(": ")[0] != name for left in self.left):
                 self.leave(name, "nothing to gain: PyTorch's own linear is the best body here")
+
+    def is_first(self, name: str, path: str) -> bool:
+        """Whether the module `name`, found in the one at `path`, was not met in another place before."""
+        if name == path:
+            return True
+        there, seen = id(self.model.get_submodule(name)), len(self.decided)
+        self.decided.add(there)
+        return len(self.decided) > seen
 
     def experts(self, path: str) -> None:
         """Add a step for the experts at `path`, if they gain from one. Both matrices are quantized, or none."""

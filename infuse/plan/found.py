@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures.adapters import base_path, is_adapter
-from infuse.architectures.plain import patched
 
 _PLACES = ("layer_idx", "layer_id", "layer_number")  # transformers' names for a layer's index
 
@@ -41,20 +42,6 @@ def config_around(model: nn.Module, path: str) -> Any:
     return next((config for owner in reversed(owners) if (config := getattr(owner, "config", None)) is not None), None)
 
 
-def users_own(layer: nn.Module, moved: Collection[str]) -> list[str]:
-    """Forwards set on instances, and hooks, inside a layer: a whole block would not call them.
-
-    Hooks on the layer itself and on the modules at the paths `moved` are not listed: they move to the block.
-    """
-    found = []
-    for path, module in layer.named_modules():
-        if patched(module):
-            found.append(f"{path or 'the layer'} has a forward set on the instance")
-        elif path and path not in moved and (module._forward_hooks or module._forward_pre_hooks):
-            found.append(f"{path} has a hook, which a whole block would not call")
-    return found
-
-
 def model_around(model: nn.Module, path: str) -> str:
     """Path of the nearest model around the module at `path`: a module with embeddings and a config."""
     while path:
@@ -66,15 +53,13 @@ def model_around(model: nn.Module, path: str) -> str:
 
 
 def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:
-    """Features besides weights in which modules of one kind may differ: plain attributes, except the layer's index.
+    """Features besides weights in which modules of one kind may differ: the classes of all modules inside, their plain
+    attributes and the functions that they hold, except the layer's index.
 
     For a module that its parent calls (a linear, experts), also its name and the structure of that parent.
     """
     own = tuple(
-        (place, name, value)
-        for place, module in model.get_submodule(path).named_modules()
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float, str)) and name not in _PLACES and not name.startswith("_")
+        (place, type(module), *_attributes(module)) for place, module in model.get_submodule(path).named_modules()
     )
     if not is_called:
         return (own,)
@@ -83,6 +68,16 @@ def traits(model: nn.Module, path: str, *, is_called: bool) -> tuple:
     inside = around.named_modules() if is_adapter(around) else around.named_children()
     structure = tuple((place, type(module)) for place, module in inside)
     return own, type(around), None if name.isdecimal() else name, structure
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or name in _PLACES:
+            continue
+        if isinstance(value, (bool, int, float, str, FunctionType, BuiltinFunctionType)):
+            yield name, value
+        elif isinstance(value, partial):
+            yield name, (value.func, repr(value.args), repr(value.keywords))
 
 
 def grouped(rows: Sequence[tuple[str, ...]], path_column: int = 1) -> list[tuple[str, ...]]:

@@ -21,6 +21,7 @@ from infuse.architectures.model_inputs import SEED, StopModel, answered_by, rand
 from infuse.errors import CheckpointError, in_brief
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
+from infuse.unknown.install import places_of
 
 
 @dataclass(frozen=True)
@@ -136,27 +137,27 @@ def _callers(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, Ca
 
 def in_place_mismatch(caller: Caller, new: nn.Module) -> str | None:
     """Return why `caller` behaves differently with `new` than with the current linear; None if it does not."""
-    where, _, name = caller.path.rpartition(".")
-    holder = caller.module.get_submodule(where)
-    old = holder._modules[name]
-    assert old is not None
+    old = caller.module.get_submodule(caller.path)
+    places = places_of([old], caller.module)[id(old)]  # the caller may hold it in several, and call another one
     with answered_by(old, new.forward):
-        wanted = _tensors(_run(caller))
-    holder._modules[name] = new
+        wanted = _tensors(_run(caller, (old, new)))
     try:
-        found = _tensors(_run(caller))
+        for holder, name in places:
+            holder._modules[name] = new
+        found = _tensors(_run(caller, (old, new)))
     except Exception as error:  # it reads an attribute that the new linear lacks
         return f"{type(caller.module).__name__} around it fails with the new linear: {in_brief(error)}"
     finally:
-        holder._modules[name] = old
+        for holder, name in places:
+            holder._modules[name] = old
     if len(found) == len(wanted) and all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
         return None
     return f"{type(caller.module).__name__} around it reads more of it than what it returns, and gives other values"
 
 
-def _run(caller: Caller) -> Any:
+def _run(caller: Caller, keep: tuple[nn.Module, ...]) -> Any:
     args, kwargs = copy.deepcopy((caller.args, caller.kwargs))
-    short = shortened(caller.module, ()) if caller.short else nullcontext()
+    short = shortened(caller.module, keep) if caller.short else nullcontext()
     with short, torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return caller.module(*args, **kwargs)

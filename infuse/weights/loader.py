@@ -91,6 +91,22 @@ class LayerSource:
         raise KeyError(path)
 
 
+class Rehearsal(LayerSource):
+    """The values of the live `model` for changes that `undo` takes back when it is closed; parameters stay as they
+    are.
+    """
+
+    def __init__(self, model: nn.Module, undo: ExitStack):
+        super().__init__(model)
+        self._undo = undo
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        put(self._undo, mapping, key, value)
+
+    def hand_on(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Do nothing: what takes the parameter over is thrown away."""
+
+
 class CheckpointLoader(LayerSource):
     """Load a checkpoint's values. `with loader:` takes over the model; an exception restores it.
 

@@ -1,0 +1,109 @@
+"""What in a layer is the user's own: a block would not call it, or would lose it. Such layers stay.
+
+That is methods of a subclass or a patch, forwards set on instances, hooks inside, tensors and modules that the class
+does not make, and parts that are held outside of the layer, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, partial
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures import specs_for
+from infuse.architectures.diffusion import module_spec
+from infuse.architectures.plain import patched
+from infuse.authors import LIBRARIES, is_librarys, users_methods, with_wrapped
+
+_CONTAINERS = "torch.nn.modules.container"  # their children have any names
+
+
+class UsersOwn:
+    """Finds the user's own in the layers of `model`, which must not have been changed by any step yet."""
+
+    def __init__(self, model: nn.Module):
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._holders: dict[int, list[tuple[nn.Module, str]]] = {}
+        for holder in model.modules():
+            for name, child in holder._modules.items():
+                self._holders.setdefault(id(child), []).append((holder, name))
+        layers = [module for module in model.modules() if specs_for(module) or module_spec(module)]
+        self._in_layers = {id(module) for layer in layers for module in layer.modules()}
+
+    def inside(self, layer: nn.Module, moved: Collection[str], library: str) -> list[str]:
+        """What a whole block in place of `layer`, of a class of `library`, would not call or would lose.
+
+        Hooks on the layer itself and on the modules at the paths `moved` are not listed: they move to the block.
+        """
+        found = []
+        libraries = {*LIBRARIES, library}
+        methods: Mapping[type, list[str]] = {
+            kind: list(users_methods(kind, libraries)) for kind in {type(module) for module in layer.modules()}
+        }
+        for path, module in layer.named_modules():
+            where = path or "the layer"
+            if patched(module):
+                found.append(f"{where} has a forward set on the instance")
+            elif path and path not in moved and (module._forward_hooks or module._forward_pre_hooks):
+                found.append(f"{path} has a hook, which a whole block would not call")
+            if names := methods[type(module)]:
+                found.append(
+                    f"{where} has a method of your own, {', '.join(names)}, which a whole block would not call"
+                )
+            if names := sorted(_added(module)):
+                found.append(f"{where} has {', '.join(names)}, which {type(module).__name__} does not make")
+            if names := [name for name, value in vars(module).items() if _is_users_function(value, libraries)]:
+                found.append(f"{where} has a function of your own, {', '.join(names)}, which a block would not call")
+        return found + self.shared(layer)
+
+    def shared(self, layer: nn.Module) -> list[str]:
+        """Parts of `layer` with parameters that are held outside of all layers, too, where they would no longer be the
+        same. Layers that share parts share what is made from them.
+        """
+        found = []
+        for path, module in layer.named_modules():
+            holders = self._holders.get(id(module), ())
+            outside = [(holder, name) for holder, name in holders if id(holder) not in self._in_layers]
+            if path and outside and next(module.parameters(), None) is not None:
+                holder, name = outside[0]
+                other = ".".join(part for part in (self._paths[id(holder)], name) if part)
+                found.append(f"{path} is also {other}, which stays the same module")
+        return found
+
+
+def _is_users_function(value: Any, libraries: Collection[str]) -> bool:
+    return isinstance(value, (FunctionType, partial)) and not is_librarys(value, libraries)
+
+
+def _added(module: nn.Module) -> set[str]:
+    """Buffers and modules that no method of the class names."""
+    kind: Any = type(module)
+    if kind.__module__ == _CONTAINERS:
+        return set()
+    held = {name for held in (module._buffers, module._modules) for name, value in held.items() if value is not None}
+    return held - _named(kind)
+
+
+@cache
+def _named(cls: type) -> frozenset[str]:
+    """Every attribute and word in the code of the class's methods, and of its bases' up to nn.Module."""
+    kinds = [kind for kind in cls.__mro__ if kind not in (nn.Module, object)]
+    methods = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
+    return frozenset(word for method in methods for word in _words(method))
+
+
+def _words(function: Callable[..., Any]) -> Iterator[str]:
+    """The words in a function and in what it wraps."""
+    waiting: list[Any] = [one.__code__ for one in with_wrapped(function) if isinstance(one, FunctionType)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            waiting += code.co_consts
+        elif isinstance(code, str):
+            yield code
+        elif isinstance(code, tuple):
+            waiting += code
