@@ -42,13 +42,18 @@ def progress_bars(wanted: bool | None) -> Iterator[Callable[[int, int, str], Non
 
     def progress(done: int, total: int, what: str) -> None:
         log.debug("%s: %d of %d", what, done, total)
+        nonlocal shown
         if shown:
-            if what not in bars:
-                bars[what] = tqdm(desc=what, total=total, leave=False)
-            bars[what].update(done - bars[what].n)
+            try:
+                if what not in bars:
+                    bars[what] = tqdm(desc=what, total=total, leave=False)
+                bars[what].update(done - bars[what].n)
+            except (OSError, ValueError) as error:  # standard error is closed, which must not stop a replacement
+                shown = False
+                log.debug("progress bars end: %s", error)
 
     try:
         yield progress
     finally:
-        for bar in bars.values():
+        for bar in bars.values() if shown else ():
             bar.close()

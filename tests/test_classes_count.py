@@ -15,6 +15,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
 
 import infuse
+from infuse.apply import build
 from infuse.apply.build import Builder
 from infuse.architectures import specs_for
 from infuse.plan.bytes import parameter_bytes
@@ -328,3 +329,36 @@ def test_an_error_while_a_layer_is_built_leaves_the_model_as_it_was(
     assert fingerprint(model) == before
     assert torch.equal(result(model, family), wanted)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+
+
+def test_an_error_after_old_weights_are_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rehearsal without values cannot show: there is no memory for the next layer's."""
+    model = BY_NAME["llama"].make()
+    own, calls = build.fill_module, []
+
+    def fill(module: nn.Module, *args: Any) -> None:
+        calls.append(module)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        own(module, *args)
+
+    monkeypatch.setattr(build, "fill_module", fill)
+    with pytest.raises(infuse.InfuseError, match="2 of 4 replacements are in place.*load the model again"):
+        injected(model, verify="off")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("gone"), ValueError("I/O operation on closed file")])
+def test_a_progress_bar_that_cannot_be_drawn_stops_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bar:
+        n = 0
+
+        def __init__(self, **kwargs: Any): ...
+
+        def update(self, count: int) -> None:
+            raise error
+
+        close = update
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    engine = injected(BY_NAME["llama"].make(), progress=True)
+    assert sum(step.depth == "block" for step in engine.plan.steps) == 3

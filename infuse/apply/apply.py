@@ -20,6 +20,7 @@ from infuse.apply.swap import Swaps
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.dtype_cast import cast_buffers, cast_parameters
+from infuse.errors import InfuseError, in_brief
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
@@ -60,7 +61,12 @@ class Proven:
         self.modules.clear()
         for done, step in enumerate(self.accepted):
             source.step()
-            swaps.swap(step)
+            try:
+                swaps.swap(step)
+            except Exception as error:  # out of memory, where nothing else is left to raise
+                if source.is_live and done:
+                    raise InfuseError(_half_done(step, done, len(self.accepted), error)) from error
+                raise
             if progress:
                 progress(done + 1, len(self.accepted), "replacing")
         source.finish()
@@ -82,6 +88,13 @@ class Proven:
             for step in self.accepted:
                 if step.shape is not None:
                     swaps.swap(step)
+
+
+def _half_done(step: Step, done: int, steps: int, error: Exception) -> str:
+    return (
+        f"{in_brief(error)}, while {step.path or 'the attention'} was replaced; {done} of {steps} replacements are in "
+        "place, and their old weights are gone: load the model again, with more memory free"
+    )
 
 
 def prove(

@@ -7,7 +7,7 @@ does not make, and parts that are held outside of the layer, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -75,7 +75,7 @@ class UsersOwn:
 
 
 def _is_users_function(value: Any, libraries: Collection[str]) -> bool:
-    return isinstance(value, (FunctionType, partial)) and not is_librarys(value, libraries)
+    return callable(value) and not isinstance(value, (type, nn.Module)) and not is_librarys(value, libraries)
 
 
 def _added(module: nn.Module) -> set[str]:
