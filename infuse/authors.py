@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
-from types import FunctionType, MethodType
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,10 @@ LIBRARIES = frozenset({"torch", "transformers", "diffusers", "huggingface_hub", 
 _OF_CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "extra_repr"}
 )
+
+
+# What runs when a module is called, and where its attributes come from.
+_CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
 def package_of(cls: type) -> str:
@@ -76,6 +80,60 @@ def users_methods(cls: type, libraries: Collection[str] = LIBRARIES) -> Iterator
                 continue
             if any(package_of(base) in libraries and name in vars(base) for base in cls.__mro__[i:]):
                 yield f"{kind.__name__}.{name}"
+
+
+class LibraryCalls:
+    """Tells whether calls of modules run a library's methods alone: their forwards, and the methods that these name.
+
+    Asked again, it looks at the code of a class only where a method is another one than before.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[type, tuple[dict[str, Any], bool]] = {}
+
+    def __call__(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether no module's class runs a method that a user overrides in a subclass or has patched."""
+        return all(map(self._is_librarys, {type(module) for module in modules}))
+
+    def __reduce__(self) -> tuple:
+        return LibraryCalls, ()
+
+    def _is_librarys(self, cls: type) -> bool:
+        held, own = self._known.get(cls, (None, False))
+        if held is None or any(getattr(cls, name, None) != value for name, value in held.items()):
+            methods = _called(cls)
+            own = all(is_librarys(one) for value in methods.values() for one in _functions(value))
+            self._known[cls] = {name: getattr(cls, name, None) for name in methods}, own
+        return own
+
+
+def _called(cls: type) -> dict[str, Any]:
+    """The methods that a call of a module of the class may run, by name."""
+    there = {name: value for kind in reversed(cls.__mro__) for name, value in vars(kind).items()}
+    found: dict[str, Any] = {}
+    waiting = list(_CALL)
+    while waiting:
+        name = waiting.pop()
+        value = None if name in found else there.get(name)
+        if functions := _functions(value):
+            found[name] = value
+            if vars(nn.Module).get(name) is not value:
+                waiting += [word for function in functions for word in words_of(function)]
+    return found
+
+
+def words_of(function: Any) -> Iterator[str]:
+    """Every attribute and text in the code of a function and of what it wraps."""
+    waiting: list[Any] = [one.__code__ for one in with_wrapped(function) if isinstance(one, FunctionType)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            waiting += code.co_consts
+        elif isinstance(code, str):
+            yield code
+        elif isinstance(code, tuple):
+            waiting += code
 
 
 def _functions(value: Any) -> list[Callable[..., Any]]:

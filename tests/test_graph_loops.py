@@ -21,6 +21,7 @@ from test_graph_decode import PROMPT, made, original, padded, rows_of, same, see
 from transformers import DynamicCache
 
 import infuse
+from infuse.authors import LibraryCalls
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.cache import KVCache, KVSlot
@@ -168,6 +169,7 @@ def test_other_steps_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         model, "forward", lambda self, **given: steps.append(given["input_ids"].shape[1]) or forward(self, **given)
     )
+    monkeypatch.setattr(LibraryCalls, "__call__", lambda self, modules: True)  # though forward is patched to count
     engine, backend = graphed(made("llama"))
     for seed in (11, 12):
         given = padded(batch=1, padding=None, seed=seed)

@@ -1,9 +1,9 @@
 """Decode steps that compute a model's parts without its own forward: embedding, all blocks, norm, head, in one call.
 
-What a model computes between its parts is its own affair, so each answer's first step is traced: every part must have
-got the very tensor that the part before it returned. The first such step of a model is also computed again, and must
-give the same logits. A mask is the model's affair, too: from the length on at which a window may hide tokens, the model
-is called.
+A user's own class or patch is called in each step. What a model computes between its parts is its own affair, so each
+answer's first step is traced: every part must have got the very tensor that the part before it returned. The first such
+step of a model is also computed again, and must give the same logits. A mask is the model's affair, too: from the
+length on at which a window may hide tokens, the model is called.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from infuse import interrupts
+from infuse.authors import LibraryCalls
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
@@ -42,11 +43,12 @@ class DirectSteps:
     stack: StackCall | None = None
     modules: list[tuple[nn.Module, type, Any]] = field(default_factory=list)  # which were `proven`, and their forwards
     proven: bool = False
+    are_librarys: LibraryCalls = field(default_factory=LibraryCalls)
 
     def traced(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Any, DirectStep | None]:
         """Call the model for one new token of each row, and find how to make the next such steps without it."""
         parts = None if inputs.get("attention_mask") is not None else _Parts.of(model, self.is_ours)
-        if parts is None:
+        if parts is None or not self.are_librarys((model, *parts.modules)):
             return model(**inputs, return_dict=True), None
         calls: list[_Call] = []
 
@@ -110,7 +112,7 @@ class DirectSteps:
         return step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"is_ours": self.is_ours, "stack": None, "modules": [], "proven": False}
+        return {"is_ours": self.is_ours, "stack": None, "modules": [], "proven": False, "are_librarys": LibraryCalls()}
 
 
 class DirectStep:

@@ -7,9 +7,10 @@ attribute or a hook of the module itself, so it works however the module is call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from transformers.generation import GenerationMixin
 
 from infuse import interrupts
 from infuse.architectures.component_inputs import is_component
+from infuse.authors import LibraryCalls, is_librarys, with_wrapped
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
-from infuse.generate.loop import decode, rotates_by_length
+from infuse.generate.loop import UPDATE, decode, rotates_by_length
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -42,7 +44,6 @@ _PREPARED_TOKENS = 512
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
 
 
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
 # Arguments for which transformers' own loops run. Those that need the tokenizer are included, because transformers'
 # `generate` drops it if a callable decodes.
 _NOT_OURS = (
@@ -52,8 +53,15 @@ _NOT_OURS = (
 )  # fmt: skip
 # Models of diffusers that round a time step given as a number down to an integer; the others keep fractions.
 _WHOLE_STEPS = frozenset({"PriorTransformer", "UNet1DModel", "UNet2DModel"})
+# Methods that transformers' loops call and ours do not, or not in each step: these must be GenerationMixin's own.
+_OF_LOOPS = (
+    "_sample", "_assisted_decoding", "_prefill", "_has_unfinished_sequences", "_optimize_model_for_decode",
+    "_get_candidate_generator",
+)  # fmt: skip
+_FIRST_ARGUMENT = ("inputs",)  # of generate
 _SPECULATE = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
-_ASSISTANTS = ("assistant_model", "tokenizer", "assistant_tokenizer")
+_ASSISTANT = "assistant_model"
+_ASSISTANTS = (_ASSISTANT, "tokenizer", "assistant_tokenizer")
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Installed:
     group: Group = LOCAL
     kv_cache: str | None = None  # format of our cache
     direct: DirectSteps | None = None
+    are_librarys: LibraryCalls = field(default_factory=LibraryCalls)
 
 
 @dataclass(frozen=True)
@@ -163,18 +172,23 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _generate(self, args, kwargs)
 
 
-def _generate(self: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-    _, kwargs = _moved(self, (), {**given.pop("kwargs", {}), **given})
-    del kwargs["self"]
-    if (assistant := kwargs.get("assistant_model")) is not None:
-        kwargs["assistant_model"] = getattr(assistant, "module", assistant)  # of an engine, its model
+def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _moved(self, tuple(args), kwargs)
+    names = _names_of_arguments(type(self).generate)
+    if _ASSISTANT in names[: len(args)]:
+        args, place = list(args), names.index(_ASSISTANT)
+        args[place] = getattr(args[place], "module", args[place])
+    elif _ASSISTANT in kwargs:  # of an engine, its model
+        kwargs[_ASSISTANT] = getattr(kwargs[_ASSISTANT], "module", kwargs[_ASSISTANT])
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > len(names):  # of a wrapper that tells nothing about its arguments
+        return type(self).generate(self, *args, **kwargs)
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
-        check_before_generate(installed.group, kwargs, settings, installed.buckets)
+        check_before_generate(installed.group, given, settings, installed.buckets)
         installed.group.share_random_state()
-    asked = _Asked(self, kwargs)
+    asked = _Asked(self, given)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
         needed = max(prompt + max(installed.min_new_tokens, 1), total)
@@ -187,28 +201,37 @@ def _generate(self: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     graphed = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if installed.buckets is not None and _can_replay(self):
+        if installed.buckets is not None and _can_replay(self, installed.are_librarys):
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
         capacity, limit = installed.limit_tokens or prepared, installed.limit_tokens
         cache = KVCache(capacity, limit, installed.kv_cache) if graphed is None else graphed
         kwargs["past_key_values"] = cache
         if loop := asked.own_loop():
-            streamer, assistants = kwargs.get("streamer"), {name: kwargs.get(name) for name in _ASSISTANTS}
+            streamer, assistants = given.get("streamer"), {name: given.get(name) for name in _ASSISTANTS}
             more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
             kwargs["custom_generate"] = partial(loop, streamer=streamer, group=installed.group, **more)
     result = None
     try:
-        result = type(self).generate(self, **kwargs)
+        result = type(self).generate(self, *args, **kwargs)
         return result
     except torch.OutOfMemoryError as error:
         forward = vars(self).get("forward")
         clear = [part.clear for part in (installed.buckets, forward) if isinstance(part, (BucketPool, Forward))]
         graphed = None  # drop its bucket instead of returning it
+        args = ()
         kwargs.clear()
+        given.clear()
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
         if graphed is not None:
             graphed.end(keep=getattr(result, "past_key_values", None) is graphed)
+
+
+def _names_of_arguments(generate: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional arguments of `generate`, also where a wrapper that takes any hides them."""
+    codes = [one.__code__ for one in with_wrapped(generate) if isinstance(one, FunctionType)]
+    found = (code.co_varnames[1 : code.co_argcount] for code in codes)
+    return next((names for names in found if names[:1] == _FIRST_ARGUMENT), _FIRST_ARGUMENT)
 
 
 def _drop_hooks(module: nn.Module) -> None:
@@ -222,14 +245,18 @@ def _drop_hooks(module: nn.Module) -> None:
         module._forward_hooks_always_called.pop(id, None)
 
 
-def _can_replay(module: nn.Module) -> bool:
-    """Whether decode steps may be replayed: not if torch.compile makes its own graphs or hooks need each forward."""
+def _can_replay(module: nn.Module, are_librarys: LibraryCalls) -> bool:
+    """Whether decode steps may be replayed: not if torch.compile makes its own graphs, or hooks or a user's own class
+    need each forward.
+    """
     compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     others = [hook for hook in hooks if not _is_ours(hook)]  # which a replay would skip
     named = [one.named for one in module.modules() if isinstance(one, Experts) and one.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
-    return not (compiled or others) and ours_only
+    if compiled or others or not ours_only:
+        return False
+    return are_librarys(module.modules())
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
@@ -262,7 +289,7 @@ class _Asked:
     def own_loop(self) -> Callable[..., Any] | None:
         """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
-        if not one or any(self.value(name) for name in _NOT_OURS):
+        if not one or any(self.value(name) for name in _NOT_OURS) or not _loops_are_own(self._model):
             return None
         # The processor of guidance_scale runs the model over a cache of its own, which rejected candidates would spoil.
         guided = self.value("guidance_scale") not in (None, 1)
@@ -289,6 +316,17 @@ class _Asked:
         if new is None and total is not None:
             return total
         return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
+
+
+def _loops_are_own(model: Any) -> bool:
+    """Whether the methods of transformers' loops are GenerationMixin's own now: neither overridden nor patched."""
+    own = vars(model)
+    for name in _OF_LOOPS:
+        method = getattr(GenerationMixin, name, None)  # not all are in all versions
+        is_other = name in own or getattr(type(model), name, None) is not method
+        if is_other or not (method is None or is_librarys(method)):
+            return False
+    return UPDATE not in own and is_librarys(getattr(type(model), UPDATE))
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

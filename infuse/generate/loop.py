@@ -33,6 +33,7 @@ from infuse.parallel.group import LOCAL, Group
 PART_TOKENS = 4096
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 
+UPDATE = "_update_model_kwargs_for_generation"  # which a step that follows does not call
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 
@@ -111,7 +112,7 @@ def decode(
             all_run = False
         if done or (not all_run and not bool(unfinished.any())):
             break
-        last = tokens[:, -1:].contiguous()
+        last = (ids() if asked else tokens)[:, -1:].contiguous()  # criteria may have written into the ids
         if steps.follows:
             steps.follow(last, columns)
         else:
@@ -268,6 +269,8 @@ class Steps:
         prepare = type(self.model).prepare_inputs_for_generation
         if not prepare.__module__.startswith("transformers.") or "prepare_inputs_for_generation" in vars(self.model):
             return False  # a user's own preparation is called at every step
+        if getattr(type(self.model), UPDATE) is not getattr(GenerationMixin, UPDATE):
+            return False
         if prepare is not GenerationMixin.prepare_inputs_for_generation:
             # Phi3 recomputes the cache when it switches to the frequencies for long prompts.
             short = getattr(self.model.config, "original_max_position_embeddings", None)

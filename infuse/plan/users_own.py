@@ -6,9 +6,9 @@ does not make, and parts that are held outside of the layer, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from infuse.architectures import specs_for
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.plain import patched
-from infuse.authors import LIBRARIES, is_librarys, users_methods, with_wrapped
+from infuse.authors import LIBRARIES, is_librarys, users_methods, words_of
 
 _CONTAINERS = "torch.nn.modules.container"  # their children have any names
 
@@ -92,18 +92,4 @@ def _named(cls: type) -> frozenset[str]:
     """Every attribute and word in the code of the class's methods, and of its bases' up to nn.Module."""
     kinds = [kind for kind in cls.__mro__ if kind not in (nn.Module, object)]
     methods = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
-    return frozenset(word for method in methods for word in _words(method))
-
-
-def _words(function: Callable[..., Any]) -> Iterator[str]:
-    """The words in a function and in what it wraps."""
-    waiting: list[Any] = [one.__code__ for one in with_wrapped(function) if isinstance(one, FunctionType)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            yield from code.co_names
-            waiting += code.co_consts
-        elif isinstance(code, str):
-            yield code
-        elif isinstance(code, tuple):
-            waiting += code
+    return frozenset(word for method in methods for word in words_of(method))

@@ -1,0 +1,325 @@
+"""A model keeps its own methods: what a subclass overrides or a library wraps runs, as often as it runs without us."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import subprocess
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from families import BY_NAME
+from torch import Tensor, nn
+from transformers.generation import GenerationMixin, StoppingCriteria
+
+import infuse
+
+TESTS = Path(__file__).parents[1]
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+# Large enough for a head that streams, so that steps without the model's forward would be made.
+DIRECT = dict(vocab_size=8192, tie_word_embeddings=False)
+
+
+def injected(model: nn.Module, **keys: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return infuse.init_inference(model, **{"dtype": "fp32", "progress": False, **keys})
+
+
+def answer(model: Any, **mode: Any) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(PROMPT, **{"max_new_tokens": 12, "do_sample": False, **mode})
+
+
+def llama() -> Any:
+    return BY_NAME["llama"].make(**DIRECT)
+
+
+# ---- methods of transformers' loops ----
+
+LOOP = ["_sample", "_prefill", "_has_unfinished_sequences", "_update_model_kwargs_for_generation"]
+MODES = [{}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}]
+
+
+def counting(name: str, seen: Counter[str], of: type = GenerationMixin) -> Callable[..., Any]:
+    own = getattr(of, name)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[name] += 1
+        return own(self, *args, **kwargs)
+
+    return run
+
+
+def overridden(model: Any, name: str, seen: Counter[str], patch: pytest.MonkeyPatch) -> None:
+    model.__class__ = type("Mine", (type(model),), {name: counting(name, seen), "__module__": "mine"})
+
+
+def patched(model: Any, name: str, seen: Counter[str], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GenerationMixin, name, counting(name, seen))
+
+
+def patched_on_the_class(model: Any, name: str, seen: Counter[str], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(model), name, counting(name, seen))
+
+
+def set_on_the_instance(model: Any, name: str, seen: Counter[str], patch: pytest.MonkeyPatch) -> None:
+    setattr(model, name, types.MethodType(counting(name, seen), model))
+
+
+CHANGES = [overridden, patched, patched_on_the_class, set_on_the_instance]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", [*LOOP, "_assisted_decoding", "_get_candidate_generator"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_method_of_the_loop_runs_as_often(
+    change: Callable[..., None], later: bool, name: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, answers, model = [], [], llama()
+    for replaced in (False, True):
+        seen: Counter[str] = Counter()
+        each = copy.deepcopy(model)
+        with monkeypatch.context() as patch:
+            if not later:
+                change(each, name, seen, patch)
+            if replaced:
+                injected(each)
+            if later:
+                change(each, name, seen, patch)
+            seen.clear()
+            answers.append(answer(each, **mode))
+        counts.append(seen[name])
+    assert torch.equal(*answers)
+    assert counts[0] == counts[1]
+
+
+def test_a_models_own_loop_makes_what_it_makes() -> None:
+    """CSM's loop returns codes of a codec, depth by depth; GenerationMixin's would return ids."""
+    config = t.CsmConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        vocab_size=64, text_vocab_size=96, num_codebooks=3, codebook_pad_token_id=62, codebook_eos_token_id=63,
+        depth_decoder_config=dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                  intermediate_size=64, vocab_size=64, num_codebooks=3, backbone_hidden_size=32),
+        pad_token_id=0, bos_token_id=1, audio_token_id=2, audio_eos_token_id=3, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = t.CsmForConditionalGeneration(config).eval()
+    mode = dict(max_new_tokens=5, do_sample=False, depth_decoder_do_sample=False)
+    wanted = model.generate(PROMPT, **mode)
+    engine = injected(copy.deepcopy(model))
+    assert wanted.dim() == 3 and torch.equal(engine.generate(PROMPT, **mode), wanted)
+
+
+# ---- classes and forwards of the model ----
+
+
+def counted_forward(cls: type, seen: Counter[str], factor: float) -> Callable[..., Any]:
+    own = cls.forward  # type: ignore[attr-defined]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["forward"] += 1
+        out = own(self, *args, **kwargs)
+        if not isinstance(out, (Tensor, tuple)) and "logits" in out:
+            out.logits = out.logits * factor if seen["forward"] % 3 else out.logits.flip(-1)
+        return out
+
+    return forward
+
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "the model": lambda model: model,
+    "the inner model": lambda model: model.model,
+    "the norm": lambda model: model.model.norm,
+    "the rotary module": lambda model: model.model.rotary_emb,
+}
+
+
+@pytest.mark.parametrize("way", ["subclass", "class", "class, wrapped", "called"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_users_forward_runs_once_for_each_token(
+    place: str, later: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "the norm" and later and way.startswith("class"):
+        pytest.skip("norms in blocks no longer are of this class")
+    counts, answers, model = [], [], llama()
+    for replaced in (False, True):
+        seen: Counter[str] = Counter()
+        each = copy.deepcopy(model)
+        module = PLACES[place](each)
+        cls: Any = type(module)
+        forward = counted_forward(cls, seen, 1.5)
+        with monkeypatch.context() as patch:
+            if replaced and later:
+                injected(each)
+                answer(each)  # with what is to be seen patched afterwards
+            if way == "subclass":
+                module.__class__ = type("Mine", (cls,), {"forward": forward, "__module__": "mine"})
+            elif way == "called":
+                call = cls.__call__
+
+                def called(self: Any, *args: Any, call: Any = call, seen: Any = seen, **kwargs: Any) -> Any:
+                    seen["forward"] += 1
+                    return call(self, *args, **kwargs)
+
+                module.__class__ = type("Mine", (cls,), {"__call__": called, "__module__": "mine"})
+            else:
+                wrapped = functools.wraps(cls.forward)(forward) if "wrapped" in way else forward
+                patch.setattr(cls, "forward", wrapped)
+            if replaced and not later:
+                injected(each)
+            seen.clear()
+            answers.append(answer(each))
+        counts.append(seen["forward"])
+    assert torch.equal(*answers)
+    assert counts[0] == counts[1] == (84 if place == "the norm" and "class" in way and way != "subclass" else 12)
+
+
+def test_a_subclass_that_adds_a_method_keeps_direct_steps() -> None:
+    model = llama()
+    model.__class__ = type("Mine", (type(model),), {"told": lambda self: "mine", "__module__": "mine"})
+    engine = injected(model)
+    answer(engine)
+    assert engine.module._infuse.direct.proven
+
+
+# ---- arguments as they were given ----
+
+WRAP = """
+import sys
+sys.path.insert(0, {tests!r})
+import functools
+from transformers.generation import GenerationMixin
+own, calls = GenerationMixin.generate, []
+def traced({self}*args, **kwargs):
+    calls.append((len(args), sorted(kwargs)))
+    return own({self}*args, **kwargs)
+GenerationMixin.generate = {wrap}(traced)
+import torch, infuse
+from families import BY_NAME
+model = BY_NAME["llama"].make()
+ids = torch.tensor([[5, 6, 7]])
+config = model.generation_config
+wanted = [model.generate(ids, max_new_tokens=5), model.generate(ids, config, max_new_tokens=4)]
+before = list(calls)
+calls.clear()
+engine = infuse.init_inference(model, dtype="fp32", progress=False)
+found = [engine.generate(ids, max_new_tokens=5), engine.generate(ids, config, max_new_tokens=4)]
+assert all(map(torch.equal, found, wanted)), (found, wanted)
+assert [count for count, _ in calls] == [count for count, _ in before], (calls, before)
+assert any("custom_generate" in names for _, names in calls), calls
+"""
+
+
+@pytest.mark.parametrize("self", ["", "self, "])
+@pytest.mark.parametrize("wrap", ["", "functools.wraps(own)"])
+def test_generate_wrapped_before_infuse_is_imported(wrap: str, self: str) -> None:
+    code = WRAP.format(tests=str(TESTS), wrap=wrap, self=self)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+def test_generate_wrapped_after_infuse_is_imported(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = llama(), []
+    wanted, own = answer(model), GenerationMixin.generate
+    if later:
+        injected(model)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        seen.append(len(args))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", traced)
+    engine = injected(model)
+    assert torch.equal(answer(engine), wanted) and seen == [2]
+
+
+def test_a_wrapper_of_which_nothing_is_known_gets_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builtin or a callable object hides the names of the arguments."""
+
+    class Traced:
+        def __init__(self, own: Callable[..., Any]):
+            self.own = own
+
+        def __get__(self, model: Any, kind: Any) -> Any:
+            return self if model is None else functools.partial(self, model)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.own(*args, **kwargs)
+
+    model = llama()
+    engine = injected(copy.deepcopy(model))
+    wanted = model.generate(PROMPT, model.generation_config, max_new_tokens=5)
+    monkeypatch.setattr(GenerationMixin, "generate", Traced(GenerationMixin.generate))
+    assert torch.equal(engine.generate(PROMPT, model.generation_config, max_new_tokens=5), wanted)
+
+
+def test_an_assistant_that_is_an_engine_by_position() -> None:
+    model, draft = llama(), BY_NAME["llama"].make(seed=1, num_hidden_layers=1, **DIRECT)
+    wanted = model.generate(PROMPT, None, None, None, None, None, draft, max_new_tokens=6)
+    engine, other = injected(copy.deepcopy(model)), injected(draft)
+    assert torch.equal(engine.generate(PROMPT, None, None, None, None, None, other, max_new_tokens=6), wanted)
+
+
+# ---- who writes into what it is handed ----
+
+
+class Writing(StoppingCriteria):
+    """Puts another token in place of each third one."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if input_ids.shape[1] % 3 == 0:
+            input_ids[:, -1] = 40
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class WritingProcessor(t.LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        input_ids[:, 0] = 3
+        scores[:, :4] = -1e9
+        return scores
+
+
+class WritingStreamer:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen += value.view(-1).tolist()
+        value.fill_(1)
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("mode", [{}, {"do_sample": True}], ids=str)
+def test_a_criterion_that_writes_into_the_ids(mode: dict[str, Any]) -> None:
+    model = llama()
+    engine = injected(copy.deepcopy(model))
+    given = dict(mode, stopping_criteria=[Writing()])
+    wanted = answer(model, **given)
+    assert (wanted == 40).sum() >= 3
+    assert torch.equal(answer(engine, **given), wanted)
+
+
+def test_a_processor_and_a_streamer_that_write() -> None:
+    model = llama()
+    engine = injected(copy.deepcopy(model))
+    streamed = []
+    answers = []
+    for each in (model, engine):
+        streamer = WritingStreamer()
+        mode = dict(max_new_tokens=8, do_sample=False, logits_processor=[WritingProcessor()])
+        answers.append(each.generate(PROMPT.clone(), streamer=streamer, **mode))
+        streamed.append(streamer.seen)
+    assert torch.equal(*answers) and streamed[0] == streamed[1]
