@@ -42,8 +42,19 @@ q_lora_rank kv_lora_rank
         "max_seq_len"
     ),
 }
-NEEDED = ("head_dim", "num_experts_per_tok")  # which are None in some configs
-BY_NAME = {name: number for number, names in NUMBERS.items() for name in names.split()}
+# Windows, budgets and blocks of attention: so short that a text of TOKENS is longer than each of them.
+SHORT: dict[int, str] = {
+    8: """sliding_window sliding_window_size attention_window_size keep_window_size local_attention
+        attention_chunk_size max_window_size local_transformer_stride""",
+    12: "relative_attention_max_distance segment_means_seq_len",
+    4: """index_topk index_block_size global_block_size local_radius attention_window num_landmarks
+        position_bias_num_buckets context_size""",
+    2: "block_size index_topk_blocks",
+    1: "num_random_blocks index_local_blocks max_window_layers",
+}
+TOKENS = 24
+NEEDED = ("head_dim", "num_experts_per_tok", "sliding_window")  # which are None in some configs
+BY_NAME = {name: number for number, names in (*NUMBERS.items(), *SHORT.items()) for name in names.split()}
 TOKEN_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
@@ -54,13 +65,18 @@ def tiny_config(cls: type) -> Any:
     for name, value in plain.to_dict().items():
         if name in BY_NAME and (type(value) is int or name in NEEDED):
             values[name] = BY_NAME[name]
+        elif name == "compress_rates":
+            values[name] = {kind: min(rate, BY_NAME["index_topk"]) for kind, rate in value.items()}
+        elif name == "use_sliding_window":
+            values[name] = True
         elif name == "image_size" and isinstance(value, list):
             values[name] = [BY_NAME[name]] * len(value)
         elif name in TOKEN_IDS and isinstance(value, (int, list)):
             values[name] = TOKEN_IDS[name]
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types") and isinstance(value, list):
             kinds = list(dict.fromkeys(value))
-            values[name] = (kinds * 2)[:2] if len(kinds) > 1 else value[:2]
+            if len(kinds) > 1 or not hasattr(plain, "use_sliding_window"):
+                values[name] = (kinds * 2)[:2] if len(kinds) > 1 else value[:2]
     if "kv_lora_rank" in values and "num_key_value_heads" in values:  # latent attention has as many as heads
         values["num_key_value_heads"] = BY_NAME["num_attention_heads"]
     for name in getattr(cls, "sub_configs", {}):
@@ -83,7 +99,7 @@ def architectures() -> dict[str, tuple[type, type]]:
     away = not_tiny()
     found: dict[str, tuple[type, type]] = {}
     for names in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-                  auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES):  # fmt: skip
+                  auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES):  # fmt: skip
         for kind, name in names.items():
             if kind in found or kind in away:  # not even imported
                 continue

@@ -4,7 +4,9 @@ it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,7 +79,8 @@ def test_a_registered_function_is_called_as_the_original_calls_it(family: Any, c
         results.append(run(model, inputs(family, padding="left")))
         made.append(list(calls))
         calls.clear()
-    times = 2 if family in MIXTURES else 1  # whose routers magnify rounding
+    # Routers magnify rounding, and so do the scores of mT5, which are not scaled (2.9e-6 on an Intel Xeon).
+    times = 2 if family in MIXTURES or family.name == "mt5" else 1
     assert_near(results[1], results[0], torch.float32, times=times)
     assert len(made[0]) == len(made[1]) > 0
     for theirs, ours in zip(*made, strict=True):
@@ -145,3 +148,81 @@ def test_a_cache_of_rows_of_different_lengths_needs_our_attention(calls: list[Ca
     replaced.set_attn_implementation("recorded")
     with pytest.raises(infuse.UnsupportedCall, match="rows of different lengths"):
         run(replaced, {"input_ids": ids[:, :1], "past_key_values": cache, "position_ids": torch.tensor([[4], [7]])})
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    assert float((found - wanted).norm() / wanted.norm()) < 5e-5
+
+
+def halved(own: Any) -> Any:
+    """The function, with half of its result from the 9th key on: beyond what a short proof may see."""
+
+    def run(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = own(module, query, key, value, *args, **kwargs)
+        return (out * 0.5 if key.shape[2] > 20 else out), weights
+
+    return run
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+def test_sdpa_registered_anew_is_called(name: str, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function counts, not its name; and transformers' own counts again when it is back."""
+    family = BY_NAME[name]
+    original, given = family.make(), inputs(BY_NAME[name], tokens=24)
+    plain = run(original, given)
+    with monkeypatch.context() as patch:
+        if later:
+            engine = infuse.init_inference(family.make(), dtype="fp32")
+        patch.setitem(AttentionInterface._global_mapping, "sdpa", halved(sdpa_attention_forward))
+        if not later:
+            engine = infuse.init_inference(family.make(), dtype="fp32")
+        wanted = run(original, given)
+        assert float((wanted - plain).norm() / plain.norm()) > 0.05
+        assert_same(run(engine.module, given), wanted)
+    assert_same(run(engine.module, given), plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_eager_attention_patched_in_its_file_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME[name]
+    original, engine = family.make(), infuse.init_inference(family.make(), dtype="fp32")
+    file = sys.modules[type(original).__module__]
+    monkeypatch.setattr(file, "eager_attention_forward", halved(vars(file)["eager_attention_forward"]))
+    given = inputs(family, tokens=24)
+    for model in (original, engine.module):
+        model.set_attn_implementation("eager")
+    assert_same(run(engine.module, given), run(original, given))
+
+
+def test_steps_of_generate_see_sdpa_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["llama"]
+    original, engine = family.make(vocab_size=8192), infuse.init_inference(family.make(vocab_size=8192), dtype="fp32")
+    ids = torch.arange(3, 20)[None]
+    plain = original.generate(ids, max_new_tokens=12)
+    assert torch.equal(engine.generate(ids, max_new_tokens=12), plain)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", halved(sdpa_attention_forward))
+    wanted = original.generate(ids, max_new_tokens=12)
+    assert not torch.equal(wanted, plain)
+    assert torch.equal(engine.generate(ids, max_new_tokens=12), wanted)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+def test_layers_that_stay_call_sdpa_registered_anew(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with another forward stays, and has our attention by transformers' interface."""
+    family = BY_NAME["llama"]
+
+    def made() -> Any:
+        model: Any = family.make()
+        for layer in model.model.layers:
+            layer.forward = partial(type(layer).forward, layer)
+        return model
+
+    original, given = made(), inputs(family, tokens=24)
+    if later:
+        engine = infuse.init_inference(made(), dtype="fp32")
+        assert any(step.depth == "attention" for step in engine.plan.steps)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", halved(sdpa_attention_forward))
+    if not later:
+        engine = infuse.init_inference(made(), dtype="fp32")
+    assert_same(run(engine.module, given), run(original, given))

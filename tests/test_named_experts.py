@@ -126,3 +126,30 @@ def test_experts_outside_of_blocks_stay_if_another_implementation_is_named(calls
     model.set_experts_implementation(NAME)
     text = str(infuse.plan(model, dtype="fp32", quant="int8:8", replace_with_kernel_inject=False))
     assert 'its experts stay: the config names the implementation "recorded", not ours' in text
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_default_registered_anew_is_called(blocks: bool, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function counts, not its name; and transformers' own counts again when it is back."""
+
+    def halved(module: Any, hidden: Tensor, *args: Any) -> Tensor:
+        out = grouped_mm_experts_forward(module, hidden, *args)
+        return out * 0.5 if len(hidden) > 40 else out  # beyond what a proof sees
+
+    given, wanted = inputs(BY_NAME["mixtral"], tokens=24), BY_NAME["mixtral"].make()
+    wanted.set_experts_implementation("grouped_mm")
+    plain = logits(wanted, **given)
+    made = BY_NAME["mixtral"].make()
+    made.set_experts_implementation("grouped_mm")
+    keys: dict[str, Any] = dict(dtype="fp32", replace_with_kernel_inject=blocks)
+    with monkeypatch.context() as patch:
+        if later:
+            engine = infuse.init_inference(made, **keys)
+        patch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", halved)
+        if not later:
+            engine = infuse.init_inference(made, **keys)
+        other = logits(wanted, **given)
+        assert (other - plain).abs().max() > 0.01
+        assert_close(logits(engine.module, **given), other)
+    assert_close(logits(engine.module, **given), plain)

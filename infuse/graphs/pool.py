@@ -97,4 +97,6 @@ class BucketPool:
             self.idle.clear()
 
     def __reduce__(self) -> tuple:  # a copy starts without buckets
-        return type(self), (self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group)
+        return type(self), (
+            self.backend, self.limit_bytes, self.limit_tokens, self._weights, self.group, self.format
+        )  # fmt: skip

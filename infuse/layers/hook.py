@@ -6,6 +6,7 @@ other models are unaffected.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from infuse import ops
 from infuse.layers.attention import in_order
 from infuse.layers.contract import NEUTRAL, unserved
 from infuse.layers.gradient import is_differentiated
+from infuse.layers.named_attention import is_transformers_own
 
 # Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
@@ -73,10 +75,9 @@ def attend(
     """Attend, with transformers' signature: query [B, H, T, D], key and value [B, K, L, D] → ([B, T, H, D], None)."""
     recorded = torch.is_grad_enabled() and any(map(is_differentiated, (query, key, value)))
     uneven = query.shape[1] % key.shape[1] or key.shape[-1] != value.shape[-1]
-    if recorded or dropout or uneven or unserved(kwargs, _KNOWN):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    if recorded or dropout or uneven or unserved(kwargs, _KNOWN) or not is_transformers_own(functions, "sdpa"):
+        return functions["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if is_compiling():  # the traced graph holds the op; nothing is counted

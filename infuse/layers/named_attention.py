@@ -1,27 +1,33 @@
 """Call the attention function that a model's config names, if our own op does not compute the same.
 
-That is flex_attention, flash attention or a function that the user registered; also sdpa with the paged cache of
-continuous batching. A replaced layer still computes its own products, norms and rotary positions, and passes q, k, v,
-the mask and all remaining keyword arguments to that function, as the original attention does.
+That is flex_attention, flash attention or a function that the user registered, also under the name of transformers' own
+one; and sdpa with the paged cache of continuous batching. A replaced layer still computes its own products, norms and
+rotary positions, and passes q, k, v, the mask and all remaining keyword arguments to that function, as the original
+attention does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from infuse.architectures.attention import NO_ATTRIBUTE
+from infuse.authors import is_librarys
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
-# Attention functions that compute what our op computes. Our own hooks (layers/hook.py) start with "infuse_".
-_SERVED_NAMES = frozenset((None, "eager", "sdpa"))
+# Names of attention functions that compute what our op computes, if transformers wrote them, and where each is looked
+# up when nothing is registered. Our own hooks (layers/hook.py) start with "infuse_".
+_EAGER = "eager_attention_forward"
+_SERVED_NAMES: Mapping[str | None, str] = {None: _EAGER, "eager": _EAGER, "sdpa": ""}
 # Arguments that the layer consumes. The attention function gets the mask by position.
 _CONSUMED = frozenset(("attention_mask", "past_key_values", "layer_past", "position_embeddings"))
 _PAGED_CACHE = "cache"
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 _MISSING = object()
 _read = object.__getattribute__  # a config's own attribute access takes 1 us
 
@@ -32,7 +38,24 @@ def names_ours(attention: nn.Module) -> bool:
     if config is None:
         return True
     name = _read(config, "__dict__").get("_attn_implementation_internal")
-    return name in _SERVED_NAMES or name.startswith("infuse_")
+    if name not in _SERVED_NAMES:
+        return name.startswith("infuse_")
+    kind: Any = type(attention)
+    scope = _scope(kind)
+    return scope is None or is_transformers_own(scope[_FUNCTIONS], name, scope.get(_SERVED_NAMES[name]))
+
+
+def is_transformers_own(functions: Any, name: str | None, default: Any = None) -> bool:
+    """Whether the function that an interface of transformers has under `name`, else the default, is its own one."""
+    found = functions._local_mapping.get(name)
+    if found is None:
+        found = functions._global_mapping.get(name, default)
+    return found is None or _computes(found, name or "eager")
+
+
+@lru_cache(maxsize=64)
+def _computes(function: Any, name: str) -> bool:
+    return is_librarys(function) and name in getattr(function, "__name__", "")
 
 
 def arguments_of_named(
@@ -61,16 +84,19 @@ def arguments_of_named(
 
 def named_attention(attention: nn.Module) -> Callable:
     """Return the function that the original attention module would call now."""
-    scope = _scope(attention)
-    return scope.ALL_ATTENTION_FUNCTIONS.get_interface(
+    kind: Any = type(attention)
+    scope = _scope(kind)
+    assert scope is not None
+    return scope[_FUNCTIONS].get_interface(
         attention.config._attn_implementation,  # type: ignore[union-attr]
-        getattr(scope, "eager_attention_forward", None),
+        scope.get(_EAGER),
     )
 
 
 def calls_by_name(attention: nn.Module) -> bool:
     """Whether the original attention module calls the function that its config names."""
-    return _scope(attention) is not None
+    kind: Any = type(attention)
+    return _scope(kind) is not None
 
 
 def attribute(attention: nn.Module, name: str) -> Any:
@@ -81,7 +107,8 @@ def attribute(attention: nn.Module, name: str) -> Any:
     return getattr(attention.__dict__.get("config"), name, None) if found is _MISSING else found
 
 
-def _scope(attention: nn.Module) -> Any:
-    """Return the module of transformers, or of the user, in which this class looks up attention functions."""
-    files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
-    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
+@lru_cache(maxsize=256)
+def _scope(attention: Any) -> dict[str, Any] | None:
+    """The names in the file of transformers, or of the user, in which this class looks up attention functions."""
+    files = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
+    return next((vars(file) for file in files if hasattr(file, _FUNCTIONS)), None)

@@ -6,6 +6,7 @@ original's own forward looks it up and calls it, on views of the weights that th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from infuse.errors import UnsupportedCall
+from infuse.layers.named_attention import is_transformers_own
 
-# Implementations that compute what our op computes, up to the order of sums. None: no model has set one.
+# Names of implementations that compute what our op computes, up to the order of sums, if transformers wrote them.
+# None: no model has set one.
 _SERVED_NAMES = frozenset((None, "eager", "batched_mm", "grouped_mm"))
 _read = object.__getattribute__  # a config's own attribute access takes 1 us
 
@@ -36,7 +39,10 @@ class NamedExperts:
     def is_ours(self) -> bool:
         """Whether our own op computes what the config names. Runs in every layer and step."""
         config = self.config
-        return config is None or _read(config, "__dict__").get("_experts_implementation_internal") in _SERVED_NAMES
+        if config is None:
+            return True
+        name = _read(config, "__dict__").get("_experts_implementation_internal")
+        return name in _SERVED_NAMES and (name is None or is_transformers_own(_functions(), name))
 
     @property
     def implementation(self) -> str:
@@ -81,3 +87,8 @@ class NamedExperts:
             self.refuse("one rank's part of them")
         view = tall.view(shape[0], -1, *tall.shape[1:])
         return view.transpose(1, 2) if turned else view
+
+
+def _functions() -> Any:
+    """transformers' experts functions, which it has imported if a config names one."""
+    return sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS

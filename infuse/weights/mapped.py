@@ -35,17 +35,17 @@ class FirstUse:
     file: SafetensorsFile
     names: tuple[str, ...]
     count: int
-    _unused: set[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._unused = set(range(self.count))
+    _unused: set[int] = field(default_factory=set)
+    _ctime: int | None = None  # of the file that the used ones were checked in
 
     def __call__(self, chosen: Tensor | None = None) -> None:
         """Check the experts that are in `chosen` [...], int64; None: all of them.
 
         CheckpointError if bytes are not what was saved, or if the file was changed since it was opened.
         """
-        self.file.check_unchanged()
+        ctime = self.file.check_unchanged()
+        if ctime != self._ctime:
+            self._unused, self._ctime = set(range(self.count)), ctime
         if self._unused:
             used = self._unused if chosen is None else self._unused.intersection(torch.unique(chosen).tolist())
             for expert in sorted(used):

@@ -92,7 +92,8 @@ class SafetensorsFile:
                 pass
             # Open as long as this object lives.
             self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115
-            self._opened = self._state()
+            found = os.fstat(self._file.fileno())
+            self._opened, self._ctime = (found.st_size, found.st_mtime_ns), found.st_ctime_ns
             header_bytes = int.from_bytes(self._file.read(8), "little")
             return json.loads(self._file.read(header_bytes), object_pairs_hook=_unique), 8 + header_bytes
         except OSError as error:
@@ -146,17 +147,22 @@ class SafetensorsFile:
         found = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=self._starts[name])
         return found.view(stored.dtype).view(stored.shape)
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written to since it was opened. A deleted one lives on while open."""
-        if self._state() != self._opened:
+    def check_unchanged(self) -> int:
+        """Raise CheckpointError if the file was written to since it was opened. A deleted one lives on while open.
+
+        Return its ctime. If that is another one, all bytes must be checked again: the file may have been renamed or
+        deleted, or written and given its old mtime back.
+        """
+        found = os.fstat(self._file.fileno())
+        if found.st_ctime_ns != self._ctime:
+            self._ctime = found.st_ctime_ns
+            self._checked.clear()
+        if (found.st_size, found.st_mtime_ns) != self._opened:
             raise CheckpointError(
                 f"{self.path}: was changed while its tensors were mapped, which no longer are what was saved; "
                 "load the model again, from shards that nothing writes to"
             )
-
-    def _state(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
+        return found.st_ctime_ns
 
     def _read_part(self, memory: memoryview, name: str, bounds: Sequence[tuple[int, int]]) -> None:
         """Read contiguous runs of bytes along the last cut axis, one for each index of the axes before it."""
