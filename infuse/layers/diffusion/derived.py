@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,38 +11,38 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-# `weight.data += delta`, with which many scripts merge adapters, counts no version, but changes most of the values.
-_COMPARED_VALUES = 1024
+_WORD_BYTES, _RUN_WORDS = 8, 1 << 9
 
 
 class Derived:
-    """Holds the last value. Tensors are compared by identity and version, never by address; none is kept alive.
+    """Holds the last value. Tensors are compared by identity, version, dtype, device and layout; none is kept alive.
 
-    On CPUs some of their values are compared, too. The value is freed with the first of its tensors. Nothing is kept
-    for tensors made in inference mode, which count no versions, while a graph is traced, or while a CUDA graph is
-    captured, which would replay the value of its first run.
+    On CPUs all of their values are summed up and compared, too: `weight.data += delta`, with which many scripts merge
+    adapters, counts no version. The value is freed with the first of its tensors. Nothing is kept for tensors made in
+    inference mode, which count no versions, while a graph is traced, or while a CUDA graph is captured, which would
+    replay the value of its first run.
     """
 
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
-        self._held: tuple[Any, tuple[weakref.ref, ...], tuple[int, ...], tuple[Tensor, ...]] | None = None
+        self._held: tuple[Any, tuple[weakref.ref, ...], list[tuple], list[Tensor]] | None = None
 
     def of(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """make(), or its last result if that was made from the same unchanged tensors."""
         if is_compiling() or any(t.is_inference() for t in tensors) or _is_captured(tensors[0]):
             return make()
-        versions, held = tuple(t._version for t in tensors), self._held
-        values = tuple(_some_values(t) for t in tensors if t.device.type == "cpu")
+        held, states = self._held, [(t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+        sums = [_sums(t.detach()) for t in tensors if t.device.type == "cpu"]
         if (
             held is not None
-            and held[2] == versions
+            and held[2] == states
             and all(map(_refers, held[1], tensors))
-            and all(map(torch.equal, held[3], values))
+            and all(map(torch.equal, held[3], sums))
         ):
             return held[0]
         made = make()
-        self._held = (made, tuple(weakref.ref(t, self._drop) for t in tensors), versions, values)
+        self._held = (made, tuple(weakref.ref(t, self._drop) for t in tensors), states, sums)
         return made
 
     def _drop(self, dead: weakref.ref) -> None:
@@ -58,13 +59,16 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _some_values(tensor: Tensor) -> Tensor:
-    """A copy of evenly spaced values of the memory that a tensor spans."""
-    if not tensor.numel():
-        return tensor.detach().flatten()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    step = max(span // _COMPARED_VALUES, 1)
-    return tensor.detach().as_strided((-(-span // step),), (step,)).clone()
+def _sums(tensor: Tensor) -> Tensor:
+    """Sums over runs of the tensor's memory, read as integers: no value can change alone.
+
+    10 MB take 0.4 ms on one core, where the keys and values of 77 tokens that they make take some 10 ms.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1).contiguous()  # a view, whatever the layout, unless there are gaps
+    fits = not (flat.nbytes % _WORD_BYTES or flat.storage_offset() * flat.itemsize % _WORD_BYTES)
+    words = flat.view(torch.int64 if fits else torch.uint8)
+    return words.view(-1, math.gcd(len(words), _RUN_WORDS) or 1).sum(dim=1, dtype=torch.int64)
 
 
 def _refers(ref: weakref.ref, to: Tensor) -> bool:
