@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, in_brief
-from infuse.layers.hook import hook_name, ran
+from infuse.layers.hook import install_hook, ran
 from infuse.plan.decide import fallback
 from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
@@ -34,6 +35,7 @@ from infuse.proof.first_step import FIRST_STEP
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, model_sessions
 from infuse.shards.save import packed_paths
+from infuse.weights.undo import put
 
 COMPONENT = "the whole component"  # instead of the path of the model around a step
 _RECORDED_AT_ONCE = 3  # steps recorded per run; each holds some hundred rows of hidden states in memory
@@ -220,18 +222,15 @@ class Proofs:
             return self._module(step, cases)
 
     def _hook(self, step: Step, cases: list[Case]) -> str | None:
-        """Return why the model behaves differently with our attention; None if it does not."""
-        model: Any = self.model
-        before, body = model.config._attn_implementation, dict(step.bodies)["attention"]
-        try:
-            with self.builder.source.running():
-                wanted = compare.model_outputs(model)
-                model.set_attn_implementation(hook_name(body))
-                before_ran = ran[body]
-                mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
-            return mismatch or (None if ran[body] > before_ran else "the model's attention does not come through it")
-        finally:
-            model.set_attn_implementation(before)
+        """Return why a model inside behaves differently with our attention; None if it does not."""
+        model: Any = self.model.get_submodule(step.path)
+        body = dict(step.bodies)["attention"]
+        with self.builder.source.running(), ExitStack() as undo:
+            wanted = compare.model_outputs(model)
+            install_hook(model, body, partial(put, undo))
+            before = ran[body]
+            mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+        return mismatch or (None if ran[body] > before else "the model's attention does not come through it")
 
 
 _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(

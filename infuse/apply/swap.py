@@ -31,7 +31,7 @@ class Swaps:
     def swap(self, step: Step) -> None:
         """Replace the old module of `step` everywhere, or install the attention hook."""
         if step.shape is None:
-            install_hook(self._model, dict(step.bodies)["attention"], self._source.put)
+            install_hook(self._model.get_submodule(step.path), dict(step.bodies)["attention"], self._source.put)
         elif isinstance(step.shape, SplitShape):
             self._split(step, step.shape, self._model.get_submodule(step.path))
         else:

@@ -1,16 +1,19 @@
 """The attention hook: our attention op behind transformers' attention interface, for layers without a spec.
 
-The attention modules of such a model call the function that its config names. Ours is registered under a new name, so
-other models are unaffected.
+The attention modules of such a model call the function that their config names. Ours is registered under a new name, so
+other models are unaffected. A config is renamed alone, not those inside it, and only from "sdpa"; models whose own code
+compares that name keep it.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +24,15 @@ from infuse import ops
 from infuse.layers.attention import in_order
 from infuse.layers.contract import NEUTRAL, unserved
 from infuse.layers.gradient import is_differentiated
-from infuse.layers.named_attention import is_transformers_own
+from infuse.layers.named_attention import is_transformers_own, names_ours
 
 # Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
+_NAME = "_attn_implementation_internal"  # where a config has the name of its own, not those of configs inside it
+_COMPARED = re.compile(
+    r"""_attn_implementation[\s)]*(==|!=|(not\s+)?in\b)[\s(\[{]*["'](sdpa|eager)|["'](sdpa|eager)["']\s*(==|!=)[^\n]*_attn_impl"""
+)
+Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 ran: Counter[str] = Counter()  # calls by body: the proof checks that the model really calls the hook
 
 
@@ -49,10 +57,54 @@ class HookedAttention:
         return _hooked, (self.body, ops.attention.bound(self.body))  # cannot be unpickled where the body does not run
 
 
-def install_hook(model: Any, body: str, put: Callable[[MutableMapping[Any, Any], Any, Any], None]) -> None:
-    """Make `model` use the hook. `put(mapping, key, value)` stores the HookedAttention, so that it can be undone."""
-    model.set_attn_implementation(hook_name(body))
+def install_hook(model: Any, body: str, put: Put) -> None:
+    """Let the attention whose config is that of `model` use the hook; `put(mapping, key, value)` makes each change."""
+    put(vars(model.config), _NAME, hook_name(body))
     put(vars(model), "_infuse_attention", HookedAttention(body))
+
+
+def hookable(model: nn.Module, replaced: Sequence[str]) -> dict[str, str | None]:
+    """Paths of the models inside `model`, itself included, in which attention uses sdpa → why it keeps it, or None.
+
+    `replaced` are the paths of layers whose attention does not count.
+    """
+    inside = tuple(f"{path}." for path in replaced)
+    named = [(path, module, vars(module).get("config")) for path, module in model.named_modules()]
+    owners: dict[int, tuple[str, Any]] = {}
+    for path, module, config in named:
+        if hasattr(module, "set_attn_implementation"):
+            owners.setdefault(id(config), (path, module))
+    using = {id(config) for path, module, config in named if hasattr(module, "is_causal") and _is_sdpa(config)
+             and not f"{path}.".startswith(inside)}  # fmt: skip
+    found: dict[str, str | None] = {}
+    for path, owner in (owners[key] for key in owners if key in using):
+        if getattr(owner, "_supports_attention_backend", False):
+            above = [model.get_submodule(".".join(path.split(".")[:end])) for end in range(path.count(".") + 1)]
+            own = names_ours(owner)
+            why = None if own else "its config names an attention function that was registered anew"
+            found[path] = why or compares_names({type(each) for each in (model, *above, *owner.modules())})
+    return found
+
+
+def compares_names(classes: Iterable[type]) -> str | None:
+    """Why attention of these classes has to keep its name: their code does something else under another one."""
+    files = {kind.__module__ for cls in classes for kind in cls.__mro__}
+    for file in sorted(files):
+        if file.partition(".")[0] not in ("torch", "infuse", "builtins") and _compares(sys.modules.get(file)):
+            return f"{file.rpartition('.')[2]} compares the name of the attention implementation"
+    return None
+
+
+@lru_cache(maxsize=256)
+def _compares(file: Any) -> bool:
+    try:
+        return bool(_COMPARED.search(inspect.getsource(file)))
+    except (OSError, TypeError):  # no source: whatever it does cannot be read
+        return True
+
+
+def _is_sdpa(config: Any) -> bool:
+    return config is not None and getattr(config, "__dict__", {}).get(_NAME) == "sdpa"
 
 
 def _hooked(body: str, bound: ops.Bound) -> HookedAttention:

@@ -40,6 +40,7 @@ from infuse.dtype_cast import kept_in_float32
 from infuse.errors import ConfigError, SpecMismatch
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
+from infuse.layers.hook import hookable
 from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
@@ -466,21 +467,23 @@ class _Decision:
         return Step(path, "Embedding", part.shape, fills, bodies, why, shares=head, whole=shared)
 
     def hook(self, model: nn.Module) -> None:
-        """Add a step for the attention of layers that stay, if the model allows another one and our kernel helps."""
-        if not getattr(model, "_supports_attention_backend", False):
-            return
-        if getattr(model.config, "_attn_implementation", "") != "sdpa":
-            return
+        """Add a step for the attention of layers that stay, of each model inside that allows another one, if our kernel
+        helps.
+        """
         replaced = [name for name, module in model.named_modules() if isinstance(module, Block)]
-        blocks = tuple(f"{path}." for path in (*replaced, *(step.path for step in self.steps if step.depth == BLOCK)))
-        outside = (module for name, module in model.named_modules() if not f"{name}.".startswith(blocks))
-        stays = any(hasattr(module, "is_causal") for module in outside)
-        bodies = self.bodies(("attention",))
-        if stays and any(step.depth == SPLIT for step in self.steps):
+        blocks = [*replaced, *(step.path for step in self.steps if step.depth == BLOCK)]
+        stay = hookable(model, blocks)
+        bodies = self.bodies(("attention",)) if stay else ()
+        if stay and any(step.depth == SPLIT for step in self.steps):
             self.leave("", "attention of layers that stay: it is PyTorch's where ranks share layers without a spec")
-        elif stays and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
-            why = "attention of layers that stay, by transformers' attention interface"
-            self.steps.append(Step("", type(model).__name__, None, (), bodies, why))
+        elif stay and self.config.replace_with_kernel_inject and bodies[0][1] not in ("torch", ops.REFERENCE):
+            for path, kept in stay.items():
+                if kept:
+                    self.leave(path, f"attention of layers that stay: it is PyTorch's: {kept}")
+                    continue
+                why = "attention of layers that stay, by transformers' attention interface"
+                name = type(model.get_submodule(path)).__name__
+                self.steps.append(Step(path, name, None, (), bodies, why))
 
     def with_format(self, fill: Fill, whole: Shape, shapes: list[Shape], path: str) -> Fill:
         """Add the quantization format to `fill`, if it makes a matrix that the format fits on every rank."""

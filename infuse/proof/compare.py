@@ -21,7 +21,7 @@ from infuse.errors import CheckpointError, RankError, UnsupportedCall, in_brief
 from infuse.plan.step import Step
 from infuse.proof.cases import CACHE, Case
 from infuse.proof.routes import Route, fed, recorded, repeated, routes_mismatch
-from infuse.proof.sessions import our_cache, our_int8_cache, plain_sessions, session_inputs
+from infuse.proof.sessions import hook_sessions, our_cache, our_int8_cache, session_inputs
 from infuse.quant.parse import quant_format
 
 # Relative to the root mean square of the values. float32: difference between two summation orders over some thousand
@@ -200,13 +200,23 @@ def _mismatch(
 
 
 def model_outputs(model: nn.Module) -> list[tuple[Tensor, torch.dtype]]:
-    """The whole model's first output on random inputs, plain and padded: real positions in float32, and their dtype."""
+    """The whole model's first output on random inputs: real positions in float32, and their dtype.
+
+    The inputs are plain and padded, as long as each window, chunk or budget that the config names, and on a static
+    cache if the model takes one.
+    """
     outputs = []
-    for session in plain_sessions(model.config):
-        for inputs, real in session_inputs(model, None, session):
-            out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
-            fits = real is not None and out.shape[:2] == real.shape
-            outputs.append(((out[real.to(out.device)] if fits else out).float(), out.dtype))  # type: ignore[union-attr]
+    for session in hook_sessions(model):
+        cache = session.make_cache() if session.make_cache else None
+        try:
+            for inputs, real in session_inputs(model, cache, session):
+                out = next(value for value in model(**inputs).values() if isinstance(value, Tensor) and value.dim() > 1)
+                fits = real is not None and out.shape[:2] == real.shape
+                found = out[real.to(out.device)] if fits else out  # type: ignore[union-attr]
+                outputs.append((found.float(), out.dtype))
+        except Exception:
+            if not session.optional:
+                raise
     return outputs
 
 
@@ -215,6 +225,8 @@ def hook_mismatch(found: list[tuple[Tensor, torch.dtype]], wanted: list[tuple[Te
 
     Both runs use one dtype, so twice its rounding error is allowed.
     """
+    if len(found) != len(wanted):
+        return "the model does not run with it on all inputs on which it runs without"
     for (a, dtype), (b, _) in zip(found, wanted, strict=True):
         error, allowed = distance(a, b), 2 * _FLOOR[dtype]
         if error > allowed:

@@ -29,6 +29,7 @@ PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
 FIRST_TEXT = 3  # of two texts in a row, the first has a third of the tokens
 WINDOW = 5  # a sliding window shorter than TOKENS
+_LONGEST = 256  # tokens of a text that is longer than windows: attention over more takes long, and rounds more
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,29 @@ def model_sessions(model: nn.Module) -> list[Session]:
     make_cache = _cache_maker(model)
     later = (1,) if make_cache else ()
     return [replace(alone, tokens=(*alone.tokens, *later), batch=FEW, make_cache=make_cache), padded]
+
+
+def hook_sessions(model: nn.Module) -> list[Session]:
+    """The sessions that another attention function is proven on."""
+    config: Any = getattr(model, "config", None)
+    sessions = plain_sessions(config)
+    if reads_images(model):
+        return sessions
+    longest = min(max([0, *_budgets(config)]) + PADDING, most_tokens(config), _LONGEST)
+    if longest > TOKENS:
+        sessions.append(Session("longer than its windows", (longest,), FEW, padded=True))
+    names = inspect.signature(type(model).forward).parameters
+    if "past_key_values" in names and not getattr(config, "is_encoder_decoder", False):
+        static = partial(StaticCache, config=config, max_cache_len=TOKENS + sum(LATER))
+        sessions.append(Session("a static cache", (first_tokens(config), *LATER), FEW, static, padded=True))
+    return sessions
+
+
+def _budgets(config: Any) -> Iterator[int]:
+    """Numbers of a config that are lengths beyond which a model attends to fewer tokens: windows, chunks, budgets."""
+    for name, value in vars(config).items():
+        if type(value) is int and any(word in name for word in ("window", "chunk", "topk", "block_size")):
+            yield value
 
 
 def our_cache() -> Cache:
