@@ -10,7 +10,7 @@ from torch import nn
 from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
 from infuse.layers.experts import Experts
-from infuse.layers.gradient import PLAIN
+from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 
@@ -43,17 +43,29 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
         _settle(experts, original)
 
 
+def settle_parts(new: nn.Module, old: nn.Module) -> None:
+    """Let a whole module and its parts refuse other values for the attributes of those that they replace."""
+    originals = dict(old.named_modules())
+    for path, part in new.named_modules():
+        if path in originals and isinstance(part, Settled):
+            _settle(part, originals[path])
+
+
 def _experts(module: nn.Module) -> list[Experts]:
     return [one for one in module.modules() if isinstance(one, Experts)]
 
 
 def _settle(new: Any, old: nn.Module) -> None:
     """Take over the numbers and words of `old`, and let `new` refuse other values for them."""
-    found = {name: value for name, value in vars(old).items() if isinstance(value, PLAIN) and not _of_training(name)}
+    found = {name: value for name, value in vars(old).items() if _is_setting(name, value)}
     for name in found.keys() - vars(new).keys():
         object.__setattr__(new, name, found[name])
     settled = {name for name, value in found.items() if not name.startswith("_") and vars(new)[name] == value}
     object.__setattr__(new, "settled", new.settled | settled)
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return (isinstance(value, PLAIN) or name == "processor") and not _of_training(name)
 
 
 def _of_training(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.apply.adopt import adopt
+from infuse.apply.adopt import adopt, settle_parts
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
@@ -100,6 +100,7 @@ class Builder:
             adopt(module, old, step.attn)
             if isinstance(step.shape, ModuleShape):
                 module.replaces = type(old)  # type: ignore[assignment]  # diffusers looks up blocks by their class
+                settle_parts(module, old)
         if made is not None:
             made.remember(step, module, fills)
         return module

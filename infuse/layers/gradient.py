@@ -21,23 +21,30 @@ _INSTEAD = "train an unreplaced copy of the model, adapters included, and call i
 _REFUSED = f"{{}} was replaced by infuse, which computes no gradients; {_INSTEAD}"
 
 
-class InferenceModule(nn.Module):
-    """Base class of replaced modules. `train()` warns on the one module that has `warns_of_training` set.
+class Settled(nn.Module):
+    """A module that refuses other values for attributes that were read when it was made.
 
-    `settled` are names of attributes that the original has and that were read when it was replaced, such as `top_k`:
-    assigning another value raises UnsupportedCall, because nothing would read it.
+    `settled` are names of attributes that the original has, such as `top_k`: assigning another value raises
+    UnsupportedCall, because nothing would read it.
     """
 
-    warns_of_training = False
     settled: frozenset[str] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.settled and not (isinstance(value, PLAIN) and value == vars(self)[name]):
-            raise UnsupportedCall(
-                f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was "
-                f"{vars(self)[name]!r}, and computes with that; set it on the original model, then call init_inference"
-            )
+        if name in self.settled:
+            held = vars(self).get(name)
+            if value is not held and not (isinstance(value, PLAIN) and value == held):
+                raise UnsupportedCall(
+                    f"{type(self).__name__}.{name} = {value!r}: this layer was replaced while {name} was {held!r}, "
+                    "and computes with that; set it on the original model, then call init_inference"
+                )
         super().__setattr__(name, value)
+
+
+class InferenceModule(Settled):
+    """Base class of replaced modules. `train()` warns on the one module that has `warns_of_training` set."""
+
+    warns_of_training = False
 
     def train(self, mode: bool = True) -> Any:
         if mode and not self.training and self.warns_of_training:

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.mlp import MLPShape
+from infuse.layers.gradient import Settled
 from infuse.layers.linear import product, takes_around
 from infuse.layers.surroundings import Surroundings
 
 
-class MLP(nn.Module):
+class MLP(Settled):
     """An MLP. If it is gated, the rows of `up` are [gate | up]."""
 
     def __init__(self, shape: MLPShape, surroundings: Surroundings):

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.norm import RMS, NormShape
+from infuse.layers.gradient import Settled
 
 
-class Norm(nn.Module):
+class Norm(Settled):
     """`forward(x)` normalises x; `add(x, residual)` returns (x + residual, norm of that sum)."""
 
     weight: nn.Parameter | None

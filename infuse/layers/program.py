@@ -121,7 +121,8 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
                 y[on] = part(x, *given) if by else direct(part, x)
         elif does == ATTENTION:
             mask = values.get(TEXT_MASK if over else MASK)
-            branch[on] = part.attended(y.pop(on), values.get(over), mask, branch.get(on), values.get(TURNS))
+            attended = part.attended if untouched(part) else part.called
+            branch[on] = attended(y.pop(on), values.get(over), mask, branch.get(on), values.get(TURNS))
         elif does == JOINT:
             first, second = parts[on], parts[over]
             both = first.over(y[on], second, y[over], values.get(TURNS))

@@ -75,7 +75,10 @@ class UsersOwn:
 
 
 def _is_users_function(value: Any, libraries: Collection[str]) -> bool:
-    return callable(value) and not isinstance(value, (type, nn.Module)) and not is_librarys(value, libraries)
+    if not callable(value) or isinstance(value, (type, nn.Module)):
+        return False
+    # also an object of a library's class with a patched method, such as a processor of diffusers
+    return not is_librarys(value, libraries) or any(users_methods(type(value), libraries))
 
 
 def _added(module: nn.Module) -> set[str]:

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers.diffusion.derived import Derived
-from infuse.layers.gradient import is_recorded
+from infuse.layers.gradient import Settled, is_recorded
 from infuse.layers.linear import product, untouched
 
 _T = TypeVar("_T")
 
 
-class Attended(nn.Module):
+class Attended(Settled):
     """Attention with the output projection `out`. A subclass makes the heads."""
+
+    settled = frozenset({"processor"})
+    shape: Any
 
     def __init__(self, bodies: Mapping[str, str], scale: float):
         super().__init__()
@@ -41,6 +44,19 @@ class Attended(nn.Module):
             mask = spread_mask(mask, x_BTC.shape[0], q.shape[1], k.shape[2])
         out = self._attend(q, k, v, mask, None, self._scale, False, 0, 0.0)
         return product(self._modules["out"], out.flatten(2), None, residual)  # type: ignore[arg-type]
+
+    def called(
+        self, x_BTC: Tensor, context_BLC: Tensor | None, mask: Tensor | None, residual: Tensor | None, turns: Any = None
+    ) -> Tensor:
+        """The same as `attended`, by a call of this module as the original makes it, which its hooks hear."""
+        leaves_out = turns is None or (context_BLC is not None and not self.shape.text_turns)
+        named = {} if leaves_out else {self.shape.turns: turns}
+        y: Tensor = self(x_BTC, encoder_hidden_states=context_BLC, attention_mask=mask, **named)
+        return y if residual is None else residual + y
+
+    def set_processor(self, processor: Any) -> None:
+        """Raise UnsupportedCall for another processor than the original's."""
+        self.processor = processor
 
     def once(self, parts: Iterable[nn.Module], text: Tensor, make: Callable[[], _T]) -> _T:
         """What `make` computes of a text by `parts`: once for each text and each weight."""

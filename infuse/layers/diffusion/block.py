@@ -29,6 +29,7 @@ from infuse.architectures.program import (
     JOINT,
     LABEL,
     MODULATE,
+    NORM,
     SKIP,
     TEXT,
     TIME,
@@ -49,6 +50,7 @@ from infuse.layers.contract import named, refuse_unknown
 from infuse.layers.diffusion.heads import Heads
 from infuse.layers.diffusion.image_attention import ImageAttention
 from infuse.layers.diffusion.normed_attention import NormedAttention
+from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP
@@ -92,7 +94,7 @@ class Table(nn.Module):
         return {IMAGE: (vectors[:, 0] if vectors.shape[1] == 1 else vectors).unbind(dim=-2)}
 
 
-class ModulatedNorm(nn.Module):
+class ModulatedNorm(Unheard):
     """norm(x) * (1 + scale) + shift, alone or of a gated sum, which it also returns."""
 
     def __init__(self, shape: ModulatedNormShape, surroundings: Surroundings):
@@ -111,6 +113,10 @@ class ModulatedNorm(nn.Module):
         x, gate, scale, shift = _by_row(x_BTC, gate, scale, shift)
         total, y = self._fused(x, gate, residual_BTC.reshape(x.shape), scale, shift, *self._norm)
         return total.view_as(x_BTC), y.view_as(x_BTC)
+
+
+class ShiftedNorm(Unheard, Norm):
+    """A norm whose result the block shifts by the time step."""
 
 
 class LabelledTime(nn.Module):
@@ -181,8 +187,12 @@ class StreamsBlock(InferenceModule):
     def __init__(self, shape: StreamsShape, surroundings: Surroundings):
         super().__init__()
         self.shape, self._program = shape, carried(merged(shape.program))
+        shifted = {step.part for step in shape.program if step.does == NORM and len(step.by) == 1}
         for name, part in shape.parts.items():
-            self.add_module(name, _LAYERS[type(part)](part, surroundings.of(name)))
+            if name in shifted and isinstance(part, NormShape):
+                self.add_module(name, ShiftedNorm(part, surroundings.bodies))
+            else:
+                self.add_module(name, _LAYERS[type(part)](part, surroundings.of(name)))
         self._add = ops.gated_add.bound(surroundings.bodies.get("gated_add", ops.REFERENCE))
         self._arguments = tuple(name for name, _ in shape.call)
         needed = {_NEEDED[step.does] for step in shape.program if step.does in _NEEDED}

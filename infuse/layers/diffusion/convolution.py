@@ -20,7 +20,7 @@ from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.buffers import MAPPED_BYTES, Buffers
 from infuse.layers.diffusion.derived import Derived
-from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
+from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
 from infuse.layers.linear import direct, untouched
 from infuse.layers.surroundings import Surroundings
 
@@ -32,7 +32,7 @@ _STRIP_BYTES = 1 << 23
 _LEAST_WEIGHT_BYTES, _MOST_PIXELS, _MOST_PIXELS_LARGE = 1 << 22, 512, 1024
 
 
-class GroupNorm(nn.Module):
+class GroupNorm(Settled):
     """act(norm(x + added)) over groups of channels; `added` [B, C] and SiLU are optional."""
 
     weight: nn.Parameter | None
@@ -52,6 +52,13 @@ class GroupNorm(nn.Module):
         held = self._parameters
         given = (x, held["weight"], held["bias"], added, self._groups, self._eps, silu)
         return self._body(*given) if out is None or is_compiling() else self._body(*given, out)
+
+
+def silu_of(norm: Any, x: Tensor, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """silu(norm(x + added)), in one op unless hooks hear the norm: these see its own x and result."""
+    if untouched(norm):
+        return norm.forward(x, added, silu=True, out=out)  # type: ignore[no-any-return]
+    return F.silu(norm(x if added is None else x + added[:, :, None, None]))
 
 
 class Conv(nn.Conv2d):
@@ -187,11 +194,11 @@ class Resnet(InferenceModule):
             raise UnsupportedCall(f"ResnetBlock2D was called {how}")
         if temb is not None:
             added = direct(time, temb if self._bare else self._silu(temb, "silu"))
-        normed = parts["norm1"](x, silu=True, out=conv1.memory.like(x))
+        normed = silu_of(parts["norm1"], x, out=conv1.memory.like(x))
         y = conv1(normed)
         # The result of a convolution is written over unless a hook may have kept it: a fresh tensor of 64 MiB costs
         # four times the time of the norm, in page faults.
-        y = parts["norm2"](y, added, silu=True, out=y if untouched(conv1) else None)
+        y = silu_of(parts["norm2"], y, added, y if untouched(conv1) else None)
         # The sum is written over the first of these that has its shape and that nothing else sees.
         room = normed if untouched(conv1) and untouched(parts["norm1"]) else None
         if shortcut is not None:

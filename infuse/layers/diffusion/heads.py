@@ -13,14 +13,17 @@ from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.dit import HeadsShape
+from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.linear import direct, product, takes_around
 from infuse.layers.surroundings import Surroundings
 
 _PART_BYTES = 1 << 24
 
 
-class Heads(nn.Module):
+class Heads(Unheard):
     """Attention over this stream (`attended`), or over it and another one (`over`, then `projected` of each)."""
+
+    settled = frozenset({"processor"})
 
     def __init__(self, shape: HeadsShape, surroundings: Surroundings):
         super().__init__()

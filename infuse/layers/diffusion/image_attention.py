@@ -15,8 +15,10 @@ from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.attended import Attended
 from infuse.layers.diffusion.convolution import GroupNorm
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct
+from infuse.layers.linear import direct, untouched
 from infuse.layers.surroundings import Surroundings
+
+_SERVED = ("encoder_hidden_states", "attention_mask")
 
 
 class ImageAttention(Attended):
@@ -29,6 +31,17 @@ class ImageAttention(Attended):
             self.add_module(matrix.target, surroundings.linear(matrix))
         norm = shape.group_norm
         self.add_module("group_norm", None if norm is None else GroupNorm(norm, bodies))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **cross_attention_kwargs: Any,
+    ) -> Tensor:
+        """Inside of a block, which calls this only for its hooks."""
+        refuse_unknown("Attention", (), cross_attention_kwargs, _SERVED)
+        return self.attended(hidden_states, encoder_hidden_states, attention_mask, None)
 
     def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: None) -> tuple[Tensor, ...]:  # type: ignore[override]
         return self._of_itself(x_BTC) if context_BLC is None else self._over(x_BTC, context_BLC)
@@ -73,8 +86,7 @@ class ImageAttentionModule(InferenceModule, ImageAttention):
     ) -> Tensor:
         """`temb` changes nothing here, as in the original without a spatial norm."""
         if cross_attention_kwargs:
-            served = ("encoder_hidden_states", "attention_mask", "temb")
-            refuse_unknown("Attention", (), cross_attention_kwargs, served)
+            refuse_unknown("Attention", (), cross_attention_kwargs, (*_SERVED, "temb"))
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             given = (encoder_hidden_states, attention_mask)
             return unrecorded(ImageAttentionModule.forward, self, hidden_states, *given)
@@ -83,7 +95,12 @@ class ImageAttentionModule(InferenceModule, ImageAttention):
         if x.dim() == 4:
             batch, _, rows, columns = x.shape
             pixels = as_pixels(x)
-            normed = pixels if norm is None else as_pixels(norm(x))
+            if norm is None:
+                normed = pixels
+            elif untouched(norm):
+                normed = as_pixels(norm.forward(x))
+            else:  # hooks see rows of pixels, as in the original
+                normed = norm(pixels.transpose(1, 2)).transpose(1, 2)
         else:
             pixels = x
             normed = x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)

@@ -1,0 +1,30 @@
+"""Parts of blocks that compute something else than any module of the original, so that hooks cannot hear the same."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from infuse.errors import UnsupportedCall
+from infuse.layers.gradient import Settled
+
+
+class Unheard(Settled):
+    """Hooks on such a part, and another forward, raise UnsupportedCall."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("register_forward_hook()")
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("register_forward_pre_hook()")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            self._refuse("forward = ...")
+        super().__setattr__(name, value)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedCall(
+            f"{type(self).__name__}.{what}: this part of a replaced block computes something else than the original's "
+            "modules do, and is not called as they are; put hooks on the block, or do so on the original model and "
+            "call init_inference then, which leaves such blocks as they are"
+        )
