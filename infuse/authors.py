@@ -88,21 +88,27 @@ class LibraryCalls:
     Asked again, it looks at the code of a class only where a method is another one than before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, libraries: Collection[str] = LIBRARIES) -> None:
+        self._libraries = libraries
         self._known: dict[type, tuple[dict[str, Any], bool]] = {}
 
     def __call__(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether no module's class runs a method that a user overrides in a subclass or has patched."""
-        return all(map(self._is_librarys, {type(module) for module in modules}))
+        """Whether no module runs a method that a user overrides in a subclass, has patched, or has set on it."""
+        modules = list(modules)
+        if not all(map(self._is_librarys, {type(module) for module in modules})):
+            return False
+        owned = [(vars(module), self._known[type(module)][0]) for module in modules]
+        there = (own[name] for own, methods in owned for name in own.keys() & methods.keys())
+        return all(is_librarys(one, self._libraries) for one in there)
 
     def __reduce__(self) -> tuple:
-        return LibraryCalls, ()
+        return LibraryCalls, (self._libraries,)
 
     def _is_librarys(self, cls: type) -> bool:
         held, own = self._known.get(cls, (None, False))
         if held is None or any(getattr(cls, name, None) != value for name, value in held.items()):
             methods = _called(cls)
-            own = all(is_librarys(one) for value in methods.values() for one in _functions(value))
+            own = all(is_librarys(one, self._libraries) for value in methods.values() for one in _functions(value))
             self._known[cls] = {name: getattr(cls, name, None) for name in methods}, own
         return own
 

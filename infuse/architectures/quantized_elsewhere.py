@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 # Top-level package of a class → name of the library. Modules and parameters of these classes hold quantized weights.
-_LIBRARIES = {
+QUANTIZERS = {
     "torchao": "torchao", "bitsandbytes": "bitsandbytes", "gptqmodel": "GPTQ", "auto_gptq": "GPTQ", "awq": "AWQ",
     "hqq": "HQQ", "compressed_tensors": "compressed-tensors", "optimum": "quanto", "quanto": "quanto", "aqlm": "AQLM",
     "eetq": "EETQ", "auto_round": "AutoRound", "vptq": "VPTQ", "modelopt": "ModelOpt",
@@ -35,11 +35,11 @@ def _evidence(model: nn.Module) -> Iterator[str]:
             yield "torch.ao"
         if cls.__name__ == _MXFP4:
             yield 'transformers in mxfp4 (infuse keeps these codes: with the model on meta, and checkpoint="FOLDER")'
-        if isinstance(module, nn.Module) and (library := _LIBRARIES.get(cls.__module__.partition(".")[0])):
+        if isinstance(module, nn.Module) and (library := QUANTIZERS.get(cls.__module__.partition(".")[0])):
             yield f"{library}{_BITS.get(cls.__name__, '')}"
         for parameter in module._parameters.values():
             for held in () if parameter is None else (parameter, parameter.data):
-                if library := _LIBRARIES.get(type(held).__module__.partition(".")[0]):
+                if library := QUANTIZERS.get(type(held).__module__.partition(".")[0]):
                     yield library
 
 

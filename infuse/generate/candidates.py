@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from infuse.authors import is_librarys
 from infuse.generate.choose import Processed
-from infuse.generate.loop import Steps
+from infuse.generate.loop import UPDATE, Steps, loops_are_own
 from infuse.layers.cache import KVCache
 from infuse.layers.linear import rounds_activations
 from infuse.native import isa, limits
@@ -62,9 +63,12 @@ def _at_most(most: int, count: Callable[[Any], tuple[int, int]], input_ids: Tens
 
 
 def _can_draft(assistant: Any) -> bool:
-    """Whether the assistant runs over our cache. Graphs of its steps are made for `generate`."""
-    installed = vars(assistant).get("_infuse")
-    return installed is not None and installed.caches and installed.buckets is None
+    """Whether the assistant runs over our cache, in no method of its own. Graphs of its steps are for `generate`."""
+    own = vars(assistant)
+    installed, generates = own.get("_infuse"), (own.get("generate"), type(assistant).generate)
+    if installed is None or not installed.caches or installed.buckets is not None:
+        return False
+    return loops_are_own(assistant, UPDATE) and all(one is None or is_librarys(one) for one in generates)
 
 
 class Draft:

@@ -20,11 +20,12 @@ from transformers.generation import GenerationMixin
 
 from infuse import interrupts
 from infuse.architectures.component_inputs import is_component
-from infuse.authors import LibraryCalls, is_librarys, with_wrapped
+from infuse.architectures.quantized_elsewhere import QUANTIZERS
+from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
-from infuse.generate.loop import UPDATE, decode, rotates_by_length
+from infuse.generate.loop import UPDATE, decode, loops_are_own, rotates_by_length
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -53,15 +54,14 @@ _NOT_OURS = (
 )  # fmt: skip
 # Models of diffusers that round a time step given as a number down to an integer; the others keep fractions.
 _WHOLE_STEPS = frozenset({"PriorTransformer", "UNet1DModel", "UNet2DModel"})
-# Methods that transformers' loops call and ours do not, or not in each step: these must be GenerationMixin's own.
-_OF_LOOPS = (
-    "_sample", "_assisted_decoding", "_prefill", "_has_unfinished_sequences", "_optimize_model_for_decode",
-    "_get_candidate_generator",
-)  # fmt: skip
 _FIRST_ARGUMENT = ("inputs",)  # of generate
 _SPECULATE = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model")
-_ASSISTANT = "assistant_model"
+_ASSISTANT, _LOOP = "assistant_model", "custom_generate"
 _ASSISTANTS = (_ASSISTANT, "tokenizer", "assistant_tokenizer")
+
+
+# Packages whose modules a graph may replay. Not peft: its adapters are switched between calls, unseen by a replay.
+_REPLAYED = LIBRARIES | QUANTIZERS.keys() | {"accelerate"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Installed:
     group: Group = LOCAL
     kv_cache: str | None = None  # format of our cache
     direct: DirectSteps | None = None
-    are_librarys: LibraryCalls = field(default_factory=LibraryCalls)
+    are_replayed: LibraryCalls = field(default_factory=partial(LibraryCalls, _REPLAYED))
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,17 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args, kwargs = _moved(self, tuple(args), kwargs)
     names = _names_of_arguments(type(self).generate)
-    if _ASSISTANT in names[: len(args)]:
-        args, place = list(args), names.index(_ASSISTANT)
-        args[place] = getattr(args[place], "module", args[place])
-    elif _ASSISTANT in kwargs:  # of an engine, its model
-        kwargs[_ASSISTANT] = getattr(kwargs[_ASSISTANT], "module", kwargs[_ASSISTANT])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if len(args) > len(names):  # of a wrapper that tells nothing about its arguments
-        return type(self).generate(self, *args, **kwargs)
+    if (assistant := given.get(_ASSISTANT)) is not None:
+        given[_ASSISTANT] = getattr(assistant, "module", assistant)  # of an engine, its model
+        args, kwargs = _replaced(args, kwargs, names, _ASSISTANT, given[_ASSISTANT])
     installed: Installed = self._infuse
     if installed.group.size > 1:
         settings = (self.generation_config, installed.limit_tokens, installed.min_new_tokens)
         check_before_generate(installed.group, given, settings, installed.buckets)
         installed.group.share_random_state()
+    if not names or len(args) > len(names):  # not transformers' own generate, or nothing tells that it is
+        return type(self).generate(self, *args, **kwargs)
     asked = _Asked(self, given)
     prompt, total = asked.prompt_tokens(), asked.total_tokens()
     if installed.limit_tokens is not None:
@@ -201,7 +199,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     graphed = None
     if installed.caches and asked.takes_our_cache():
         prepared = min(total, prompt + _PREPARED_TOKENS)
-        if installed.buckets is not None and _can_replay(self, installed.are_librarys):
+        if installed.buckets is not None and _can_replay(self, installed.are_replayed):
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
         capacity, limit = installed.limit_tokens or prepared, installed.limit_tokens
         cache = KVCache(capacity, limit, installed.kv_cache) if graphed is None else graphed
@@ -209,7 +207,8 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if loop := asked.own_loop():
             streamer, assistants = given.get("streamer"), {name: given.get(name) for name in _ASSISTANTS}
             more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
-            kwargs["custom_generate"] = partial(loop, streamer=streamer, group=installed.group, **more)
+            decoding = partial(loop, streamer=streamer, group=installed.group, **more)
+            args, kwargs = _replaced(args, kwargs, names, _LOOP, decoding)
     result = None
     try:
         result = type(self).generate(self, *args, **kwargs)
@@ -228,10 +227,27 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _names_of_arguments(generate: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional arguments of `generate`, also where a wrapper that takes any hides them."""
-    codes = [one.__code__ for one in with_wrapped(generate) if isinstance(one, FunctionType)]
+    """Names of the positional arguments of transformers' `generate`, also where wrappers that take any hide them.
+
+    None of them if the class has another function, or if a wrapper takes certain arguments only.
+    """
+    functions = [one for one in with_wrapped(generate) if isinstance(one, FunctionType)]
+    if not functions or not functions[0].__code__.co_flags & inspect.CO_VARKEYWORDS:
+        return ()
+    codes = [one.__code__ for one in functions if is_librarys(one)]
     found = (code.co_varnames[1 : code.co_argcount] for code in codes)
-    return next((names for names in found if names[:1] == _FIRST_ARGUMENT), _FIRST_ARGUMENT)
+    wrapped = next((names for names in found if names[:1] == _FIRST_ARGUMENT), ())
+    return wrapped or (_FIRST_ARGUMENT if generate is GenerationMixin.generate else ())
+
+
+def _replaced(
+    args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], name: str, value: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments with another value of `name`, which stays where it was given, by position or by name."""
+    place = names.index(name) if name in names[: len(args)] else None
+    if place is None:
+        return args, {**kwargs, name: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
 def _drop_hooks(module: nn.Module) -> None:
@@ -245,18 +261,21 @@ def _drop_hooks(module: nn.Module) -> None:
         module._forward_hooks_always_called.pop(id, None)
 
 
-def _can_replay(module: nn.Module, are_librarys: LibraryCalls) -> bool:
+def _can_replay(module: nn.Module, are_replayed: LibraryCalls) -> bool:
     """Whether decode steps may be replayed: not if torch.compile makes its own graphs, or hooks or a user's own class
     need each forward.
     """
-    compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    forward = vars(module).get("forward")
+    compiled = hasattr(forward, "_torchdynamo_orig_callable")
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     others = [hook for hook in hooks if not _is_ours(hook)]  # which a replay would skip
-    named = [one.named for one in module.modules() if isinstance(one, Experts) and one.named is not None]
+    parts = list(module.modules())
+    named = [one.named for one in parts if isinstance(one, Experts) and one.named is not None]
     ours_only = names_ours(module) and all(experts.is_ours for experts in named)
     if compiled or others or not ours_only:
         return False
-    return are_librarys(module.modules())
+    own = forward.own if isinstance(forward, Forward) else None  # what the user had set before
+    return (own is None or is_librarys(own, _REPLAYED)) and are_replayed(parts)
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
@@ -282,21 +301,22 @@ class _Asked:
         if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
             return False
         # Attentions have a column for each key in the cache: transformers' own caches drop those outside of a window.
-        if self._kwargs.get("custom_generate") is not None or self.value("output_attentions"):
+        if self._kwargs.get(_LOOP) is not None or self.value("output_attentions") or not _accepts_cache(self._model):
             return False
         return self.value("use_cache") is not False and self.value("cache_implementation") is None
 
     def own_loop(self) -> Callable[..., Any] | None:
         """Return our loop for this: greedy search or sampling, speculative or plain; None for transformers' loops."""
         one = all(self.value(name) in (None, 1) for name in ("num_beams", "num_beam_groups"))
-        if not one or any(self.value(name) for name in _NOT_OURS) or not _loops_are_own(self._model):
+        if not one or any(self.value(name) for name in _NOT_OURS) or not loops_are_own(self._model):
             return None
         # The processor of guidance_scale runs the model over a cache of its own, which rejected candidates would spoil.
         guided = self.value("guidance_scale") not in (None, 1)
         if not guided and any(self.value(name) is not None for name in _SPECULATE):
             # Where rotations depend on a call's tokens, each step would have to have those of transformers' own loop.
             by_length = rotates_by_length(self._model, self.prompt_tokens(), self.total_tokens())
-            return None if by_length or self._kwargs.get("inputs_embeds") is not None else speculate
+            embeds = self._kwargs.get("inputs_embeds") is not None
+            return None if by_length or embeds or not loops_are_own(self._model, UPDATE) else speculate
         return None if self.value("return_dict_in_generate") else decode
 
     def rows(self) -> int:
@@ -318,15 +338,14 @@ class _Asked:
         return prompt + (_DEFAULT_NEW_TOKENS if new is None else new)
 
 
-def _loops_are_own(model: Any) -> bool:
-    """Whether the methods of transformers' loops are GenerationMixin's own now: neither overridden nor patched."""
-    own = vars(model)
-    for name in _OF_LOOPS:
-        method = getattr(GenerationMixin, name, None)  # not all are in all versions
-        is_other = name in own or getattr(type(model), name, None) is not method
-        if is_other or not (method is None or is_librarys(method)):
-            return False
-    return UPDATE not in own and is_librarys(getattr(type(model), UPDATE))
+def _accepts_cache(model: Any) -> bool:
+    """Whether transformers lets `generate` pass a cache on, which it reads from the signature of the preparation."""
+    if is_librarys(prepare := model.prepare_inputs_for_generation):
+        return True
+    names = set(inspect.signature(prepare).parameters)
+    if not names.isdisjoint({"kwargs", "model_kwargs"}):
+        names |= set(inspect.signature(model.forward).parameters)
+    return "past_key_values" in names
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
+from infuse.authors import is_librarys
 from infuse.generate.choose import Processed, ends_of, likeliest
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
@@ -34,8 +35,28 @@ PART_TOKENS = 4096
 _BY_LENGTH = {"dynamic", "longrope"}  # rotary frequencies that depend on the length of the call
 
 UPDATE = "_update_model_kwargs_for_generation"  # which a step that follows does not call
+_PREPARE = "prepare_inputs_for_generation"  # likewise
+# Methods that transformers' loops call and ours do not, or not in each step: these must be GenerationMixin's own.
+_OF_LOOPS = (
+    "_sample", "_assisted_decoding", "_prefill", "_has_unfinished_sequences", "_optimize_model_for_decode",
+    "_get_candidate_generator", "_valid_auto_compile_criteria",
+)  # fmt: skip
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
 _FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+
+
+def loops_are_own(model: Any, *more: str) -> bool:
+    """Whether the methods of transformers' loops, and `more`, are GenerationMixin's own now: not overridden or patched.
+
+    A library's class may have another update of the arguments, unless that is among `more`: our loop calls it.
+    """
+    own = vars(model)
+    for name in (*_OF_LOOPS, *more):
+        method = getattr(GenerationMixin, name, None)  # not all are in all versions
+        is_other = name in own or getattr(type(model), name, None) is not method
+        if is_other or not (method is None or is_librarys(method)):
+            return False
+    return UPDATE not in own and is_librarys(getattr(type(model), UPDATE))
 
 
 def rotates_by_length(model: Any, first_tokens: int = 0, last_tokens: float = math.inf) -> bool:
@@ -158,6 +179,8 @@ class Steps:
         self.model, self.kwargs, self._limit_tokens, self._speculates = model, kwargs, limit_tokens, speculates
         self._direct = direct
         self._step: DirectStep | None = None
+        # A user's own preparation is called at every step.
+        self._prepares_alone = _PREPARE in vars(model) or not is_librarys(getattr(type(model), _PREPARE))
         self.inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         self.follows = False  # whether inputs are derived from the last step without the model's preparation
         self.mask: Tensor | None = None
@@ -229,9 +252,8 @@ class Steps:
         inputs = self.inputs
         if not isinstance(inputs.get("past_key_values"), KVCache):
             return False
-        if type(self.model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
-            return False
-        if "prepare_inputs_for_generation" in vars(self.model):
+        prepare = type(self.model).prepare_inputs_for_generation
+        if self._prepares_alone or prepare is not GenerationMixin.prepare_inputs_for_generation:
             return False
         sizes = {"input_ids": 2, "attention_mask": 2, "position_ids": 2}
         tensors = {name: value.dim() for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -267,9 +289,7 @@ class Steps:
         """Whether the next steps' inputs can be derived from those that the model prepared for this decode step."""
         inputs = self.inputs
         prepare = type(self.model).prepare_inputs_for_generation
-        if not prepare.__module__.startswith("transformers.") or "prepare_inputs_for_generation" in vars(self.model):
-            return False  # a user's own preparation is called at every step
-        if getattr(type(self.model), UPDATE) is not getattr(GenerationMixin, UPDATE):
+        if self._prepares_alone or getattr(type(self.model), UPDATE) is not getattr(GenerationMixin, UPDATE):
             return False
         if prepare is not GenerationMixin.prepare_inputs_for_generation:
             # Phi3 recomputes the cache when it switches to the frequencies for long prompts.

@@ -146,16 +146,18 @@ class _Search:
     def append(self, tokens: list[int], ends: set[int], asked: list[Any]) -> tuple[list[int], bool]:
         """Append tokens up to one that ends the answer and drop the others. Return those, and whether it has ended.
 
-        Criteria are asked after each token, as in plain decoding; transformers asks after several.
+        Criteria are asked after each token, as in plain decoding; transformers asks after several. Where one writes
+        into the ids, the tokens after it are dropped: they were chosen for other ids.
         """
         before, done, count = self.ids.shape[1], False, 0
         ids = torch.cat((self.ids, torch.tensor([tokens], device=self.ids.device)), dim=1)
+        chosen = ids.clone() if asked else ids
         while not done:
             count += 1
             done = tokens[count - 1] in ends or before + count == self._limit_tokens
             for criterion in asked:
                 done = bool(criterion(ids[:, : before + count], self._scores_until(count))) or done
-            if count == len(tokens):
+            if count == len(tokens) or not (chosen is ids or torch.equal(chosen, ids)):
                 break
         self.ids = ids[:, : before + count]
         if rejected := self.scores_BNV.shape[1] - count:

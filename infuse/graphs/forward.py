@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from infuse.authors import LIBRARIES, users_methods
 from infuse.errors import OutOfMemory
 from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
@@ -30,8 +31,34 @@ class Forward:
 
     def __init__(self, module: nn.Module, own: Callable | None, backend: Backend | None):
         self._module, self.own, self._backend = module, own, backend
-        self.run: Callable = own or MethodType(type(module).forward, module)
-        self.graphs = None if backend is None else GraphRunner(self.run, backend, state=Places(module))
+        self._places = Places(module)
+        self.graphs = None if backend is None else GraphRunner(self._run, backend, state=self._state)
+        self._judged: Callable | None = None  # the class's forward, when `_is_users` was found
+        self._is_users = False
+
+    @property
+    def run(self) -> Callable:
+        """The forward without graphs: the class's as it is now."""
+        return self.own or MethodType(type(self._module).forward, self._module)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward without graphs, as torch.compile can trace it."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._places(), type(self._module).forward
+
+    def _calls(self) -> bool:
+        """Whether the module is called each time: a user overrides or has patched its library's forward."""
+        if self.graphs is None:
+            return True
+        forward = type(self._module).forward
+        if forward is not self._judged:
+            methods = users_methods(type(self._module), LIBRARIES - {"torch"})
+            self._is_users, self._judged = any(name.endswith(".forward") for name in methods), forward
+        return self._is_users
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -44,13 +71,14 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # torch.compile makes its own graphs
-            return self.run(*args, **kwargs)
+            return self._run(*args, **kwargs)
         try:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, GraphedCache) and (output := cache.replay(self.run, args, kwargs)) is not None:
                 return output
-            if self.graphs is None:
+            if self._calls():
                 return self.run(*args, **kwargs)
+            assert self.graphs is not None
             output = self.graphs(*args, **kwargs)
             return self._refusing(output) if torch.is_grad_enabled() else output
         except torch.OutOfMemoryError as error:

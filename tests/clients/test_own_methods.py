@@ -17,10 +17,13 @@ import pytest
 import torch
 import transformers as t
 from families import BY_NAME
+from graphed import graphed
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin, StoppingCriteria
 
 import infuse
+from infuse.authors import LibraryCalls
+from infuse.generate.install import _REPLAYED, _names_of_arguments
 
 TESTS = Path(__file__).parents[1]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -120,6 +123,99 @@ def test_a_models_own_loop_makes_what_it_makes() -> None:
     assert wanted.dim() == 3 and torch.equal(engine.generate(PROMPT, **mode), wanted)
 
 
+def vibe_voice() -> Any:
+    sizes = dict(downsampling_ratios=[2, 2], depths=[1, 1, 1], ffn_expansion=2)
+    audio: Any = dict(channels=1, kernel_size=3, num_filters=4, **sizes)
+    config = t.VibeVoiceConfig(
+        text_config=dict(
+            model_type="qwen2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, vocab_size=128, max_position_embeddings=128,
+        ),
+        diffusion_head_config=dict(num_hidden_layers=1, intermediate_size=32, frequency_embedding_size=16),
+        semantic_model_config=dict(model_type="vibevoice_acoustic_tokenizer_encoder", hidden_size=16, **audio),
+        audio_config=dict(model_type="vibevoice_acoustic_tokenizer", hidden_size=8, **audio),
+        pad_token_id=120, eos_token_id=121, audio_bos_token_id=122, audio_eos_token_id=123, audio_token_id=124,
+    )  # fmt: skip
+    torch.manual_seed(SOUND)
+    return t.VibeVoiceForConditionalGeneration(config).eval()
+
+
+SOUND = 2  # a seed with which the model says something
+
+
+@pytest.mark.skipif(not hasattr(t, "VibeVoiceConfig"), reason="transformers without VibeVoice")
+def test_vibe_voice_returns_sound() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    prompt = torch.tensor([[5, 6, 7, 8, 122]])
+
+    def sound(model: Any) -> Any:
+        torch.manual_seed(0)
+        scheduler = diffusers.DPMSolverMultistepScheduler(
+            beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction"
+        )
+        given = dict(noise_scheduler=scheduler, num_diffusion_steps=2, guidance_scale=1.3, monitor_progress=False)
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, **given)
+
+    model = vibe_voice()
+    (wanted,) = sound(model)
+    found = sound(injected(copy.deepcopy(model)))
+    assert wanted is not None and isinstance(found, list)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def prepared(model: Any, seen: Counter[str], wraps: bool) -> Callable[..., Any]:
+    own = type(model).prepare_inputs_for_generation
+
+    def prepare(self: Any, input_ids: Tensor, **named: Any) -> Any:
+        seen["prepare"] += 1
+        return own(self, input_ids, **named)
+
+    return functools.wraps(own)(prepare) if wraps else prepare
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("place", ["subclass", "mixin", "instance"])
+def test_a_preparation_of_inputs_runs_as_often(
+    place: str, wraps: bool, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one under transformers' name for it, and one through which transformers passes no cache."""
+    counts, answers, model = [], [], llama()
+    for replaced in (False, True):
+        seen: Counter[str] = Counter()
+        each = copy.deepcopy(model)
+        name, prepare = "prepare_inputs_for_generation", prepared(each, seen, wraps)
+        with monkeypatch.context() as patch:
+            if replaced:
+                injected(each)
+            if place == "mixin":
+                patch.setattr(GenerationMixin, name, prepare)
+            elif place == "instance":
+                each.prepare_inputs_for_generation = types.MethodType(prepare, each)
+            else:
+                each.__class__ = type("Mine", (type(each),), {name: prepare, "__module__": "mine"})
+            answers.append(answer(each, **mode))
+        counts.append(seen["prepare"])
+    assert torch.equal(*answers)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["generate", *LOOP, "_valid_auto_compile_criteria"])
+def test_a_method_of_an_assistant_runs_as_often(name: str) -> None:
+    counts, answers = [], []
+    for replaced in (False, True):
+        model, assistant = llama(), BY_NAME["llama"].make(seed=1, num_hidden_layers=1, **DIRECT)
+        seen: Counter[str] = Counter()
+        overridden(assistant, name, seen, None)  # type: ignore[arg-type]
+        if replaced:
+            injected(model), injected(assistant)
+        seen.clear()
+        answers.append(answer(model, assistant_model=assistant))
+        counts.append(seen[name])
+    assert torch.equal(*answers)
+    assert counts[0] == counts[1] > 0
+
+
 # ---- classes and forwards of the model ----
 
 
@@ -183,6 +279,96 @@ def test_a_users_forward_runs_once_for_each_token(
         counts.append(seen["forward"])
     assert torch.equal(*answers)
     assert counts[0] == counts[1] == (84 if place == "the norm" and "class" in way and way != "subclass" else 12)
+
+
+def test_a_helper_of_a_forward_set_on_the_instance_runs_for_each_token() -> None:
+    class Norm(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return self._norm(x)
+
+        def _norm(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    calls = LibraryCalls({"torch", "transformers", __name__.partition(".")[0]})
+    norm = Norm(4)
+    assert calls([norm])
+    norm._norm = eval("lambda x: x", {"__name__": "mine"})  # type: ignore[method-assign]
+    assert not calls([norm])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["subclass", "class", "instance"])
+def test_graphs_are_not_replayed_over_a_users_forward(way: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    engine, backend = graphed(copy.deepcopy(model))
+    wanted, own = answer(model), answer(engine)
+    assert torch.equal(own, wanted) and backend.replays
+    replays, seen = backend.replays, Counter[str]()
+    module: Any = PLACES[place](engine.module)
+
+    def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["forward"] += 1
+        return kept(*args, **kwargs) if way == "instance" else type_own(self, *args, **kwargs)
+
+    kept, type_own = module.forward, type(module).forward
+    if way == "subclass":
+        module.__class__ = type("Mine", (type(module),), {"forward": plain, "__module__": "mine"})
+    elif way == "class":
+        monkeypatch.setattr(type(module), "forward", plain)
+    else:
+        module.forward = types.MethodType(plain, module)
+    assert torch.equal(answer(engine), wanted)
+    assert (seen["forward"], backend.replays) == (12, replays)
+
+
+def test_switched_adapters_are_not_replayed() -> None:
+    peft = pytest.importorskip("peft")
+    shape = dict(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(**shape))
+    model.add_adapter("other", peft.LoraConfig(**shape))
+    original = copy.deepcopy(model)
+    engine, _ = graphed(model.base_model.model)
+    for name in ("default", "other", "default"):
+        model.set_adapter(name), original.set_adapter(name)
+        assert torch.equal(answer(engine), answer(original))
+    with model.disable_adapter(), original.disable_adapter():
+        assert torch.equal(answer(engine), answer(original))
+
+
+def test_modules_of_quantizers_are_replayed() -> None:
+    model = llama()
+    cls = type("Linear8", (nn.Linear,), {"__module__": "bitsandbytes.nn"})
+    calls = LibraryCalls(_REPLAYED)
+    cls.forward = eval("lambda self, x: x", {"__name__": "bitsandbytes.nn.modules"})  # type: ignore[attr-defined]
+    model.lm_head.__class__ = cls
+    assert calls(model.modules()) and not LibraryCalls()(model.modules())
+
+
+def test_a_forward_with_graphs_is_that_of_the_class_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder, whose whole forward is captured: a patched class is called, and captured anew once it is not."""
+    model = BY_NAME["bert"].make()
+    engine, backend = graphed(copy.deepcopy(model), forward=True)
+    seen: Counter[str] = Counter()
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen["forward"] += 1
+        return own(self, *args, **kwargs)
+
+    with torch.no_grad():
+        for _ in range(4):
+            engine(PROMPT)
+        replays = backend.replays
+        assert replays
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "forward", forward)
+            for _ in range(4):
+                engine(PROMPT)
+        assert (seen["forward"], backend.replays) == (4, replays)
+        for _ in range(4):
+            engine(PROMPT)
+    assert seen["forward"] == 4 and backend.replays > replays
 
 
 def test_a_subclass_that_adds_a_method_keeps_direct_steps() -> None:
@@ -265,6 +451,19 @@ def test_a_wrapper_of_which_nothing_is_known_gets_what_was_given(monkeypatch: py
     assert torch.equal(engine.generate(PROMPT, model.generation_config, max_new_tokens=5), wanted)
 
 
+def test_every_argument_by_position() -> None:
+    model = llama()
+    count = len(_names_of_arguments(GenerationMixin.generate)) - 1
+    wanted = model.generate(PROMPT, *[None] * count, max_new_tokens=6)
+    assert torch.equal(injected(model).generate(PROMPT, *[None] * count, max_new_tokens=6), wanted)
+
+
+def test_a_generate_that_the_class_gets_later_takes_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = injected(llama())
+    monkeypatch.setattr(type(engine.module), "generate", lambda self, inputs, n=3: inputs[:, :n], raising=False)
+    assert engine.generate(PROMPT, n=2).tolist() == [[5, 6]]
+
+
 def test_an_assistant_that_is_an_engine_by_position() -> None:
     model, draft = llama(), BY_NAME["llama"].make(seed=1, num_hidden_layers=1, **DIRECT)
     wanted = model.generate(PROMPT, None, None, None, None, None, draft, max_new_tokens=6)
@@ -323,3 +522,18 @@ def test_a_processor_and_a_streamer_that_write() -> None:
         answers.append(each.generate(PROMPT.clone(), streamer=streamer, **mode))
         streamed.append(streamer.seen)
     assert torch.equal(*answers) and streamed[0] == streamed[1]
+
+
+@pytest.mark.parametrize("mode", [{"prompt_lookup_num_tokens": 2}, {}, {"do_sample": True}], ids=str)
+def test_a_criterion_that_writes_where_candidates_are_verified(mode: dict[str, Any]) -> None:
+    """Candidates after the written token were verified for other ids. All candidates of the model itself are right."""
+    model = llama()
+    engine, assistant = injected(copy.deepcopy(model)), injected(copy.deepcopy(model)).module
+    drafted = {} if "prompt_lookup_num_tokens" in mode else {"assistant_model": assistant}
+    repeated, more = torch.tensor([[5, 6, 7, 8] * 4]), dict(max_new_tokens=14, stopping_criteria=[Writing()])
+    samples = mode.get("do_sample", False)
+    top = dict(top_k=1) if samples else {}  # so that the one token that may be drawn is the likeliest
+    wanted = model.generate(repeated.clone(), do_sample=False, **more)
+    found = engine.generate(repeated.clone(), **{"do_sample": False, **mode, **drafted, **top, **more})
+    assert (wanted[:, 16:] == 40).sum() >= 4
+    assert torch.equal(found, wanted)
