@@ -17,7 +17,19 @@ MAP = ROOT / "docs" / "map.md"
 # Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "authors", "interrupts", "logs", "activations", "routing", "device", "memory", "dtype_cast", "native"),
+    (
+        "errors",
+        "authors",
+        "interrupts",
+        "logs",
+        "activations",
+        "routing",
+        "device",
+        "memory",
+        "dtype_cast",
+        "undisturbed",
+        "native",
+    ),
     ("quant", "parallel"),
     ("ops", "config", "architectures"),
     ("layers", "weights", "unknown", "profile"),

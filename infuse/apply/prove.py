@@ -35,6 +35,7 @@ from infuse.proof.first_step import FIRST_STEP
 from infuse.proof.in_place import Caller, find_callers, in_place_mismatch, proven_alone
 from infuse.proof.sessions import block_sessions, model_sessions
 from infuse.shards.save import packed_paths
+from infuse.undisturbed import undisturbed
 from infuse.weights.undo import put
 
 COMPONENT = "the whole component"  # instead of the path of the model around a step
@@ -68,6 +69,10 @@ class Proofs:
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
+        with undisturbed(self.model):
+            self._run(progress)
+
+    def _run(self, progress: Callable[[int, int, str], None] | None) -> None:
         self.steps = candidates = list(self.plan.steps)
         # The interpretation of a layer that keeps its forward is chosen by its proof, also under verify="off".
         off = self.config.verify == "off"

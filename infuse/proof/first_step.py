@@ -23,6 +23,7 @@ from infuse.architectures.model_inputs import watched
 from infuse.architectures.pipeline_inputs import pipeline_inputs
 from infuse.errors import CheckpointError, RankError, in_brief
 from infuse.proof.cases import CACHE, Call, recorded_call
+from infuse.undisturbed import undisturbed
 
 FIRST_STEP = "the pipeline's own first step"
 
@@ -52,6 +53,7 @@ class FirstStep:
             warnings.simplefilter("ignore")
             undo.enter_context(torch.random.fork_rng(self._devices()))
             for name, model in self._models.items():
+                undo.enter_context(undisturbed(model))
                 parts = {part: model.get_submodule(part) for part in called_inside(model) or ("",)}
                 undo.enter_context(watched(parts, partial(recorder.called, name), partial(recorder.returned, name)))
                 modules = {path: model.get_submodule(path) for path in (paths or {}).get(name, ())}

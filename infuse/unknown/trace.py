@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from infuse.architectures.model_inputs import model_inputs, watched
 from infuse.architectures.part import named
 from infuse.architectures.plain import linear_shape
+from infuse.undisturbed import undisturbed
 
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values
 
@@ -49,16 +50,12 @@ class Trace:
 def traced(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Trace]:
     """Trace the first call of each layer, by path, leaving out layers that a run on meta does not reach."""
     tracer = _Tracer()
-    training = {module: module.training for module in model.modules()}
-    try:
+    with undisturbed(model):
         model.eval()
         with tracer.watching(layers):
             tracer.run(model, torch.bfloat16)  # torch's expert matmul on meta supports only bfloat16
             if len(tracer.done) < len(layers):
                 tracer.run(model, torch.float32)
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training
     return tracer.done
 
 
