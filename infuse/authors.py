@@ -7,6 +7,7 @@ than those of a proof, so whatever is the user's keeps running.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -130,16 +131,36 @@ def _called(cls: type) -> dict[str, Any]:
 
 def words_of(function: Any) -> Iterator[str]:
     """Every attribute and text in the code of a function and of what it wraps."""
-    waiting: list[Any] = [one.__code__ for one in with_wrapped(function) if isinstance(one, FunctionType)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            yield from code.co_names
-            waiting += code.co_consts
-        elif isinstance(code, str):
-            yield code
-        elif isinstance(code, tuple):
-            waiting += code
+    for one in with_wrapped(function):
+        if isinstance(one, FunctionType):
+            yield from _words(one.__code__)
+
+
+def told_in(cls: type) -> Iterator[str]:
+    """The arguments and texts of the methods that the class itself defines in its own file."""
+    functions = [
+        one for value in vars(cls).values() for function in _functions(value) for one in with_wrapped(function)
+    ]
+    for one in functions:
+        if isinstance(one, FunctionType) and one.__globals__.get("__name__") == cls.__module__:
+            yield from inspect.getfullargspec(one).args + inspect.getfullargspec(one).kwonlyargs
+            yield from _texts(one.__code__.co_consts)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from _texts(code.co_consts)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _words(inner)
+
+
+def _texts(values: tuple[Any, ...]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _texts(value)
 
 
 def _functions(value: Any) -> list[Callable[..., Any]]:

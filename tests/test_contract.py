@@ -250,3 +250,58 @@ def test_numbers_with_which_a_layer_was_replaced_do_not_change_in_silence(copied
             setattr(part, name, value)
         setattr(part, name, before)
         part.attention_dropout = 0.3  # not of inference
+
+
+# ---- keywords that a model passes through its layers, which ignore them ----
+
+_PICTURES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=16,
+                 patch_size=8, projection_dim=48)  # fmt: skip
+_TEXT = dict(GQA, num_hidden_layers=2)
+
+
+def video_llava() -> tuple[Any, dict[str, Any]]:
+    config = t.VideoLlavaConfig(
+        text_config=t.LlamaConfig(**_TEXT), vision_config=t.CLIPVisionConfig(**_PICTURES), image_token_index=95,
+        video_token_index=94, image_seq_length=4,
+    )  # fmt: skip
+    ids = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(1))
+    ids[:, 1:41] = 94
+    videos = torch.randn(1, 8, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    return t.VideoLlavaForConditionalGeneration(config), {"input_ids": ids, "pixel_values_videos": videos}
+
+
+def janus() -> tuple[Any, dict[str, Any]]:
+    sizes = dict(_PICTURES, mlp_ratio=2.0, num_image_tokens=4)
+    codes = dict(
+        embed_dim=8, num_embeddings=32, base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1,
+        latent_channels=8, projection_dim=48, image_token_embed_dim=48, num_hidden_layers=2, hidden_size=48,
+    )  # fmt: skip
+    config = t.JanusConfig(
+        text_config=t.LlamaConfig(**_TEXT), vision_config=t.JanusVisionConfig(**sizes),
+        vq_config=t.JanusVQVAEConfig(**codes), image_token_id=95,
+    )  # fmt: skip
+    ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
+    ids[:, 1:5] = 95
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    return t.JanusForConditionalGeneration(config), {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "generation_mode": "text",
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [video_llava, janus])
+def test_a_keyword_that_the_model_names_and_its_layers_ignore(make: Any) -> None:
+    torch.manual_seed(0)
+    model, given = make()
+    enlarge(model.eval())
+    wanted = model(**given).logits
+    engine = infuse.init_inference(copy.deepcopy(model), dtype="fp32")
+    assert sum(step.depth == "block" for step in engine.plan.steps) >= 2
+    found = engine(**given).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 5e-5
+    answers = [each.generate(**given, max_new_tokens=4, do_sample=False) for each in (model, engine)]
+    assert torch.equal(*answers)
+    with pytest.raises(infuse.UnsupportedCall, match="nobody_names_this"):
+        engine(**given, nobody_names_this=torch.ones(1))

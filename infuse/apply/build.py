@@ -22,6 +22,7 @@ from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
 from infuse.layers.called_experts import CALLED
+from infuse.layers.contract import ignored_keywords
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import Quantized, make_linear
 from infuse.layers.parts import make_part
@@ -96,6 +97,8 @@ class Builder:
         if self.fills:
             self._fill(step, module, fills, dtype or like(old).dtype, old)
         module.train(False)
+        if isinstance(module, Block):
+            module.ignore(self._ignored(step.path, old))
         if not step.keeps_forward:
             adopt(module, old, step.attn)
             if isinstance(step.shape, ModuleShape):
@@ -112,6 +115,12 @@ class Builder:
         computed = [fill for fill in fills if fill not in stored]
         fill_module(module, computed, self.source.reader(step.path), dtype, dict(step.bodies))
         fill_saved(module, step.path, stored, self.source, self.dtype)
+
+    def _ignored(self, path: str, layer: nn.Module) -> frozenset[str]:
+        parts = path.split(".")
+        above = (self.source.model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+        kind: Any = type(layer)
+        return ignored_keywords(kind, frozenset(map(type, layer.modules())), frozenset(map(type, above)))
 
     def sharing(self, step: Step, head: nn.Module) -> nn.Module:
         """Build the embedding that shares the weight of `head`."""

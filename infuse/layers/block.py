@@ -91,6 +91,10 @@ class Block(InferenceModule):
         self._index, self._layer = index, layer
         self._served = SERVED | NEUTRAL | {*shape.repeated, *filter(None, (self._bias_argument,))}
 
+    def ignore(self, keywords: frozenset[str]) -> None:
+        """Take these keywords, too, which the original ignores."""
+        self._served |= keywords
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Take and return what the original layer does; `hidden_states` [B, T, C].
 

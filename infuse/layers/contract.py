@@ -6,13 +6,22 @@ computed, or is passed on to transformers' own attention function, which does un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from infuse.authors import told_in, words_of
 from infuse.errors import UnsupportedCall
 
+_WORD = re.compile(r"[A-Za-z_]\w*")
+# The files of the bases of all models, whose words mean nothing to a single one.
+_BASES = re.compile(r"builtins|torch\.|transformers\.(?!models\.)")
+_NO_MODELS = frozenset({"builtins", "torch.nn.modules.module"})
 # The arguments that a block computes with, under the names that families use.
 SERVED = frozenset({
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal",
@@ -26,6 +35,35 @@ NEUTRAL = frozenset({
     "logits_to_keep",  # meant for the head; GOT-OCR 2 passes it to every module below
     "token_type_ids",  # made by many tokenizers; models read them in their embeddings and masks
 })  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def ignored_keywords(layer: Any, inside: frozenset[type], above: frozenset[type]) -> frozenset[str]:
+    """Keywords that the models around a layer name, and that the layer takes and never reads.
+
+    `inside` are the classes of the layer's modules, `above` those of the models. A model may pass such a keyword
+    through all of its layers, as Video-LLaVA does with the one that selects features of pictures.
+    """
+    arguments = inspect.signature(layer.forward).parameters.values()
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return frozenset()
+    read = _words_of_files({kind.__module__ for cls in (layer, *inside) for kind in cls.__mro__} - _NO_MODELS)
+    if read is None:
+        return frozenset()
+    for function in sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.values():
+        read.update(words_of(function))
+    kinds = {kind for cls in above for kind in cls.__mro__ if not _BASES.match(kind.__module__)}
+    told = {word for kind in kinds for word in told_in(kind)}
+    return frozenset(word for word in told - read if word.isidentifier() and not word.startswith("_"))
+
+
+def _words_of_files(names: Iterable[str]) -> set[str] | None:
+    """All words in the source of these files; None if there is no source, so that they may read anything."""
+    try:
+        sources = [inspect.getsource(sys.modules[name]) for name in names]
+    except (OSError, TypeError, KeyError):
+        return None
+    return {word for source in sources for word in _WORD.findall(source)}
 
 
 def named(arguments: tuple[str, ...], args: tuple, kwargs: dict[str, Any], layer: str) -> dict[str, Any]:
