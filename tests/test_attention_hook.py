@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import pickle
 import warnings
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +140,44 @@ def test_names_are_restored_when_the_proof_fails(fault: str, monkeypatch: pytest
     assert error(engine(**inputs(BY_NAME["llama"])).logits, wanted) < 5e-5
 
 
+def test_names_are_restored_when_a_strict_proof_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no attention today")
+
+    monkeypatch.setattr(hook, "attend", attend)
+    model = kept(paligemma(GEMMA))
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    before = names(model)
+    with pytest.raises(infuse.ProofError, match="no attention today"):
+        injected(model, verify="strict")
+    assert names(model) == before and not any("_infuse_attention" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_models_with_our_name_are_saved_copied_and_renamed_as_before(tmp_path: Path) -> None:
+    model = kept(paligemma(GEMMA))
+    model.set_attn_implementation({"text_config": "sdpa", "vision_config": "eager"})
+    before, given = names(model), with_pictures()
+    wanted = model(**given).logits
+    engine = injected(copy.deepcopy(model))
+    ours = names(engine.module)
+    assert "infuse_cpu" in ours.values()
+
+    engine.module.save_pretrained(tmp_path)
+    assert "infuse" not in (tmp_path / "config.json").read_text()
+    loaded = t.PaliGemmaForConditionalGeneration.from_pretrained(tmp_path)
+    assert set(names(loaded).values()) == {"sdpa"}
+    assert error(loaded(**given).logits, wanted) < 5e-5
+
+    for made in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+        assert names(made) == ours and error(made(**given).logits, wanted) < 5e-5
+        made.set_attn_implementation("eager")
+        assert set(names(made).values()) == {"eager"} and error(made(**given).logits, wanted) < 5e-5
+        made.set_attn_implementation({"text_config": "sdpa"})
+        assert names(made) | {"": "sdpa"} == before | {"": "sdpa"}
+        assert names(engine.module) == ours  # a copy has configs of its own
+
+
 def test_models_that_compare_the_name_keep_it() -> None:
     found = compares_names({modeling_minimax_m3_vl.MiniMaxM3VLAttention})
     assert found is not None and "modeling_minimax_m3_vl compares" in found
@@ -148,7 +190,11 @@ def test_the_index_mask_of_minimax_m3_is_applied_beyond_its_budget() -> None:
     kind, cls = architectures()["minimax_m3_vl"]
     config = tiny_config(kind)
     text = config.text_config
-    text.index_block_size, text.index_topk_blocks, text.index_local_blocks = 4, 2, 1
+    text.index_block_size, text.index_topk_blocks, text.index_local_blocks = (
+        4,
+        4,
+        1,
+    )  # 16 tokens: more than a proof's 12
     model = cls(config).eval()
     enlarge(model)
     ids = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(3))
@@ -170,3 +216,78 @@ def test_the_hook_is_proven_beyond_windows_and_on_a_static_cache(monkeypatch: py
     monkeypatch.setattr(hook, "attend", attend)
     engine = injected(kept(BY_NAME["mistral"].make(sliding_window=24)))
     assert not any(step.depth == "attention" for step in engine.plan.steps)
+
+
+def compares(text: str) -> bool:
+    """Whether code compares something named after an attention implementation with "sdpa" or "eager"."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            words = set(_words(node))
+            if words & {"sdpa", "eager"} and any("attn_impl" in word for word in words):
+                return True
+    return False
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    for one in ast.walk(node):
+        word = getattr(one, "attr", None) or getattr(one, "id", None) or getattr(one, "value", None)
+        if isinstance(word, str):
+            yield word
+
+
+def test_every_modeling_file_that_compares_the_name_is_found() -> None:
+    """Found by its text; here the code is parsed. Comparisons with other names are the same for sdpa's and ours."""
+    texts = {path.stem: path.read_text("utf-8") for path in Path(t.__file__).parent.glob("models/*/modeling_*.py")}
+    quoted = ('"sdpa"', "'sdpa'", '"eager"', "'eager'")
+    wanted = {name for name, text in texts.items() if any(map(text.__contains__, quoted)) and compares(text)}
+    assert {name for name, text in texts.items() if hook._COMPARED.search(text)} == wanted
+    assert {"modeling_minimax_m3_vl", "modeling_glm_moe_dsa", "modeling_gemma4_unified"} <= wanted
+    assert len(wanted) < len(texts) // 10  # the others may use ours
+
+
+@torch.no_grad()
+def test_queries_that_gemma4_unified_drops_on_a_static_cache() -> None:
+    """Under the name "sdpa" alone it keeps them where there is no mask."""
+    config = tiny_config(t.Gemma4UnifiedConfig)
+    text = config.text_config.to_dict()
+    text |= dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
+    text |= dict(per_layer_config={1: {"head_dim": 8}, 3: {"head_dim": 8}}, use_bidirectional_attention=None)
+    config.text_config = t.Gemma4UnifiedTextConfig(**text)
+    torch.manual_seed(0)
+    model = t.Gemma4UnifiedForConditionalGeneration(config).eval()
+    enlarge(model)
+    ids = torch.randint(3, 90, (2, 14), generator=torch.Generator().manual_seed(3))
+
+    def last(model: Any) -> Tensor:
+        cache = t.StaticCache(config=config.text_config, max_cache_len=250)
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    engine = injected(copy.deepcopy(model))
+    assert error(last(engine), last(model)) < 5e-5
+    given: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, cache_implementation="static")
+    assert torch.equal(engine.generate(ids, **given), model.generate(ids, **given))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stay", [False, True])
+def test_a_tower_that_hears_keeps_its_attention(stay: bool) -> None:
+    """Gemma 4's has its own, which takes no masks of another implementation: each call raised."""
+    text = t.Gemma4TextConfig(**TEXT, global_head_dim=12, vocab_size_per_layer_input=96, hidden_size_per_layer_input=0,
+                              sliding_window=16, layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+    audio = t.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, output_proj_dims=48,
+                                subsampling_conv_channels=[16, 8])  # fmt: skip
+    config = t.Gemma4Config(
+        text_config=text, audio_config=audio, audio_token_id=95, image_token_id=94, video_token_id=93
+    )
+    torch.manual_seed(0)
+    model = t.Gemma4ForConditionalGeneration(config).eval()
+    enlarge(model)
+    model = kept(model) if stay else model
+    ids = torch.randint(3, 90, (2, 14), generator=torch.Generator().manual_seed(1))
+    ids[:, 1:9] = 95
+    sound = torch.randn(2, 32, 16, generator=torch.Generator().manual_seed(2))
+    given = dict(input_ids=ids, input_features=sound, input_features_mask=torch.ones(2, 32, dtype=torch.bool))
+    before, wanted = names(model), model(**given).logits
+    engine = injected(copy.deepcopy(model))
+    assert names(engine.module)["model.audio_tower"] == before["model.audio_tower"] == "eager"
+    assert error(engine(**given).logits, wanted) < 5e-5
