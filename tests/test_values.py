@@ -14,13 +14,16 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.upsampling import Upsample2D
 from diffusion_pipelines import images, made
 from fake_graph import FakeBackend
+from families import BY_NAME
 from test_diffusion_pipelines import distance, original
 from test_mapped_experts import MMAP, loaded, logits, model, with_kernels
 from test_unet_modules import replaced
+from transformers import DynamicCache, StaticCache
 
 import infuse
-from infuse.errors import CheckpointError
+from infuse.errors import CheckpointError, UnsupportedCall
 from infuse.graphs.pool import BucketPool
+from infuse.layers.cache import KVCache
 
 
 def one_value_less(weight: torch.Tensor) -> None:
@@ -106,3 +109,96 @@ def test_a_copied_pool_of_graphs_keeps_the_format_of_its_caches() -> None:
     assert copy.deepcopy(pool).take(1, 5).cache.format == "int8"
     pool.backend = None  # type: ignore[assignment]
     assert pickle.loads(pickle.dumps(pool)).format == "int8"
+
+
+# ---- caches and masks ----
+
+
+def decoder(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    made: Any = BY_NAME["llama"].make()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    infuse.init_inference(made, dtype="fp32", verify="off", progress=False)
+    return made
+
+
+@torch.no_grad()
+def filled(model: Any, cache: Any, tokens: int = 6) -> torch.Tensor:
+    return model(torch.arange(3, 3 + tokens)[None], past_key_values=cache, use_cache=True).logits
+
+
+@pytest.mark.parametrize("how", ["a prompt", "a step", "rows of own lengths", "generate"])
+@pytest.mark.parametrize("copied", [False, True], ids=("itself", "a copy"))
+def test_a_cache_that_another_model_of_equal_shapes_filled(how: str, copied: bool) -> None:
+    first, second, cache = decoder(), decoder(1), KVCache()
+    filled(first, cache)
+    if how == "rows of own lengths":
+        cache.crop_rows(torch.tensor([4]))
+    given = copy.deepcopy(cache) if copied else cache
+    with pytest.raises(UnsupportedCall, match="filled by another model"):
+        if how == "generate":
+            second.generate(torch.arange(3, 10)[None], past_key_values=given, max_new_tokens=2)
+        else:
+            filled(second, given, 1 if how == "a step" else 3)
+    assert filled(first, given, 2).shape[1] == 2  # the refused call has left it as it was
+    given.reset()
+    assert torch.equal(filled(second, given), filled(second, KVCache()))
+
+
+@pytest.mark.parametrize("as_copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_cache_goes_on_in_copies_of_its_model(as_copied: Any) -> None:
+    model, cache = decoder(), KVCache()
+    filled(model, cache)
+    prefix, other = as_copied(cache), as_copied(model)
+    assert torch.equal(filled(other, prefix, 2), filled(model, cache, 2))
+    ids = torch.arange(3, 12)[None]
+    cache.batch_repeat_interleave(2)
+    wanted = model.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=4, num_beams=2)
+    assert torch.equal(other.generate(ids, past_key_values=as_copied(cache), max_new_tokens=4, num_beams=2), wanted)
+
+
+def test_models_that_assist_each_other_have_own_caches() -> None:
+    model, assistant = decoder(), decoder(1)
+    ids = torch.arange(3, 9)[None]
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=assistant), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "bloom"])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("cached", ["no cache", "KVCache", "KVCache, a step", "DynamicCache", "StaticCache"])
+def test_a_mask_over_other_keys(name: str, kind: torch.dtype, cached: str) -> None:
+    """Original and replaced model refuse the same widths; ours leaves its cache as it was."""
+    family = BY_NAME[name]
+    if cached != "no cache" and name == "bert":
+        pytest.skip("has no cache")
+    original: Any = family.make()
+    model = copy.deepcopy(original)
+    infuse.init_inference(model, dtype="fp32", verify="off", progress=False)
+    tokens = 1 if cached == "KVCache, a step" else 5
+    ids = torch.arange(3, 3 + tokens)[None]
+    for width in (3, 5, 6, 9, 12):
+        accepted = []
+        for each in (original, model):
+            cache: Any = {"no cache": lambda: None, "DynamicCache": DynamicCache}.get(cached, KVCache)()
+            if cached == "StaticCache":
+                cache = StaticCache(original.config, max_cache_len=9)
+            if cached == "KVCache, a step":
+                filled(each, cache, 5)
+            held = 0 if cache is None else int(cache.get_seq_length())
+            mask = (
+                torch.ones(1, 1, tokens, width, dtype=torch.bool)
+                if kind is torch.bool
+                else torch.zeros(1, 1, tokens, width)
+            )
+            more = {} if cache is None else dict(past_key_values=cache, use_cache=True)
+            try:
+                with torch.no_grad():
+                    each(ids, attention_mask=mask, **more)
+                accepted.append(True)
+            except (RuntimeError, ValueError, UnsupportedCall):
+                accepted.append(False)
+                if each is model and isinstance(cache, KVCache):
+                    assert all(slot.length == held for slot in cache.layers)
+        assert accepted[0] == accepted[1], f"{width} keys: {accepted}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Attention(InferenceModule):
     def __init__(self, shape: AttentionShape, surroundings: Surroundings):
         super().__init__()
         self.shape, self._index, self._group = shape, surroundings.index, surroundings.group
+        self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
         bodies, (qkv, out, *gate) = surroundings.bodies, shape.matrices
         self.qkv, self.out = surroundings.linear(qkv), surroundings.linear(out)
         self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
@@ -58,8 +60,7 @@ class Attention(InferenceModule):
         shape, packed = self.shape, inputs.packed
         parts: dict[str, Any] = self._modules
         positions: Positions = parts["positions"]
-        if shape.window and inputs.cache is not None:
-            self._check_window(inputs.cache, x_BTC.shape[1])
+        self._check(inputs, x_BTC.shape[1] if packed is None else packed.tokens)
         qkv = direct(parts["qkv"], x_BTC) if norm is None else product(parts["qkv"], x_BTC, norm)
         gate = None
         if parts["gate"] is not None:
@@ -159,9 +160,10 @@ class Attention(InferenceModule):
             keys, values = slot.whole()
             return self._append(qkv_BTND, cos, sin, keys, values, slot.place, shape.heads, interleaved), keys, values
         if slot is not None and slot.row_lengths is None and slot.place is None:
-            start = slot.reserve(qkv_BTND.shape[0], qkv_BTND.shape[1], shape.kv_heads, shape.head_width, qkv_BTND)
+            batch, tokens, _, width = qkv_BTND.shape
+            start = slot.reserve(batch, tokens, shape.kv_heads, width, qkv_BTND, self.filler)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
-            slot.advance(qkv_BTND.shape[1])
+            slot.advance(tokens)
             keys, values = slot.held()
             return q, keys, values
         qk = qkv_BTND[:, :, : shape.heads + shape.kv_heads]
@@ -169,7 +171,9 @@ class Attention(InferenceModule):
             qk = self._rotary(qk, cos, sin, interleaved)
         q, k = qk.transpose(1, 2).split((shape.heads, shape.kv_heads), dim=1)
         v = qkv_BTND[:, :, shape.heads + shape.kv_heads :].transpose(1, 2)
-        if cache is not None:
+        if slot is not None:
+            k, v = slot.update(k, v, filler=self.filler)
+        elif cache is not None:
             k, v = cache.update(k, v, self._index)
         return q, k, v
 
@@ -210,6 +214,25 @@ class Attention(InferenceModule):
             "(a static cache); give a DynamicCache, or leave cache_implementation out"
         )
 
+    def _check(self, inputs: Inputs, tokens: int) -> None:
+        """Raise UnsupportedCall for a mask or a cache that this attention cannot serve."""
+        if inputs.mask is not None and inputs.more is None:
+            self._check_mask(inputs.mask, inputs.cache, tokens)
+        if self.shape.window and inputs.cache is not None:
+            self._check_window(inputs.cache, tokens)
+
+    def _check_mask(self, mask: Tensor, cache: Any, tokens: int) -> None:
+        """Refuse a mask over other keys than there will be. Other caches than ours tell how many only when appended."""
+        if cache is None:
+            length = tokens
+        elif isinstance(cache, KVCache) and self._index is not None:
+            slot = cache.slot(self._index)
+            length = slot.length + tokens if slot.place is None else slot.whole()[0].shape[2]
+        else:
+            return
+        if mask.shape[-1] != length and mask.shape[-1] != 1:
+            raise _of_other_keys(mask, length)
+
     def _of_own_heads(self, of_all: Tensor | None) -> Tensor | None:
         """Select this rank's heads from a mask or bias [B, H or 1, T, L]."""
         if of_all is None or of_all.dim() < 4 or of_all.shape[1] == 1:
@@ -217,9 +240,9 @@ class Attention(InferenceModule):
         return of_all[:, self.shape.first_head : self.shape.first_head + self.shape.heads]
 
     def allowed(self, mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Cut the mask to `length` keys (a static mask may be longer). In a boolean result, True means: may attend."""
+        """Return the mask over `length` keys. In a boolean result, True means: may attend."""
         if mask.shape[-1] > length:
-            mask = mask[..., :length]
+            raise _of_other_keys(mask, length)
         if not self.shape.inverted_mask or mask.dtype != torch.bool:
             return mask
         # Models with such masks fill the lowest score in: a query that sees nothing, as padding, then sees all alike.
@@ -235,6 +258,12 @@ def in_order(tokens: int, k_BKLD: Tensor, v_BKLD: Tensor) -> tuple[Tensor, Tenso
     Extra keys are then the empty room of a static cache that receives its first prompt.
     """
     return (k_BKLD[:, :, :tokens], v_BKLD[:, :, :tokens]) if 1 < tokens < k_BKLD.shape[2] else (k_BKLD, v_BKLD)
+
+
+def _of_other_keys(mask: Tensor, length: int) -> UnsupportedCall:
+    return UnsupportedCall(
+        f"attention_mask has shape {list(mask.shape)}, and this call has {length} keys: its last axis must be {length}"
+    )
 
 
 def _normed(x_BTM: Tensor, norm: Norm | None, heads: int) -> Tensor:

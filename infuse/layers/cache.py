@@ -34,6 +34,7 @@ class KVSlot(CacheLayerMixin):
 
     def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
         self.length = 0
+        self.filler: str | None = None  # what identifies the layer of ours that fills it, in copies and pickles, too
         self.format, self.dtype = format, torch.float32  # dtype: of the layer's keys and values
         self.row_lengths: Tensor | None = None
         self.place: Tensor | None = None
@@ -86,11 +87,13 @@ class KVSlot(CacheLayerMixin):
     def _stored(self, states: Tensor) -> Tensor:
         return states if self.format is None else quantize_rows(states)
 
-    def reserve(self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor) -> int:
+    def reserve(
+        self, batch: int, tokens: int, kv_heads: int, width: int, like: Tensor, filler: str | None = None
+    ) -> int:
         """Make room for `tokens` more, in the dtype and on the device of `like`. Return the index of the first.
 
         Raise ContextLimitError beyond `limit_tokens`, InfuseError for another batch than is held, and UnsupportedCall
-        for other heads, width, dtype or device.
+        for other heads, width, dtype or device, or another filler.
         """
         needed = self.length + tokens
         if self.limit_tokens is not None and needed > self.limit_tokens:
@@ -99,6 +102,7 @@ class KVSlot(CacheLayerMixin):
         storage = self.key_storage
         if storage is None:
             self._grow(batch, needed, kv_heads, width, like)
+            self.filler = filler
             return self.length
         rows, heads, room, _ = storage.shape
         held_width = storage.shape[3] - (0 if self.format is None else SCALE_BYTES)
@@ -110,9 +114,22 @@ class KVSlot(CacheLayerMixin):
             given = f"{kv_heads} heads of {width} in {like.dtype} on {like.device}"
             what = f"the cache was filled with {held}, and this layer makes {given}"
             raise UnsupportedCall(f"past_key_values: {what}; fill a new cache with this model, or reset() this one")
+        if filler is not self.filler:
+            self._fill_by(filler)
         if room < needed or rows != batch or not alike:
             self._grow(batch, needed, kv_heads, width, like)
         return self.length
+
+    def _fill_by(self, filler: str | None) -> None:
+        """Raise UnsupportedCall if another layer has filled this slot; None: it is not known which one."""
+        if filler is None:
+            return
+        if self.length and self.filler is not None and self.filler != filler:
+            raise UnsupportedCall(
+                "past_key_values: the cache was filled by another model; fill a new cache with this model, or reset() "
+                "this one"
+            )
+        self.filler = filler
 
     def _grow(self, batch: int, needed: int, kv_heads: int, width: int, like: Tensor) -> None:
         if self.unpaired:  # what is assigned has no room for more, so that this is called next
@@ -145,7 +162,8 @@ class KVSlot(CacheLayerMixin):
         assert other.format == self.format and other.key_storage is not None
         batch, kv_heads, _, width = other.key_storage.shape
         like = torch.empty(0, dtype=other.dtype, device=other.key_storage.device)
-        start = self.reserve(batch, other.length, kv_heads, width - (0 if self.format is None else SCALE_BYTES), like)
+        width -= 0 if self.format is None else SCALE_BYTES
+        start = self.reserve(batch, other.length, kv_heads, width, like, other.filler)
         self.advance(other.length)
         for mine, its in zip(self.held(), other.held(), strict=True):
             mine[:, :, start:] = its
@@ -215,7 +233,9 @@ class KVSlot(CacheLayerMixin):
         batch, kv_heads, _, width = key_states.shape
         self.reserve(batch, 0, kv_heads, width, key_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, filler: str | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.place is not None:
             return self._update_place(key_states, value_states)
         batch, kv_heads, tokens, width = key_states.shape
@@ -224,7 +244,7 @@ class KVSlot(CacheLayerMixin):
                 f"past_key_values: a KVCache holds keys and values of one width, and this layer makes keys of {width} "
                 f"and values of {value_states.shape[3]}; give a DynamicCache"
             )
-        start = self.reserve(batch, tokens, kv_heads, width, key_states)
+        start = self.reserve(batch, tokens, kv_heads, width, key_states, filler)
         assert self.key_storage is not None and self.value_storage is not None
         if self.row_lengths is not None:
             self._update_rows(key_states, value_states)

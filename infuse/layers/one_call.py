@@ -323,7 +323,7 @@ class StepCall(BlockCall):
         if tensors is None or slot.place is not None or slot.row_lengths is not None:
             return None
         shape = self._shape.attn
-        start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC)
+        start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC, attention.filler)
         assert slot.key_storage is not None and slot.value_storage is not None
         positions, mask = attention._modules["positions"], inputs.mask
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)

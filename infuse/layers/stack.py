@@ -88,9 +88,9 @@ class StackCall(OneCall):
 
     def held(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[HeldLayers | None, int]:
         """Make room for a new token in each slot, and hold all for steps like x. Return for how many tokens, too."""
-        for slot, block in zip(slots, self._blocks, strict=True):
-            attn = block.shape.attn
-            slot.reserve(len(x_BTC), 1, attn.kv_heads, attn.head_width, x_BTC)
+        for slot, attention in zip(slots, self._attentions, strict=True):
+            attn: Any = attention.shape
+            slot.reserve(len(x_BTC), 1, attn.kv_heads, attn.head_width, x_BTC, attention.filler)  # type: ignore[arg-type]
         keys, values = [slot.key_storage for slot in slots], [slot.value_storage for slot in slots]
         held = HeldLayers.of(x_BTC, tensors, (keys, values), self._numbers)  # type: ignore[arg-type]
         return held, min(each.shape[2] for each in keys)  # type: ignore[union-attr]
