@@ -89,6 +89,17 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
             p.data = data
 
 
+def _casts(module: nn.Module) -> bool:
+    """Whether forward casts what it computes: CLVP's gives its rotary angles to 16-bit linears as they are."""
+    if not _read_names(module).isdisjoint({"float", "to"}):
+        return True
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return False
+    return re.search(r"type_as\((?!self\.inv_freq)", source) is not None
+
+
 def _reads_dtype(module: nn.Module) -> bool:
     """Whether forward may cast to the dtype of a weight, as T5 does before `wo`: to that in which it is stored."""
     return {"weight", "dtype"} <= _read_names(module)
@@ -201,20 +212,21 @@ def cast_buffers(
 ) -> None:
     """Cast buffers as `model.to(dtype)` does, by `put(buffers, name, tensor)`, except those that must stay exact.
 
-    These are rotary frequencies, the modules that transformers or diffusers keeps in float32 for this dtype
-    (`_keep_in_fp32_modules`), and buffers of our own modules.
+    These are rotary frequencies that their module casts where it uses them, the modules that transformers or diffusers
+    keeps in float32 for this dtype (`_keep_in_fp32_modules`), and buffers of our own modules.
     """
     wide = [module for module in model.modules() if dtype == torch.float16 or _of_diffusers(module)]
     named = [name for module in wide for name in _names(module, _WIDE)]
     named += [name for module in model.modules() for name in _names(module, _STRICT)]
-    kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys((*named, r"\w*inv_freq"))))
+    kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in dict.fromkeys(named)) or r"(?!)")
     cast: dict[int, Tensor] = {}  # keeps shared buffers shared
     for path, module in model.named_modules():
         if _is_ours(module):  # scales have their own dtype
             continue
         for leaf, buffer in list(module._buffers.items()):
             other = buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
-            if buffer is not None and other and not kept.search(f"{path}.{leaf}"):
+            exact = kept.search(f"{path}.{leaf}") or (leaf.endswith("inv_freq") and _casts(module))
+            if buffer is not None and other and not exact:
                 put(module._buffers, leaf, cast.setdefault(id(buffer), buffer.to(dtype)))
 
 

@@ -113,3 +113,25 @@ def test_buffers_that_a_model_keeps_exact(strict: bool, dtype: str) -> None:
     assert model.exact.table.dtype == (torch.float32 if kept else DTYPES[dtype])
     assert model.count.dtype == torch.int64 and model.linear.weight.dtype == DTYPES[dtype]
     assert model.second.table is model.inexact.table and model.second.table.dtype == DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frequencies_that_their_module_does_not_cast(dtype: str) -> None:
+    """CLVP gives its rotary angles to linears as they are: what stayed in float32 raised in every call."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=80, projection_dim=64, num_hidden_layers=2,
+                 num_attention_heads=2, max_text_tokens=64, use_rotary_embedding=True)  # fmt: skip
+    model = t.ClvpEncoder(t.ClvpEncoderConfig(**sizes)).eval()
+    ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = copy.deepcopy(model)(input_ids=ids)[0]
+        engine = infuse.init_inference(model, dtype=dtype)
+        found = engine(input_ids=ids)[0]
+    assert found.dtype == DTYPES[dtype] and error(found, exact) <= FLOOR[dtype]
+
+
+def test_frequencies_that_their_module_casts_stay_exact() -> None:
+    model = BY_NAME["llama"].make()
+    exact = model.model.rotary_emb.inv_freq.clone()
+    engine = infuse.init_inference(model, dtype="bf16")
+    assert torch.equal(engine.module.model.rotary_emb.inv_freq, exact)
