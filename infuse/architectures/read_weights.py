@@ -1,0 +1,208 @@
+"""Linears whose weight another module's code reads: `self.dt_proj.weight @ x`, `block.attention.output.weight.div_(2)`.
+
+Such a linear is no linear to replace: another module in its place may hold no such weight. What is found is found in
+the source of classes, whose code is not run; reads through a variable that holds the linear itself are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from re import match
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from infuse.architectures.plain import linears
+from infuse.authors import with_wrapped
+
+_ANY = "*"  # instead of a name: of one of several modules in a container
+# What is asked of a weight without its values, also where it is a parameter of another kind.
+_HARMLESS = frozenset({
+    "dtype", "device", "shape", "size", "dim", "ndim", "numel", "element_size", "itemsize", "is_cuda", "is_meta",
+    "requires_grad", "is_floating_point", "layout",
+})  # fmt: skip
+_ASKS = frozenset({"isinstance", "hasattr", "type", "id"})
+# Methods that make, initialise, tie, resize or print modules, before or beside of all calls.
+_NOT_IN_CALLS = (
+    "__init__ __post_init__ post_init _init* init_* reset_parameters *tie_* *resize* *set_*_embeddings _set_* "
+    "set_default* *prune* *load_* from_* save_* extra_repr __repr__ *_num_qa_labels *freeze* remove_*"
+)
+_NOT_CALLED = [translate(pattern) for pattern in _NOT_IN_CALLS.split()]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """One read of a weight. `names`: the path to its linear from `self`, or, unless `rooted`, the end of that path.
+
+    It runs only where all attributes `needs` of `self` hold.
+    """
+
+    names: tuple[str, ...]
+    rooted: bool
+    needs: frozenset[str]
+    where: str
+
+    def runs(self, reader: nn.Module) -> bool:
+        return "training" not in self.needs and all(_holds(getattr(reader, name, True)) for name in self.needs)
+
+    def means(self, path: Sequence[str]) -> bool:
+        """Whether a linear at `path`, from the module that reads, is the one."""
+        own = path if self.rooted else path[-len(self.names) :]
+        return len(own) == len(self.names) and all(
+            name in (_ANY, part) for name, part in zip(self.names, own, strict=True)
+        )
+
+
+def read_linears(model: nn.Module) -> Mapping[str, str]:
+    """Path of each plain linear whose weight is read → who reads it: "MambaMixer.forward reads dt_proj.weight"."""
+    by_class: dict[type, list[_Read]] = {}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if module._modules and type(module) not in by_class:
+            by_class[type(module)] = list(_reads(type(module)))
+        reads = [read for read in by_class.get(type(module), ()) if read.runs(module)]
+        for name, _ in linears(module, path) if reads else ():
+            inside = name.removeprefix(f"{path}.").split(".")
+            if (read := next((one for one in reads if one.means(inside)), None)) is not None:
+                found.setdefault(name, f"{read.where} reads {'.'.join(read.names)}.weight")
+    return found
+
+
+def _holds(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _reads(cls: type) -> Iterator[_Read]:
+    """The reads of weights in a class's methods, and in the functions of its own file that these call."""
+    seen: set[str] = set()
+    waiting: list[tuple[str, Any]] = []
+    for kind in cls.__mro__:
+        if kind in (nn.Module, object) or _is_frame(kind):
+            continue
+        for name, value in vars(kind).items():
+            if name not in seen and not any(match(pattern, name) for pattern in _NOT_CALLED):
+                waiting += [(f"{cls.__name__}.{name}", one) for one in _functions(value)]
+            seen.add(name)
+    known: set[CodeType] = set()
+    while waiting:
+        where, function = waiting.pop()
+        if function.__code__ not in known:
+            known.add(function.__code__)
+            yield from _reads_in(function, where)
+            named = (function.__globals__.get(word) for word in function.__code__.co_names)
+            local = [one for one in named if isinstance(one, FunctionType) and one.__module__ == function.__module__]
+            waiting += [(one.__name__, one) for one in local]
+
+
+def _is_frame(kind: type) -> bool:
+    """Whether a class is ours, or transformers' frame around all models, as PreTrainedModel and GenerationMixin are."""
+    return kind.__module__.startswith(("transformers.", "infuse.")) and ".models." not in kind.__module__
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """The functions of an attribute of a class, with those that decorators wrapped."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return [one for one in with_wrapped(value) if isinstance(one, FunctionType)]
+
+
+def _reads_in(function: FunctionType, where: str) -> Iterator[_Read]:
+    names = _names(function.__code__)
+    if "weight" not in names:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
+    except (OSError, SyntaxError, TypeError):  # typed in, or a lambda in the middle of a line: any name counts
+        yield from (_Read((name,), False, frozenset(), where) for name in sorted(names - {"weight"}))
+        return
+    visitor = _Visitor(where)
+    visitor.visit(tree)
+    yield from visitor.found
+
+
+def _names(code: CodeType) -> set[str]:
+    """The attributes and globals that a function's code names, and functions inside of it."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+class _Visitor(ast.NodeVisitor):
+    """Collects the reads of weights in one function; `aliases`: variables that hold modules, by the modules' paths."""
+
+    def __init__(self, where: str):
+        self.where, self.found = where, dict[_Read, None]()
+        self.needs: frozenset[str] = frozenset()
+        self.aliases: dict[str, tuple[tuple[str, ...], bool]] = {"self": ((), True)}
+
+    def path(self, node: ast.AST) -> tuple[tuple[str, ...], bool] | None:
+        """The path of a module that an expression names, and whether it begins at `self`; None for no path."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, ((), False))
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            start = self.path(node.value)
+            name = node.attr if isinstance(node, ast.Attribute) else _ANY
+            return None if start is None else ((*start[0], name), start[1])
+        return None
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.aliases[target.id] = self.path(node.value) or ((), False)
+            else:
+                self.visit(target)
+
+    def visit_For(self, node: ast.For) -> None:
+        path = self.path(node.iter)
+        if isinstance(node.target, ast.Name) and path is not None:
+            self.aliases[node.target.id] = ((*path[0], _ANY), path[1])
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        self._branches(node.test, node.body, node.orelse)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._branches(node.test, [node.body], [node.orelse])
+
+    def _branches(self, test: ast.expr, body: Sequence[ast.AST], otherwise: Sequence[ast.AST]) -> None:
+        self.visit(test)
+        before, self.needs = self.needs, self.needs.union(_needed(test))
+        for one in body:
+            self.visit(one)
+        self.needs = before
+        for one in otherwise:
+            self.visit(one)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        asks = isinstance(node.func, ast.Name) and node.func.id in _ASKS
+        if not asks:
+            self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        is_none = all(isinstance(one, ast.Constant) and one.value is None for one in node.comparators)
+        if not is_none:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        inner = node.value
+        while isinstance(inner, ast.Attribute) and inner.attr == "data":
+            inner = inner.value
+        if node.attr in _HARMLESS and isinstance(inner, ast.Attribute) and inner.attr == "weight":
+            return
+        if node.attr == "weight" and (path := self.path(node.value)) is not None and path[0]:
+            self.found[_Read(*path, self.needs, self.where)] = None
+        self.generic_visit(node)
+
+
+def _needed(test: ast.AST) -> Iterator[str]:
+    """The attributes of `self` that must hold for a condition: `self.training`, or that and more."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        for one in test.values:
+            yield from _needed(one)
+    elif isinstance(test, ast.Attribute) and isinstance(test.value, ast.Name) and test.value.id == "self":
+        yield test.attr
