@@ -9,7 +9,7 @@ import json
 import random
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ INDEXES = {
     "above": ({"weight_map": {NORM: "../model.bin"}}, "names '../model.bin'; possible: files inside of"),
     "absolute": ({"weight_map": {NORM: "/etc/passwd"}}, "names '/etc/passwd'; possible: files inside of"),
     "itself": ({"weight_map": {NORM: ""}}, "names ''; possible: files inside of"),
-    "long": ({"weight_map": {NORM: "a" * 5000}}, "1 files are missing"),
+    "long": ({"weight_map": {NORM: "a" * 5000}}, "cannot be looked up"),
     "zero byte": ({"weight_map": {NORM: "a\0"}}, "1 files are missing"),
     "deep": ("[" * DEEP + "]" * DEEP, "truncated or corrupt"),
 }
@@ -420,3 +420,33 @@ def test_a_folder_that_no_system_takes_is_refused(folder: str) -> None:
     with pytest.raises(infuse.CheckpointError, match="the shards cannot be written"):
         infuse.init_inference(model, dtype="fp32", progress=False, save_mp_checkpoint_path=folder)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_indexes_of_our_own_that_lack_a_key(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Each key and entry but checksums, one at a time, sealed again; and names that no system takes."""
+    saved_by(name, tmp_path, 1, ranks, quant="int8:4")
+    path = tmp_path / "infuse.json"
+    whole = json.loads(path.read_bytes())
+    whole.pop(SEAL)
+
+    def places(tree: Any, above: tuple = ()) -> Iterator[tuple]:
+        keys = tree.keys() if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+        for key in keys:
+            yield (*above, key)
+            if key != "checksums":
+                yield from places(tree[key], (*above, key))
+
+    for place in places(whole):
+        values = [None] if place[-1] != "name" else [None, "a" * 300, "a/" * 3000, "\ud800", "a\0b", ""]
+        for value in values:
+            index = copy.deepcopy(whole)
+            owner = index
+            for key in place[:-1]:
+                owner = owner[key]
+            if value is None:
+                del owner[place[-1]]
+            else:
+                owner[place[-1]] = value
+            path.write_text(json.dumps(index | {SEAL: seal(index)}))
+            loads(on_meta(name), tmp_path)

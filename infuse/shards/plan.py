@@ -112,6 +112,9 @@ def _taken_formats(step: Step, saved: dict[str, SavedStep]) -> dict[str, str] | 
         targets = {fill.target for fill, _ in step.made}
         if entry is None or not entry.formats.keys() <= targets or entry.kind != kind_of(step):
             return None
+        of_experts = {fill.target for fill, matrix in step.made if matrix.op == "experts"}
+        if len(of_experts & entry.formats.keys()) not in (0, len(of_experts)):  # in all of them or in none
+            return None
         return saved.pop(step.path).formats
     formats: dict[str, str] = {}
     for fill, matrix in step.made:

@@ -108,6 +108,10 @@ def inside(folder: Path, name: str, index: Path) -> Path:
     named = PurePath(name)
     if not named.parts or named.is_absolute() or ".." in named.parts:
         raise CheckpointError(f"{index}: names {name!r}; possible: files inside of {folder}")
+    try:
+        (folder / named).is_file()
+    except (OSError, ValueError) as error:  # a name that no system takes
+        raise CheckpointError(f"{index}: names {name!r:.60}, which cannot be looked up: {error!s:.60}") from error
     return folder / named
 
 
