@@ -7,6 +7,7 @@ The golden texts are in tests/golden; `python tests/test_plan.py` writes them an
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import transformers as t
 from torch import Tensor, nn
 
+import infuse
 from infuse import native
 from infuse.apply.apply import apply
 from infuse.architectures.packing import Fill
@@ -340,3 +342,12 @@ def test_digests_are_of_values() -> None:
     assert digest_of(fill) != digest_of(replace(fill, sources=("a", "c"))) != digest_of(replace(fill, exact=True))
     with pytest.raises(TypeError, match="not JSON serializable"):
         digest_of(object())
+
+
+def test_the_repr_of_a_plan_is_one_line() -> None:
+    plan = infuse.plan(families.BY_NAME["llama"].make(num_hidden_layers=32), dtype="fp32")
+    assert re.fullmatch(
+        r"<plan for LlamaForCausalLM on cpu .*: float32 \(asked for\): 32 block, 1 linear; .* MB>", repr(plan)
+    )
+    assert len(repr(plan)) < 200 and "\n" not in repr([plan])
+    assert len(str(plan).splitlines()) > 5

@@ -33,7 +33,7 @@ def is_pipeline(value: Any) -> bool:
     return not isinstance(value, nn.Module) and is_component(value) and isinstance(_held(value), dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipelinePlan(Mapping[str, Plan]):
     """The plan of each model of a pipeline, by the name of its component.
 
@@ -64,6 +64,9 @@ class PipelinePlan(Mapping[str, Plan]):
     def __str__(self) -> str:
         proof = [f"{self.pipeline}: proof: {self.proof}"] if self.proof else []
         return "\n".join([*proof, *(f"{self.pipeline}.{name}: {plan}" for name, plan in self.items())])
+
+    def __repr__(self) -> str:
+        return f"<plan for {self.pipeline}: {', '.join(f'{name}: {plan!r}' for name, plan in self.items())}>"
 
     def _repr_html_(self) -> str:
         proof = f"<p>{escape(self.proof)}</p>" if self.proof else ""

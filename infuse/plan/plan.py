@@ -5,6 +5,7 @@ Rows that differ only in one number of their path are printed as one: `layers.{0
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -39,7 +40,7 @@ _KERNELS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The decision for one model on one device, for one rank of `mesh`.
 
@@ -79,6 +80,11 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        counts = Counter(step.depth for step in self.steps)
+        steps = ", ".join(f"{count} {depth}" for depth, count in counts.items()) or "nothing is replaced"
+        return f"<{title(self)}: {steps}; {len(self.left)} left; {memory(self)}>"
 
     def _repr_html_(self) -> str:
         """One table, with a row for each line of the text."""
