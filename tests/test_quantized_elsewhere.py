@@ -135,3 +135,19 @@ def test_an_offloaded_model_says_that_it_is(in_sequence: bool) -> None:
     model.model.layers[1]._hf_hook = hook
     with pytest.raises(infuse.ConfigError, match="accelerate has offloaded 9 parameters"):
         infuse.init_inference(model)
+
+
+def test_a_model_that_transformers_dequantized_is_replaced() -> None:
+    """As it loads GGUF files: dense weights, and the word of its quantizer on the model."""
+    model: Any = BY_NAME["llama"].make()
+    model.is_quantized, model.quantization_method = True, "gguf"
+    model.config.quantization_config = {"quant_method": "gguf"}
+    engine = infuse.init_inference(model, dtype="fp32")
+    assert sum(step.depth == "block" for step in engine.plan.steps) == 3
+
+
+def test_the_word_of_an_unknown_quantizer_counts_where_weights_are_not_dense() -> None:
+    model: Any = BY_NAME["llama"].make()
+    model.is_quantized, model.quantization_method = True, "someones"
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(80, 48, dtype=torch.int8), requires_grad=False)
+    assert "already quantized by someones" in str(infuse.plan(model, dtype="fp32"))

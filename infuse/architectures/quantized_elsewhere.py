@@ -22,9 +22,12 @@ def quantized_by(model: nn.Module) -> str | None:
     found = next(_evidence(model), None)
     if found is None and getattr(model, "is_quantized", False) is True:  # set by transformers on models that it loaded
         config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-        method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-        method = method or getattr(model, "quantization_method", None)
-        return str(getattr(method, "value", method) or "another library")
+        told = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        method = told.get("quant_method") or getattr(model, "quantization_method", None)
+        method = str(getattr(method, "value", method) or "another library")
+        if (method == "gguf" or told.get("dequantize")) and _is_dense(model):
+            return None
+        return method
     return found
 
 
@@ -41,6 +44,13 @@ def _evidence(model: nn.Module) -> Iterator[str]:
             for held in () if parameter is None else (parameter, parameter.data):
                 if library := QUANTIZERS.get(type(held).__module__.partition(".")[0]):
                     yield library
+
+
+def _is_dense(model: nn.Module) -> bool:
+    """Whether all parameters are plain floating numbers of 16 bits or more, in classes that are not a quantizer's."""
+    holders = [module for module in model.modules() if module._parameters or module._buffers]
+    plain = all(p.is_floating_point() and p.itemsize > 1 for p in model.parameters())
+    return plain and not any(type(module).__module__.startswith("transformers.integrations") for module in holders)
 
 
 def offloaded(model: nn.Module) -> bool:
