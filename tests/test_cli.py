@@ -336,3 +336,47 @@ def test_wrong_options(folder):
     run("generate", folder, "--prompt", "x", "--sample", "--seed", 2**70, code=2)
     run("generate", folder, code=2)
     run("nonsense", code=2)
+
+
+def test_generate_refuses_a_folder_that_lacks_a_tensor(folder, tmp_path):
+    """transformers would give it random values."""
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    _, error = run("generate", copied, "--prompt", PROMPT, "--max-new-tokens", 4, code=1)
+    assert "lack 1 tensors of LlamaForCausalLM: model.layers.1.mlp.up_proj.weight" in error
+
+
+def quantized_folder(folder, tmp_path, *, old: bool) -> Path:
+    """The folder as GPTQ writes it: codes instead of weights, described in config.json or in a file of its own."""
+    copied = tmp_path / "model"
+    shutil.copytree(folder, copied)
+    tensors = load_file(copied / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name)
+        tensors[name.replace("weight", "qweight")] = torch.zeros(
+            weight.shape[1] // 8, weight.shape[0], dtype=torch.int32
+        )
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    told = {"bits": 4, "group_size": 128, "quant_method": "gptq", "desc_act": False}
+    if old:
+        (copied / "quantize_config.json").write_text(json.dumps(told))
+    else:
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    return copied
+
+
+def test_generate_refuses_an_old_folder_of_gptq(folder, tmp_path):
+    made = quantized_folder(folder, tmp_path, old=True)
+    _, error = run("generate", made, "--prompt", PROMPT, "--max-new-tokens", 4, code=1)
+    assert "quantized by GPTQ (quantize_config.json)" in error and "tensors of LlamaForCausalLM" in error
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_plan_tells_that_a_folder_is_quantized(folder, tmp_path, old):
+    out, _ = run("plan", quantized_folder(folder, tmp_path, old=old))
+    assert "files  quantized by" in out and "gptq" in out.lower()
+    assert "quantized by" not in run("plan", folder)[0]

@@ -20,7 +20,15 @@ from rich.table import Table
 
 from infuse.cli.bench import Speed, bound, middle, multiplications, table, timed
 from infuse.cli.messages import FAILED, WRONG_USE, Counted, bar, fail, refusals_of_generate, remarks, without_tracebacks
-from infuse.cli.model_folder import copy_rest, empty_model, load_generative, read_config, read_tokenizer, start_engine
+from infuse.cli.model_folder import (
+    copy_rest,
+    empty_model,
+    load_generative,
+    quantization,
+    read_config,
+    read_tokenizer,
+    start_engine,
+)
 from infuse.cli.ranks import as_ranks, rank_device
 
 if TYPE_CHECKING:
@@ -97,7 +105,13 @@ def show_plan(
     with without_tracebacks():
         import infuse
 
-        print(infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep, kv_cache)))
+        plan = infuse.plan(empty_model(model_dir, config), **_settings(dtype, quant, verify, device, tp, ep, kv_cache))
+        print(plan)
+        if told := quantization(model_dir, config):
+            print(
+                f"  files  {told}: this is the plan for the same model with dense weights; as transformers loads these "
+                "files, its quantized layers stay as they are"
+            )
 
 
 @app.command()

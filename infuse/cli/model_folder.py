@@ -113,12 +113,30 @@ def load_generative(model_dir: Path, config: Any, dtype: torch.dtype | str = "au
     kind = model_class(config)
     before = set_tqdm_hook(hook)
     try:
-        model = kind.from_pretrained(model_dir, config=config, dtype=dtype, local_files_only=True).eval()
+        model, info = kind.from_pretrained(
+            model_dir, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except Exception as error:  # each format of files raises its own
         fail(f"the weights in {model_dir} cannot be loaded: {described(error)}", FAILED)
     finally:
         set_tqdm_hook(before)
-    return _generative(model)
+    if missing := sorted(info["missing_keys"]):  # transformers gives these random values
+        quantized = f"; they are {told}" if (told := quantization(model_dir, config)) else ""
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        fail(f"the weights in {model_dir} lack {len(missing)} tensors of {kind.__name__}: {names}{quantized}", FAILED)
+    return _generative(model.eval())
+
+
+def quantization(model_dir: Path, config: Any) -> str:
+    """How the weights in the folder are quantized, in words; empty if they are not."""
+    told = getattr(config, "quantization_config", None)
+    told = told if isinstance(told, dict) or told is None else told.to_dict()
+    if told is not None:
+        bits = told.get("bits") or told.get("num_bits")
+        return f"quantized by {told.get('quant_method') or 'another library'}{f', {bits} bits' if bits else ''}"
+    if (model_dir / "quantize_config.json").is_file():
+        return "quantized by GPTQ (quantize_config.json), which transformers reads with a quantization_config only"
+    return "quantized in GGUF files" if any(model_dir.glob("*.gguf")) else ""
 
 
 def read_tokenizer(model_dir: Path) -> Any:
