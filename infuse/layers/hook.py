@@ -29,9 +29,12 @@ from infuse.layers.named_attention import is_transformers_own, names_ours
 # Arguments that transformers' sdpa function ignores. Calls with any other argument go to that function.
 _KNOWN = NEUTRAL | {"position_ids", "sliding_window"}
 _NAME = "_attn_implementation_internal"  # where a config has the name of its own, not those of configs inside it
-_COMPARED = re.compile(
-    r"""_attn_implementation[\s)]*(==|!=|(not\s+)?in\b)[\s(\[{]*["'](sdpa|eager)|["'](sdpa|eager)["']\s*(==|!=)[^\n]*_attn_impl"""
+_READ = re.compile(r"\b_attn_implementation(_internal)?\b")
+# What is the same for sdpa's name and ours: the function of that name, copies, messages, comparisons with flash's.
+_BEFORE = re.compile(
+    r"""(get_interface\(\s*|\bALL_\w+\[|_CLASSES\[|\{|_attn_implementation = |_requested\(\w+\) else |#[^\n]*)[\w.]*$"""
 )
+_AFTER = re.compile(r"""\s=\s+[\w.]+\b_attn_implementation\b|\s[!=]=\s"fl|\snot\sin\sALL_MASK_ATTENTION_FUNCTIONS\b""")
 Put = Callable[[MutableMapping[Any, Any], Any, Any], None]
 ran: Counter[str] = Counter()  # calls by body: the proof checks that the model really calls the hook
 
@@ -90,7 +93,9 @@ def compares_names(classes: Iterable[type]) -> str | None:
     """Why attention of these classes has to keep its name: their code does something else under another one."""
     files = {kind.__module__ for cls in classes for kind in cls.__mro__}
     for file in sorted(files):
-        if file.partition(".")[0] not in ("torch", "infuse", "builtins") and _compares(sys.modules.get(file)):
+        package, _, room = file.partition(".")
+        shared = package == "transformers" and not room.startswith("models.")  # where any registered name is as good
+        if package not in ("torch", "infuse", "builtins") and not shared and _compares(sys.modules.get(file)):
             return f"{file.rpartition('.')[2]} compares the name of the attention implementation"
     return None
 
@@ -98,9 +103,17 @@ def compares_names(classes: Iterable[type]) -> str | None:
 @lru_cache(maxsize=256)
 def _compares(file: Any) -> bool:
     try:
-        return bool(_COMPARED.search(inspect.getsource(file)))
+        return reads_name(inspect.getsource(file))
     except (OSError, TypeError):  # no source: whatever it does cannot be read
         return True
+
+
+def reads_name(code: str) -> bool:
+    """Whether code may do something else under our name than under sdpa's."""
+    return any(
+        not _AFTER.match(code, read.end()) and not _BEFORE.search(code[max(0, read.start() - 80) : read.start()])
+        for read in _READ.finditer(code)
+    )
 
 
 def _is_sdpa(config: Any) -> bool:
