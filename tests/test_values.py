@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as t
 from diffusers.models.attention_processor import Attention
 from diffusers.models.upsampling import Upsample2D
 from diffusion_pipelines import images, made
@@ -202,3 +204,136 @@ def test_a_mask_over_other_keys(name: str, kind: torch.dtype, cached: str) -> No
                 if each is model and isinstance(cache, KVCache):
                     assert all(slot.length == held for slot in cache.layers)
         assert accepted[0] == accepted[1], f"{width} keys: {accepted}"
+
+
+# ---- inputs in other dtypes and shapes ----
+
+WIDTHS = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=300,
+)  # fmt: skip
+MADE: dict[str, Any] = {
+    "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**WIDTHS)),
+    "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(num_local_experts=4, **WIDTHS)),
+    "bert": lambda: t.BertModel(t.BertConfig(**{**WIDTHS, "num_key_value_heads": None})),
+    "electra": lambda: t.ElectraModel(t.ElectraConfig(embedding_size=128, **{**WIDTHS, "num_key_value_heads": None})),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "blocks": {}, "linears": dict(replace_with_kernel_inject=False), "int8": dict(quant="int8"),
+    "int8 linears": dict(quant="int8", replace_with_kernel_inject=False),
+}  # fmt: skip
+
+
+def both(name: str, dtype: torch.dtype, **settings: Any) -> tuple[Any, Any]:
+    """The original and the replaced model."""
+    torch.manual_seed(0)
+    original = MADE[name]().to(dtype).eval()
+    model = copy.deepcopy(original)
+    infuse.init_inference(model, dtype=dtype, verify="off", progress=False, **settings)
+    return original, model
+
+
+def ids_of(tokens: int) -> torch.Tensor:
+    return torch.arange(3, 3 + tokens)[None]
+
+
+@torch.no_grad()
+def first(model: Any, *args: Any, autocast: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        found = model(*args, **kwargs)
+    return found.logits if hasattr(found, "logits") else found[0]
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_around_a_float32_model(name: str, way: str, autocast: torch.dtype) -> None:
+    original, model = both(name, torch.float32, **WAYS[way])
+    assert next(iter(model.parameters())).dtype is torch.float32
+    for tokens in (1, 5, 140):  # these run by other kernels
+        wanted, found = (first(each, ids_of(tokens), autocast=autocast) for each in (original, model))
+        assert found.dtype is wanted.dtype
+        errors = (found.float() - wanted.float()).abs().amax(dim=-1).flatten()  # of tokens; a few get other experts
+        assert errors.quantile(0.9) < 0.05 * wanted.abs().max()
+        blocks = [each for path, each in model.named_modules() if path.endswith(".1") and "layer" in path]
+        heard: list[torch.dtype] = []
+        handle = blocks[0].register_forward_hook(
+            lambda m, args, out: heard.append((out[0] if isinstance(out, tuple) else out).dtype)  # noqa: B023
+        )
+        hidden = first(model, ids_of(tokens), autocast=autocast, output_hidden_states=True)
+        handle.remove()
+        assert hidden.dtype is wanted.dtype
+        other: list[torch.dtype] = []
+        theirs = [each for path, each in original.named_modules() if path.endswith(".1") and "layer" in path][0]
+        handle = theirs.register_forward_hook(
+            lambda m, args, out: other.append((out[0] if isinstance(out, tuple) else out).dtype)  # noqa: B023
+        )
+        first(original, ids_of(tokens), autocast=autocast)
+        handle.remove()
+        assert heard == other
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_inside_of_autocast(way: str) -> None:
+    """A long prompt and single steps append to one cache."""
+    original, model = both("llama", torch.float32, **WAYS[way])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(ids_of(140), max_new_tokens=4, do_sample=False)
+        assert found.shape == original.generate(ids_of(140), max_new_tokens=4, do_sample=False).shape
+    assert torch.equal(model.generate(ids_of(5), max_new_tokens=4), model.generate(ids_of(5), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert"])
+@pytest.mark.parametrize("pair", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+def test_autocast_of_another_short_dtype(name: str, pair: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, autocast = pair
+    _, model = both(name, dtype)
+    with pytest.raises(UnsupportedCall, match=f"autocast in {autocast} .* replaced in {dtype}: leave autocast out"):
+        first(model, ids_of(5), autocast=autocast)
+    assert first(model, ids_of(5), autocast=dtype).dtype is dtype
+    with torch.autocast("cuda", dtype=autocast, enabled=True) if torch.cuda.is_available() else nullcontext():
+        assert first(model, ids_of(5)).dtype is dtype  # of another device
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_short_embeddings_in_a_float32_model(name: str, short: torch.dtype) -> None:
+    original, model = both(name, torch.float32)
+    given = original.get_input_embeddings()(ids_of(5)).detach().to(short)
+    cache = KVCache()
+    for more in ({}, dict(past_key_values=cache, use_cache=True)):
+        with pytest.raises(UnsupportedCall, match="give inputs_embeds and other inputs in the dtype of the model"):
+            first(model, inputs_embeds=given, **more)
+    assert all(slot.length == 0 for slot in cache.layers)
+    with pytest.raises(UnsupportedCall, match="dtype of the model"):
+        model.generate(inputs_embeds=given, max_new_tokens=2)
+    _, quantized = both(name, torch.float32, quant="int8")  # which compute in any dtype, as the original
+    wanted = first(original, inputs_embeds=given)
+    assert first(quantized, inputs_embeds=given).dtype is wanted.dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "phi", "cohere", "falcon-7b", "codegen", "gptj"])
+def test_positions_and_ids_of_other_axes(name: str) -> None:
+    family = BY_NAME[name]
+    original: Any = family.make()
+    model = copy.deepcopy(original)
+    infuse.init_inference(model, dtype="fp32", verify="off", progress=False)
+    ids, order = torch.arange(3, 13).view(2, 5), torch.arange(5)
+    calls = [(ids, dict(position_ids=order)), (ids, dict(position_ids=order.expand(3, 2, 5))), (ids.view(1, 2, 5), {})]
+    for given, more in calls:
+        try:
+            wanted = first(original, given, **more)
+        except (RuntimeError, IndexError, ValueError):
+            wanted = None
+        try:
+            found = first(model, given, **more)
+        except (UnsupportedCall, RuntimeError, IndexError, ValueError):
+            continue
+        assert wanted is not None
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        first(model, ids, position_ids=order[None]),
+        first(original, ids, position_ids=order[None]),
+        rtol=1e-4,
+        atol=1e-4,
+    )

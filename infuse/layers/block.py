@@ -16,6 +16,8 @@ from infuse import ops
 from infuse.architectures.attention import Alibi, RelativeBias
 from infuse.architectures.layer import BIASED, PARALLEL, TUPLE, LayerShape
 from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of
+from infuse.errors import UnsupportedCall
+from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
@@ -100,6 +102,11 @@ class Block(InferenceModule):
 
         Raise UnsupportedCall for arguments, caches and masks that the block does not support.
         """
+        if hidden_states.dim() != 3:
+            found = list(hidden_states.shape)
+            raise UnsupportedCall(f"{self._layer} was given hidden states {found}, not [batch, tokens, width]")
+        if autocast.is_any_on() and autocast.is_left_out(self, hidden_states):
+            return autocast.without(Block.forward, self, hidden_states, *args, **kwargs)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:

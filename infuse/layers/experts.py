@@ -16,6 +16,7 @@ from infuse.architectures.part import Matrix
 from infuse.device import Device
 from infuse.dtype_cast import CastsOnUse
 from infuse.errors import CheckpointError
+from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import Quantized
 from infuse.layers.named_experts import NamedExperts
@@ -170,6 +171,8 @@ class Experts(InferenceModule, CastsOnUse):
         (tokens, hidden), routed = x.shape, top_k_index.shape
         if hidden != self.shape.hidden or routed != top_k_weights.shape or routed[0] != tokens:
             self._refuse_shapes(x, top_k_index, top_k_weights)  # kernels would read beyond them
+        if autocast.is_any_on() and autocast.is_left_out(self, x):
+            return autocast.without(Experts.forward, self, x, top_k_index, top_k_weights)
         if self.named is not None and not self.named.is_ours:
             return self._by_name(self.named, hidden_states, top_k_index, top_k_weights)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.errors import UnsupportedCall
+from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
 from infuse.layers.recorders import is_heard
@@ -179,7 +180,10 @@ class Linear(InferenceModule, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):  # a head on a frozen model may be trained
             return F.linear(x, self.weight, self.bias) if self._combine is None else unrecorded(Linear.forward, self, x)
-        y = self._body(x, *self.arguments())
+        if autocast.is_any_on() and autocast.dtype_for(x) is not None:
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = self._body(x, *self.arguments())
         return y if self._combine is None else self._combine(y)
 
 
@@ -209,7 +213,12 @@ class QuantizedLinear(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):
             return unrecorded(QuantizedLinear.forward, self, x)
+        dtype = autocast.dtype_for(x) if autocast.is_any_on() else None
+        if dtype is not None and self.bias is not None:
+            x = x.to(self.bias.dtype)
         y = self._body(x, *self.arguments())
+        if dtype is not None and x.dtype is not torch.float64:
+            y = y.to(dtype)
         return y if self._combine is None else self._combine(y)
 
     def extra_repr(self) -> str:

@@ -45,6 +45,8 @@ class PassedTurns(Positions):
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
         cos, sin = inputs.position_embeddings
+        if cos.dim() != 3:
+            raise _of_other_axes("cos and sin", cos, "[batch or 1, tokens, width]")
         if self._in_halves:
             cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
         elif not self._once:
@@ -67,6 +69,8 @@ class TableTurns(Positions):
     def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_ids is None:
             raise missing("position_ids")
+        if inputs.position_ids.dim() != 2:
+            raise _of_other_axes("position_ids", inputs.position_ids, "[batch or 1, tokens]")
         sin_BTE, cos_BTE = self.table[inputs.position_ids].chunk(2, dim=-1)
         return cos_BTE.repeat_interleave(2, dim=-1), sin_BTE.repeat_interleave(2, dim=-1)
 
@@ -148,4 +152,10 @@ def missing(argument: str) -> UnsupportedCall:
     """The error for a call without the positions that the layer needs."""
     return UnsupportedCall(
         f"the layer was called without {argument}, from which it computes positions; pass what the model passes"
+    )
+
+
+def _of_other_axes(what: str, found: Tensor, wanted: str) -> UnsupportedCall:
+    return UnsupportedCall(
+        f"{what} have shape {list(found.shape)}, not {wanted}: give position_ids [batch or 1, tokens]"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infuse.layers import autocast
 from infuse.layers.cache import KVCache, KVSlot
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
@@ -69,7 +70,7 @@ class StackCall(OneCall):
 
     def begin(self, x_BTC: Tensor, cache: KVCache) -> Answer | None:
         """Begin an answer with x [B, 1, C], the first step's embedding; None if blocks have to be called."""
-        if self.takes_ids and not _looks_up(self._roots[0], x_BTC):
+        if autocast.is_any_on() or (self.takes_ids and not _looks_up(self._roots[0], x_BTC)):
             return None
         tensors, slots = self._tensors(self._roots), [cache.slot(index) for index in self._indices]
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):

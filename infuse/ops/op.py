@@ -6,7 +6,7 @@ becomes one graph node, `torch.ops.infuse.<op>(..., body=name)`, which runs that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -115,6 +115,8 @@ class Bound:
             return self._function(*args)
         except (RuntimeError, TypeError) as error:
             if torch._C._get_tracing_state() is None:
+                if mixed := _mixed_dtypes(error, args):
+                    raise UnsupportedCall(f"{self._op}: {mixed}") from error
                 raise
             raise UnsupportedCall(
                 f"torch.jit.trace cannot record the op {self._op}, {self._body}; "
@@ -123,6 +125,18 @@ class Bound:
 
     def __reduce__(self) -> tuple:
         return _bound, (self._op, self._body)
+
+
+def _mixed_dtypes(error: Exception, args: Sequence[Any]) -> str:
+    """What to do about an error that comes of an input in another dtype than a matrix; empty if it does not."""
+    given = [arg.dtype for arg in args if isinstance(arg, Tensor) and arg.dim() > 1 and arg.is_floating_point()]
+    others = [dtype for dtype in given if dtype is not given[0]]
+    if not others or "dtype" not in str(error):
+        return ""
+    return (
+        f"its input is in {given[0]} and its weights are in {others[0]}; give inputs_embeds and other inputs in the "
+        "dtype of the model"
+    )
 
 
 def _bound(op: str, body: str) -> Bound:
