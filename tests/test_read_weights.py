@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -11,8 +12,10 @@ import transformers as t
 from every_architecture import tiny_config
 from torch import Tensor, nn
 
+import infuse
 from infuse.architectures.plain import linears
 from infuse.architectures.read_weights import read_linears
+from infuse.layers.linear import QuantizedLinear
 
 
 def _tiny(name: str) -> nn.Module:
@@ -29,8 +32,8 @@ def _found(model: nn.Module) -> set[str]:
 
 # What each of them reads in a call, as its source says.
 READERS = {
-    "Mamba": {"backbone.layers.N.mixer.dt_proj"},
-    "FalconMamba": {"backbone.layers.N.mixer.dt_proj"},
+    "Mamba": {"backbone.layers.N.mixer.dt_proj", "lm_head"},
+    "FalconMamba": {"backbone.layers.N.mixer.dt_proj", "lm_head"},
     "Rwkv": {"rwkv.blocks.N.attention.output", "rwkv.blocks.N.feed_forward.value"},
     "Deberta": {"encoder.layer.N.attention.self.in_proj"},
 }
@@ -62,7 +65,8 @@ def test_attention_that_gives_its_weights_to_pytorch() -> None:
 def test_a_head_of_two_weights() -> None:
     with torch.device("meta"):
         model = t.MobileBertForMaskedLM(t.MobileBertConfig(num_hidden_layers=1))
-    assert read_linears(model)["cls.predictions.decoder"] == "MobileBertLMPredictionHead.forward reads decoder.weight"
+    read = read_linears(model)["cls.predictions.decoder"]
+    assert str(read) == "MobileBertLMPredictionHead.forward reads decoder.weight"
 
 
 def test_bloom_reads_its_weights_where_it_is_slow_and_exact() -> None:
@@ -141,12 +145,17 @@ class AsksOnly(Holds):
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.a.weight, Tensor) and hasattr(self.b.weight, "SCB") and self.b.weight is not None:
-            x = x.to(self.a.weight.dtype).to(self.b.weight.data.device)[
-                : self.a.weight.shape[0], : self.b.weight.size(0)
-            ]
+            x = x.to(self.b.weight.data.device)[: self.a.weight.shape[0], : self.b.weight.size(0)]
+        if self.a.weight.dtype != torch.int8:
+            x = x.to(self.a.weight.dtype)
         if self.training:
             x = x @ self.a.weight
         return self.a(x)
+
+
+class AsksForTheDtype(Holds):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.to(self.a.weight.data.dtype))
 
 
 class Beside(Holds):
@@ -171,6 +180,7 @@ class Beside(Holds):
         Inherits: {"a"},
         WhereItHolds: {"a"},
         AsksOnly: set(),
+        AsksForTheDtype: {"a"},
         Beside: {"a"},
     }.items(),
 )
@@ -184,3 +194,41 @@ def test_code_without_a_source() -> None:
     space = {"Holds": Holds}
     exec("class Typed(Holds):\n  def forward(self, x):\n    return x @ self.b.weight", space)  # noqa: S102
     assert set(read_linears(space["Typed"]())) == {"b"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("verify", ["off", "sample"])
+@pytest.mark.parametrize("name", [*READERS, "WavLM"])
+def test_they_stay_where_others_are_quantized(name: str, verify: str) -> None:
+    """RWKV divides them in its first call, before which nothing has read them."""
+    cls = next(getattr(t, name + end) for end in ("ForCausalLM", "Model") if hasattr(t, name + end))
+    torch.manual_seed(0)
+    original = cls(tiny_config(cls.config_class)).eval()
+    given = {"input_ids": torch.arange(3, 11)[None]}
+    if name == "WavLM":
+        given = {"input_values": torch.randn(1, 1000)}
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32", quant="int8:4", verify=verify, progress=False)
+    assert any(isinstance(module, QuantizedLinear) for module in engine.module.modules())
+    for path, why in read_linears(original).items():
+        assert type(engine.module.get_submodule(path)) is type(original.get_submodule(path))
+        assert any(path in left.path and str(why) in left.why for left in engine.plan.left)
+    for _ in range(2):
+        found, wanted = engine(**given)[0], original(**given)[0]
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_a_dtype_that_is_read_forbids_a_quantized_weight_alone() -> None:
+    model = AsksForTheDtype()
+    x = torch.randn(3, 2)
+    for quant, is_left in ((None, False), ("int8", True)):
+        plan = infuse.plan(copy.deepcopy(model), dtype="fp32", quant=quant)
+        reasons = [left.why for left in plan.left if left.path == "a"]
+        assert reasons == (["is no linear alone: AsksForTheDtype.forward reads a.weight.dtype"] if is_left else [])
+    engine = infuse.init_inference(copy.deepcopy(model), dtype="fp32", quant="int8", verify="off", progress=False)
+    torch.testing.assert_close(engine(x), model(x))
+
+
+def test_whole_numbers_are_no_input_of_a_quantized_weight() -> None:
+    engine = infuse.init_inference(nn.Sequential(nn.Linear(64, 64)), dtype="fp32", quant="int8", progress=False)
+    with pytest.raises(infuse.UnsupportedCall, match="was given torch.int8; give floating numbers"):
+        engine(torch.ones(2, 64, dtype=torch.int8))

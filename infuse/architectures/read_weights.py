@@ -1,7 +1,8 @@
 """Linears whose weight another module's code reads: `self.dt_proj.weight @ x`, `block.attention.output.weight.div_(2)`.
 
-Such a linear is no linear to replace: another module in its place may hold no such weight. What is found is found in
-the source of classes, whose code is not run; reads through a variable that holds the linear itself are not seen.
+Such a linear is no linear to replace: another module in its place may hold no such weight. Code that reads its dtype
+alone (`x.to(self.lm_head.weight.dtype)`) forbids a quantized weight, unless it knows int8. All is found in the source
+of classes, whose code is not run; reads through a variable that holds the linear itself are not seen.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from infuse.authors import with_wrapped
 _ANY = "*"  # instead of a name: of one of several modules in a container
 # What is asked of a weight without its values, also where it is a parameter of another kind.
 _HARMLESS = frozenset({
-    "dtype", "device", "shape", "size", "dim", "ndim", "numel", "element_size", "itemsize", "is_cuda", "is_meta",
+    "device", "shape", "size", "dim", "ndim", "numel", "element_size", "itemsize", "is_cuda", "is_meta",
     "requires_grad", "is_floating_point", "layout",
 })  # fmt: skip
 _ASKS = frozenset({"isinstance", "hasattr", "type", "id"})
@@ -37,8 +38,9 @@ _NOT_CALLED = [translate(pattern) for pattern in _NOT_IN_CALLS.split()]
 
 
 @dataclass(frozen=True)
-class _Read:
-    """One read of a weight. `names`: the path to its linear from `self`, or, unless `rooted`, the end of that path.
+class Read:
+    """One read of a weight, or of its dtype alone. `names`: the path to its linear from `self`, or, unless `rooted`,
+    the end of that path.
 
     It runs only where all attributes `needs` of `self` hold.
     """
@@ -47,6 +49,10 @@ class _Read:
     rooted: bool
     needs: frozenset[str]
     where: str
+    dtype_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where} reads {'.'.join(self.names)}.weight{'.dtype' if self.dtype_only else ''}"
 
     def runs(self, reader: nn.Module) -> bool:
         return "training" not in self.needs and all(_holds(getattr(reader, name, True)) for name in self.needs)
@@ -59,18 +65,19 @@ class _Read:
         )
 
 
-def read_linears(model: nn.Module) -> Mapping[str, str]:
-    """Path of each plain linear whose weight is read → who reads it: "MambaMixer.forward reads dt_proj.weight"."""
-    by_class: dict[type, list[_Read]] = {}
-    found: dict[str, str] = {}
+def read_linears(model: nn.Module) -> Mapping[str, Read]:
+    """Path of each plain linear whose weight is read → the read: "MambaMixer.forward reads dt_proj.weight"."""
+    by_class: dict[type, list[Read]] = {}
+    found: dict[str, Read] = {}
     for path, module in model.named_modules():
         if module._modules and type(module) not in by_class:
             by_class[type(module)] = list(_reads(type(module)))
         reads = [read for read in by_class.get(type(module), ()) if read.runs(module)]
         for name, _ in linears(module, path) if reads else ():
             inside = name.removeprefix(f"{path}.").split(".")
-            if (read := next((one for one in reads if one.means(inside)), None)) is not None:
-                found.setdefault(name, f"{read.where} reads {'.'.join(read.names)}.weight")
+            for read in (one for one in reads if one.means(inside)):
+                if name not in found or found[name].dtype_only:
+                    found[name] = read
     return found
 
 
@@ -78,7 +85,7 @@ def _holds(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _reads(cls: type) -> Iterator[_Read]:
+def _reads(cls: type) -> Iterator[Read]:
     """The reads of weights in a class's methods, and in the functions of its own file that these call."""
     seen: set[str] = set()
     waiting: list[tuple[str, Any]] = []
@@ -111,18 +118,18 @@ def _functions(value: Any) -> list[FunctionType]:
     return [one for one in with_wrapped(value) if isinstance(one, FunctionType)]
 
 
-def _reads_in(function: FunctionType, where: str) -> Iterator[_Read]:
+def _reads_in(function: FunctionType, where: str) -> Iterator[Read]:
     names = _names(function.__code__)
     if "weight" not in names:
         return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
     except (OSError, SyntaxError, TypeError):  # typed in, or a lambda in the middle of a line: any name counts
-        yield from (_Read((name,), False, frozenset(), where) for name in sorted(names - {"weight"}))
+        yield from (Read((name,), False, frozenset(), where) for name in sorted(names - {"weight"}))
         return
     visitor = _Visitor(where)
     visitor.visit(tree)
-    yield from visitor.found
+    yield from (read for read in visitor.found if not (read.dtype_only and "int8" in names))
 
 
 def _names(code: CodeType) -> set[str]:
@@ -135,7 +142,7 @@ class _Visitor(ast.NodeVisitor):
     """Collects the reads of weights in one function; `aliases`: variables that hold modules, by the modules' paths."""
 
     def __init__(self, where: str):
-        self.where, self.found = where, dict[_Read, None]()
+        self.where, self.found = where, dict[Read, None]()
         self.needs: frozenset[str] = frozenset()
         self.aliases: dict[str, tuple[tuple[str, ...], bool]] = {"self": ((), True)}
 
@@ -192,11 +199,15 @@ class _Visitor(ast.NodeVisitor):
         inner = node.value
         while isinstance(inner, ast.Attribute) and inner.attr == "data":
             inner = inner.value
-        if node.attr in _HARMLESS and isinstance(inner, ast.Attribute) and inner.attr == "weight":
+        of_weight = isinstance(inner, ast.Attribute) and inner.attr == "weight"
+        if node.attr in _HARMLESS and of_weight:
             return
-        if node.attr == "weight" and (path := self.path(node.value)) is not None and path[0]:
-            self.found[_Read(*path, self.needs, self.where)] = None
-        self.generic_visit(node)
+        asks_dtype = node.attr == "dtype" and of_weight
+        holder = inner.value if asks_dtype else node.value  # type: ignore[union-attr, attr-defined]
+        if (asks_dtype or node.attr == "weight") and (path := self.path(holder)) is not None and path[0]:
+            self.found[Read(*path, self.needs, self.where, asks_dtype)] = None
+        if not asks_dtype:
+            self.generic_visit(node)
 
 
 def _needed(test: ast.AST) -> Iterator[str]:

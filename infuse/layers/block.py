@@ -103,8 +103,7 @@ class Block(InferenceModule):
         Raise UnsupportedCall for arguments, caches and masks that the block does not support.
         """
         if hidden_states.dim() != 3:
-            found = list(hidden_states.shape)
-            raise UnsupportedCall(f"{self._layer} was given hidden states {found}, not [batch, tokens, width]")
+            raise UnsupportedCall(f"{self._layer} was given {[*hidden_states.shape]}, not [batch, tokens, width]")
         if autocast.is_any_on() and autocast.is_left_out(self, hidden_states):
             return autocast.without(Block.forward, self, hidden_states, *args, **kwargs)
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):

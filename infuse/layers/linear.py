@@ -213,6 +213,8 @@ class QuantizedLinear(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):
             return unrecorded(QuantizedLinear.forward, self, x)
+        if not x.dtype.is_floating_point:  # as from code that casts to `weight.dtype`, that of the codes
+            raise UnsupportedCall(f"a product by a weight in {self.format} was given {x.dtype}; give floating numbers")
         dtype = autocast.dtype_for(x) if autocast.is_any_on() else None
         if dtype is not None and self.bias is not None:
             x = x.to(self.bias.dtype)

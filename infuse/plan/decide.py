@@ -34,6 +34,7 @@ from infuse.architectures.part import matrix_of
 from infuse.architectures.plain import changed_linears, embedding_shape, linear_shape, linears
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.architectures.ranks import RankShare, Shape, experts_part, layer_part, plain_part
+from infuse.architectures.read_weights import read_linears
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.dtype_cast import kept_in_float32
@@ -140,6 +141,7 @@ class _Decision:
         self.torchs_own: dict[str, list[str]] = {}  # class → paths, of the leaves of a component that stay
         self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
         self.exact = kept_in_float32(model, dtype)
+        self.read = read_linears(model)
         self.splits = Splits(model, config.injection_policy, mesh, self.grain)
         self.users_own = UsersOwn(model)
         self.decided: set[int] = set()  # ids of modules: one that is held in several places has one step
@@ -308,6 +310,17 @@ class _Decision:
         fills = tuple(replace(fill, exact=bool(self.kept(path, fill))) for fill in formatted)
         return own.shape, fills, whole if len(parts) > 1 else None
 
+    def stays(self, name: str) -> str | None:
+        """Why the linear at `name` is left as it is, whatever kernels there are; None if nothing forbids another."""
+        format, read = self.formats.of(name), self.read.get(name)  # asked for all, so that a pattern may name each
+        if name in self.routers:
+            return "chooses among experts or weighs them, so it keeps its precision"
+        if f"{name}.weight" in self.exact:
+            return "stays in float32, as transformers loads it"
+        if read is not None and not (read.dtype_only and format is None):
+            return f"is no linear alone: {read}"
+        return None if name else "the model itself is one linear, which has no place to be put in"
+
     def linears(self, module: nn.Module, path: str) -> None:
         """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
         for name in (*experts_in(module, path), *routed_in(module, path)):
@@ -319,15 +332,8 @@ class _Decision:
         for name, shape in linears(module, path):
             if name.startswith(replaced) or not self.is_first(name, path):
                 continue
-            if name in self.routers:
-                self.formats.of(name)  # so that a pattern may name it
-                self.leave(name, "chooses among experts or weighs them, so it keeps its precision")
-                continue
-            if f"{name}.weight" in self.exact:
-                self.leave(name, "stays in float32, as transformers loads it")
-                continue
-            if not name:
-                self.leave("", "the model itself is one linear, which has no place to be put in")
+            if reason := self.stays(name):
+                self.leave(name, reason)
                 continue
             ranks = self.sharing() if name == self.head else (ONE,)
             split = len(ranks) > 1
