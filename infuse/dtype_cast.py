@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infuse.temporary_hooks import TemporaryHooks
+
 _STRICT = "_keep_in_fp32_modules_strict"
 _WIDE = "_keep_in_fp32_modules"
 _PARTS = 16  # a merged 16-bit matrix plus one such part in float32 needs less memory than its whole layer
@@ -43,7 +45,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
     ]
     cast_too -= {p for child in on_use for p in child.parameters()}
     kept = {p: p.data for p in cast_too if p.is_floating_point() and p.dtype != dtype}
-    handles, patched = [], []
+    hooks, patched = TemporaryHooks(), []
 
     def cast(owner: nn.Module) -> None:
         for p in owner.parameters(recurse=False):
@@ -55,21 +57,21 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
             if p in kept:
                 p.data = kept[p]
 
-    parents = {child: parent for parent in module.modules() for child in parent.children()}
-    for child in module.modules():
-        if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
-            continue
-        rounds = child in parents and _reads_dtype(parents[child])
-        if (_multiplies(child) and not rounds) or _are_experts(child, dtype):
-            patched.append((child, vars(child).get("forward")))
-            run: Any = _in_parts if _multiplies(child) else _by_expert
-            child.forward = partial(run, child, dtype)
-        else:
-            parent = parents.get(child, child)
-            runs = parent if rounds or _only_holds(child, parent) else child
-            handles.append(runs.register_forward_pre_hook(partial(_of, cast, child)))
-            handles.append(runs.register_forward_hook(partial(_of, restore, child)))
     try:
+        parents = {child: parent for parent in module.modules() for child in parent.children()}
+        for child in module.modules():
+            if not any(p in kept and p.dim() > 1 for p in child.parameters(recurse=False)):
+                continue
+            rounds = child in parents and _reads_dtype(parents[child])
+            if (_multiplies(child) and not rounds) or _are_experts(child, dtype):
+                patched.append((child, vars(child).get("forward")))
+                run: Any = _in_parts if _multiplies(child) else _by_expert
+                child.forward = partial(run, child, dtype)
+            else:
+                parent = parents.get(child, child)
+                runs = parent if rounds or _only_holds(child, parent) else child
+                hooks.before(runs, partial(_of, cast, child))
+                hooks.after(runs, partial(_of, restore, child))
         for child in on_use:
             child.running_dtype = dtype
         for p, data in kept.items():
@@ -79,10 +81,9 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, exact: Collection[str] = ())
     finally:
         for child in on_use:
             child.running_dtype = None
-        for handle in handles:
-            handle.remove()
+        hooks.close()
         for child, forward in patched:
-            del child.forward
+            vars(child).pop("forward", None)
             if forward is not None:
                 child.forward = forward  # type: ignore[method-assign]
         for p, data in kept.items():

@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "routing",
         "device",
         "memory",
+        "temporary_hooks",
         "dtype_cast",
         "undisturbed",
         "native",

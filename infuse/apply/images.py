@@ -28,6 +28,7 @@ from infuse.plan.step import Left, Step
 from infuse.proof.compare import cast_value, distance
 from infuse.proof.first_step import FIRST_STEP, FirstStep, Outcome
 from infuse.quant.parse import quant_format
+from infuse.temporary_hooks import TemporaryHooks
 
 # Of the range of a pixel. float32: the largest difference; 16 bits: the root mean square, as in the proofs of modules.
 _IMAGE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -138,9 +139,9 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(in_dtype(model, dtype, kept_in_float32(model, dtype)))
         if own != dtype:
+            hooks = undo.enter_context(TemporaryHooks())
             for part in (model, *model.children()):
-                hook = part.register_forward_pre_hook(partial(_cast_arguments, own, dtype), with_kwargs=True)
-                undo.callback(hook.remove)
+                hooks.before(part, partial(_cast_arguments, own, dtype), with_kwargs=True)
         yield
 
 

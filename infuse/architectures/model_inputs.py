@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from infuse.architectures.component_inputs import GUIDED, MakeTensor, component_inputs, is_component
 from infuse.architectures.plain import linear_shape
+from infuse.temporary_hooks import TemporaryHooks
 
 BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
@@ -179,8 +180,8 @@ def watched(
     def leave(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         after(path, args, output)
 
-    with suppress(StopModel), ExitStack() as undo:
+    with suppress(StopModel), TemporaryHooks() as hooks:
         for path, module in modules.items():
-            undo.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(partial(leave, path)).remove)
+            hooks.before(module, partial(enter, path), with_kwargs=True)
+            hooks.after(module, partial(leave, path))
         yield

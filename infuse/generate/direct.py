@@ -27,6 +27,7 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import all_are_heard, untouched
 from infuse.layers.stack import Answer, StackCall
 from infuse.ops.cpu.layer import Turns
+from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
 # take up to 0.1 ms of a step, because weights have driven their code out of the caches.
@@ -56,13 +57,10 @@ class DirectSteps:
             if not (args and output is args[0]):  # dropout returns its input
                 calls.append(_Call(module, args, kwargs, output))
 
-        with interrupts.held_back():  # one step long, so that no hook is left behind
-            handles = [module.register_forward_hook(note, with_kwargs=True) for module in parts.listed]
-            try:
-                outputs = model(**inputs, return_dict=True)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        with interrupts.held_back(), TemporaryHooks() as hooks:  # one step long, so that no hook is left behind
+            for module in parts.listed:
+                hooks.after(module, note, with_kwargs=True)
+            outputs = model(**inputs, return_dict=True)
         step = self._step(parts, calls, inputs, outputs)
         if step is None or self.proven:
             return outputs, step

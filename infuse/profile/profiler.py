@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from infuse import interrupts
 from infuse.profile.probe import read_bandwidth
+from infuse.temporary_hooks import TemporaryHooks
 
 _PROBE_BYTES = 1 << 28  # larger than any cache, small beside a model
 
@@ -31,10 +33,11 @@ class ForwardTimes:
         self._cuda = device.type == "cuda"
         self._open: list[Any] = []
         self._done: list[tuple[Any, Any]] = []
-        self._handles = [
-            module.register_forward_pre_hook(self._start),
-            module.register_forward_hook(self._stop, always_call=True),
-        ]
+        with ExitStack() as undo:
+            self._hooks = undo.enter_context(TemporaryHooks())
+            self._hooks.before(module, self._start)
+            self._hooks.after(module, self._stop, always_call=True)
+            undo.pop_all()  # they stay until stop()
 
     def _now(self) -> Any:
         if self._events:
@@ -61,8 +64,7 @@ class ForwardTimes:
         return [(end - start) * 1e3 for start, end in done]
 
     def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
 
 class Profile:
@@ -78,17 +80,19 @@ class Profile:
         self._own_seconds: dict[str, float] = defaultdict(float)
         self._calls: dict[str, int] = defaultdict(int)
         self._steps: list[tuple[int, int, float]] = []  # rows, tokens, seconds of each forward of the root
-        self._handles: list[Any] = []
         self.bandwidth = 0.0
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
 
     @interrupts.held_back()
     def __enter__(self) -> Profile:
-        for module in self._module.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-        self._profiler.__enter__()
+        with ExitStack() as undo:
+            self._hooks = undo.enter_context(TemporaryHooks())
+            for module in self._module.modules():
+                self._hooks.before(module, self._enter, with_kwargs=True)
+                self._hooks.after(module, self._leave, with_kwargs=True, always_call=True)
+            self._profiler.__enter__()
+            undo.pop_all()
         self._started = time.perf_counter()
         return self
 
@@ -96,9 +100,7 @@ class Profile:
         self.seconds = time.perf_counter() - self._started
         with interrupts.held_back():
             self._profiler.__exit__(*exception)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            self._hooks.close()
         self.bandwidth = read_bandwidth(device=self._device, size_bytes=_PROBE_BYTES).best
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

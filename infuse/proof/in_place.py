@@ -21,6 +21,7 @@ from infuse.architectures.model_inputs import SEED, StopModel, answered_by, rand
 from infuse.errors import CheckpointError, in_brief
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
+from infuse.temporary_hooks import TemporaryHooks
 from infuse.unknown.install import places_of
 
 
@@ -187,13 +188,14 @@ def shortened(model: nn.Module, keep: Iterable[nn.Module]) -> Iterator[None]:
     """Run `model` with one layer per class in each list of layers, plus the layers that contain a module of `keep`."""
     kept = {id(module) for module in keep}
     with ExitStack() as undo:
+        hooks = undo.enter_context(TemporaryHooks())
         for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]:
             first: dict[tuple, list[Any]] = {}
             for layer in dict.fromkeys(layers):  # one layer may be listed several times
                 like = (type(layer), tuple(parameter.shape for parameter in layer.parameters()))
                 if like not in first:
                     first[like] = []
-                    undo.callback(layer.register_forward_hook(partial(_note, first[like])).remove)
+                    hooks.after(layer, partial(_note, first[like]))
                 elif not any(id(module) in kept for module in layer.modules()):
                     _skip(layer, first[like], undo)
         yield

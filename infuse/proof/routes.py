@@ -7,7 +7,7 @@ routers themselves are compared on the recorded inputs, where equal logits must 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.layers.router import Router
+from infuse.temporary_hooks import TemporaryHooks
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ def recorded(layer: nn.Module, routers: Collection[str]) -> Iterator[list[Route]
         logits, weights, index = output
         seen.append(Route(args, logits, weights, index))
 
-    with ExitStack() as hooks:
+    with TemporaryHooks() as hooks:
         for path in routers:
-            hooks.callback(layer.get_submodule(path).register_forward_hook(record).remove)
+            hooks.after(layer.get_submodule(path), record)
         yield seen
 
 
@@ -53,9 +54,9 @@ def fed(layer: nn.Module, routers: Collection[str], routes: Sequence[Route]) -> 
         route = next(remaining)
         return logits, route.weights.to(weights.dtype), route.index
 
-    with ExitStack() as hooks:
+    with TemporaryHooks() as hooks:
         for path in routers:
-            hooks.callback(layer.get_submodule(path).register_forward_hook(feed).remove)
+            hooks.after(layer.get_submodule(path), feed)
         yield
 
 

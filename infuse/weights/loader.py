@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from infuse import interrupts, memory
 from infuse.dtype_cast import cast_buffers, kept_in_float32
 from infuse.parallel.slices import Cut
+from infuse.temporary_hooks import TemporaryHooks
 from infuse.weights.computed import computed_tensors
 from infuse.weights.fill import Wanted
 from infuse.weights.mapped import StoredMatrix
@@ -217,13 +218,12 @@ class CheckpointLoader(LayerSource):
     def running(self) -> Iterator[None]:
         """Context in which the model can run: each layer is read just before it runs and dropped after."""
         with ExitStack() as undo:
+            hooks = undo.enter_context(TemporaryHooks())
             for path in self._layers:
                 layer, open_now = self.model.get_submodule(path), ExitStack()
-
                 undo.callback(open_now.close)
-                before, after = partial(self._open, path, open_now), partial(_close, open_now)
-                undo.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
-                undo.callback(layer.register_forward_hook(after, prepend=True).remove)
+                hooks.before(layer, partial(self._open, path, open_now), prepend=True)
+                hooks.after(layer, partial(_close, open_now), prepend=True)
             yield
 
     def _open(self, path: str, stack: ExitStack, module: nn.Module, args: Any) -> None:

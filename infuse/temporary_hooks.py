@@ -1,0 +1,48 @@
+"""Hooks on a user's modules for the time of a `with` block, of which nothing is left, however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+
+class TemporaryHooks(AbstractContextManager):
+    """Registers hooks that do nothing after the `with` block, and are no longer on their modules.
+
+    So too where registering raised after the hook was in place, or where a module's own method keeps it elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._active = True
+        self._placed: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def before(self, module: nn.Module, hook: Callable[..., Any], **how: Any) -> None:
+        """Call hook(module, args) before each forward, as `register_forward_pre_hook` does; `how` are its settings."""
+        module.register_forward_pre_hook(self._placed_on(module, hook), **how)
+
+    def after(self, module: nn.Module, hook: Callable[..., Any], **how: Any) -> None:
+        """Call hook(module, args, output) after each forward, as `register_forward_hook` does."""
+        module.register_forward_hook(self._placed_on(module, hook), **how)
+
+    def close(self) -> None:
+        self._active = False
+        for module, hook in self._placed:
+            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, kind)
+                for number in [number for number, held in hooks.items() if held is hook]:
+                    for name in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                        getattr(module, name, {}).pop(number, None)
+        self._placed.clear()
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _placed_on(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:  # no partial, which a copy of the module would copy with all that it holds
+            return hook(*args) if self._active else None
+
+        self._placed.append((module, run))  # first, since registering may raise with the hook in place
+        return run
