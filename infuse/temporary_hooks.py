@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ class TemporaryHooks(AbstractContextManager):
     """
 
     def __init__(self) -> None:
-        self._active = True
+        self._switch = _Switch()
         self._placed: list[tuple[nn.Module, Callable[..., Any]]] = []
 
     def before(self, module: nn.Module, hook: Callable[..., Any], **how: Any) -> None:
@@ -28,7 +29,7 @@ class TemporaryHooks(AbstractContextManager):
         module.register_forward_hook(self._placed_on(module, hook), **how)
 
     def close(self) -> None:
-        self._active = False
+        self._switch.is_on = False
         for module, hook in self._placed:
             for kind in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, kind)
@@ -41,8 +42,14 @@ class TemporaryHooks(AbstractContextManager):
         self.close()
 
     def _placed_on(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:  # no partial, which a copy of the module would copy with all that it holds
-            return hook(*args) if self._active else None
+        placed = partial(_run, self._switch, hook)
+        self._placed.append((module, placed))  # first, since registering may raise with the hook in place
+        return placed
 
-        self._placed.append((module, run))  # first, since registering may raise with the hook in place
-        return run
+
+class _Switch:
+    is_on = True
+
+
+def _run(switch: _Switch, hook: Callable[..., Any], *args: Any) -> Any:
+    return hook(*args) if switch.is_on else None

@@ -24,28 +24,34 @@ WIDTH = 32
 
 
 class ReadsTheWeight(nn.Module):
-    """Multiplies with the weight itself, and never calls the linear."""
+    """Multiplies with the weight itself, and never calls the linear. Plans do not see how these classes read it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
 
+    def part(self) -> nn.Module:
+        return self.up
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.up.weight, self.up.bias)
+        up = self.part()
+        return F.linear(x, up.weight, up.bias)
 
 
 class CastsToTheWeight(ReadsTheWeight):
     """Brings x to the dtype of the weight, as many models do."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.up(x.to(self.up.weight.dtype))
+        up = self.part()
+        return up(x.to(up.weight.dtype))
 
 
 class AddsTheWeight(ReadsTheWeight):
     """Calls the linear, and adds the mean of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.up(x) + self.up.weight.to(x.dtype).mean()
+        up = self.part()
+        return up(x) + up.weight.to(x.dtype).mean()
 
 
 class Calls(ReadsTheWeight):

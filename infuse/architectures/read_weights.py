@@ -32,7 +32,7 @@ _ASKS = frozenset({"isinstance", "hasattr", "type", "id"})
 # Methods that make, initialise, tie, resize or print modules, before or beside of all calls.
 _NOT_IN_CALLS = (
     "__init__ __post_init__ post_init _init* init_* reset_parameters *tie_* *resize* *set_*_embeddings _set_* "
-    "set_default* *prune* *load_* from_* save_* extra_repr __repr__ *_num_qa_labels *freeze* remove_*"
+    "set_default* *prune* *load_* from_* save_* extra_repr __repr__ *_num_qa_labels *freeze* remove_* *_replace_module"
 )
 _NOT_CALLED = [translate(pattern) for pattern in _NOT_IN_CALLS.split()]
 
