@@ -6,7 +6,6 @@ recurrent layers keep their last state.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,11 +51,14 @@ class _Held:
 
     def __init__(self, owner: Any):
         self._owner, self._attributes = owner, dict(vars(owner))
-        self._inside = [(value, copy.copy(value)) for value in self._attributes.values() if type(value) in _CONTAINERS]
+        inside = (value for value in self._attributes.values() if type(value) in _CONTAINERS)
+        self._inside = [(value, value.copy() if value else None) for value in inside]  # most are dicts without hooks
 
     def restore(self) -> None:
         for container, content in self._inside:
-            if not _same(container, content):
+            if content is None:
+                container.clear()
+            elif not _same(container, content):
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
         attributes = vars(self._owner)

@@ -23,7 +23,7 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     `attention_type` from their layers.
     """
     _take_over(new, old)
-    _require_grad(new, old)
+    require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
         inner = (f"{attn}.{new.shape.attn.inner}",) if new.shape.attn.inner else ()
@@ -80,7 +80,7 @@ def _take_over(new: nn.Module, old: nn.Module) -> None:
             object.__setattr__(new, name, value)
 
 
-def _require_grad(new: nn.Module, old: nn.Module) -> None:
+def require_grad(new: nn.Module, old: nn.Module) -> None:
     """Set requires_grad on new parameters if any old one had it, so that backward is refused and not cut short."""
     handed_on = {id(parameter) for parameter in old.parameters()}
     required = any(parameter.requires_grad for parameter in old.parameters())

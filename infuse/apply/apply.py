@@ -24,6 +24,7 @@ from infuse.errors import InfuseError, in_brief
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
+from infuse.plan.shared import Sharing
 from infuse.plan.step import Left, Step
 from infuse.proof.cases import Call
 from infuse.weights.alike import agree_on_weights, live_sums
@@ -55,9 +56,9 @@ class Proven:
     def carry_out(self, progress: Progress | None = None) -> Plan:
         """Return the plan as executed, with refused steps among `left`."""
         model, source, dtype = self.model, self.source, self.plan.dtype
-        if source.is_live:
-            self._rehearse()
-        swaps = Swaps(self.builder, self.accepted, self.modules)
+        sharing = Sharing(model, self.accepted)
+        rehearsed = self._rehearse(sharing) if source.is_live else {}
+        swaps = Swaps(self.builder, self.accepted, sharing, self.modules, rehearsed)
         self.modules.clear()
         for done, step in enumerate(self.accepted):
             source.step()
@@ -77,17 +78,19 @@ class Proven:
         memory.collapse(chain(model.parameters(), model.buffers()))
         return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, sharing: Sharing) -> dict[str, nn.Module]:
         """Make all replacements without values and undo them: what raises does so while the model is the original.
 
-        Afterwards old weights go as soon as they are used, so that nothing could bring them back.
+        Return the layers and modules that were made, by path. Afterwards old weights go as soon as they are used, so
+        that nothing could bring them back.
         """
         with ExitStack() as undo:
             source = Rehearsal(self.model, undo)
-            swaps = Swaps(replace(self.builder, source=source, fills=False), self.accepted)
+            swaps = Swaps(replace(self.builder, source=source, fills=False), self.accepted, sharing)
             for step in self.accepted:
                 if step.shape is not None:
                     swaps.swap(step)
+            return swaps.made
 
 
 def _half_done(step: Step, done: int, steps: int, error: Exception) -> str:

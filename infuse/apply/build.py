@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infuse.apply.adopt import adopt, settle_parts
+from infuse.apply.adopt import adopt, require_grad, settle_parts
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
@@ -87,19 +87,25 @@ class Builder:
     group: Group
     fills: bool = True  # otherwise modules stay empty, on meta
 
-    def built(self, step: Step, dtype: torch.dtype | None, made: Made | None = None) -> nn.Module:
+    def built(
+        self, step: Step, dtype: torch.dtype | None, made: Made | None = None, empty: nn.Module | None = None
+    ) -> nn.Module:
         """Build and fill the new module in `dtype` (None: the source's).
 
         With `made`, it shares the tensors that earlier modules made from the same weights, and is remembered there.
+        `empty`: what was built of this step without values before.
         """
-        old, module = self.source.model.get_submodule(step.path), build(step, self.dtype, self.group)
+        old = self.source.model.get_submodule(step.path)
+        module = build(step, self.dtype, self.group) if empty is None else empty
         fills = step.fills if made is None else made.share(step, module)
         if self.fills:
             self._fill(step, module, fills, dtype or like(old).dtype, old)
         module.train(False)
-        if isinstance(module, Block):
+        if empty is not None:
+            require_grad(module, old)
+        elif isinstance(module, Block):
             module.ignore(self._ignored(step.path, old))
-        if not step.keeps_forward:
+        if empty is None and not step.keeps_forward:
             adopt(module, old, step.attn)
             if isinstance(step.shape, ModuleShape):
                 module.replaces = type(old)  # type: ignore[assignment]  # diffusers looks up blocks by their class

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,11 +21,24 @@ from infuse.weights.state import keep_names
 
 
 class Swaps:
-    """The swaps of `steps` in the source's model. Layers that share weights also share the tensors made from them."""
+    """The swaps of `steps`, which have this `sharing`, in the source's model: layers that share weights also share the
+    tensors made from them.
 
-    def __init__(self, builder: Builder, steps: Sequence[Step], proven: Iterable[tuple[Step, nn.Module]] = ()):
+    `rehearsed`: modules that were made without values for steps of these paths, and are filled now.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        steps: Sequence[Step],
+        sharing: Sharing,
+        proven: Iterable[tuple[Step, nn.Module]] = (),
+        rehearsed: Mapping[str, nn.Module] = MappingProxyType({}),
+    ):
+        self.made: dict[str, nn.Module] = {}  # whole modules and layers, by path
+        self._rehearsed = rehearsed
         self._builder, self._source, self._model = builder, builder.source, builder.source.model
-        self._made = Made(Sharing(self._model, steps), proven)
+        self._made = Made(sharing, proven)
         replaced = [self._model.get_submodule(step.path) for step in steps if step.shape is not None]
         self._places = places_of(replaced, self._model)  # some models use one layer in several places
 
@@ -53,7 +67,9 @@ class Swaps:
         if step.shares:
             new = self._builder.sharing(step, self._model.get_submodule(step.shares))  # it has been swapped in
         else:
-            new = self._builder.built(step, self._builder.dtype, self._made)
+            new = self._builder.built(step, self._builder.dtype, self._made, self._rehearsed.get(step.path))
+            if step.is_layer:
+                self.made[step.path] = new
         self._keep_names(step, new, old)
         for owner, name in self._places.get(id(old), ()):
             if owner._modules[name] is old:

@@ -29,10 +29,9 @@ def token_bytes(steps: Iterable[Step], dtype: torch.dtype, kv_cache: str | None)
     return plain, sum(2 * attn.kv_heads * (attn.head_width + SCALE_BYTES) for attn in rows) if kv_cache else plain
 
 
-def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype) -> int:
-    """Predict `parameter_bytes` after `steps`, with all other parameters cast to `dtype`."""
-    steps = list(steps)
-    total, seen, sharing, made = 0, set(), Sharing(model, steps), set()
+def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sharing: Sharing) -> int:
+    """Predict `parameter_bytes` after `steps`, which have this `sharing`, with all other parameters cast to `dtype`."""
+    total, seen, made = 0, set(), set()
     for step in steps:
         if step.shape is None:
             continue

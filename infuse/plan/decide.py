@@ -97,7 +97,7 @@ def make_plan(
             why = "layers that are replaced already keep the format of the cache that they were replaced with"
         notes, kv_cache = [*notes, f"kv_cache: no effect here: {why}"], None
     why = "asked for" if config.dtype is not None else f"the default on {device.kind}, as nothing was asked for"
-    steps = tuple(decision.steps)
+    sharing = Sharing(model, steps := tuple(decision.steps))
     return Plan(
         model=type(model).__name__,
         device=f"{device.kind} {device.name}".strip(),
@@ -110,13 +110,13 @@ def make_plan(
             *config.notes(device),
             *idle_ranks(mesh, steps),
             *notes,
-            *Sharing(model, steps).notes(),
+            *sharing.notes(),
             *decision.formats.idle(device, dtype),
             *adapter_notes(model),
             *without_kernels(decision.choices, steps, device),
         ),
         before_bytes=parameter_bytes(model),
-        after_bytes=bytes_after(model, steps, dtype),
+        after_bytes=bytes_after(model, steps, dtype, sharing),
         mesh=mesh,
         kv_cache=kv_cache,
         token_bytes=token_bytes(steps, dtype, kv_cache),
