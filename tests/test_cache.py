@@ -17,7 +17,8 @@ from transformers.cache_utils import EncoderDecoderCache
 import infuse
 from infuse import errors
 from infuse.errors import UnsupportedCall
-from infuse.layers.cache import KVCache, KVSlot, self_attention_cache
+from infuse.layers.cache import KVCache, self_attention_cache
+from infuse.layers.slot import KVSlot
 from infuse.ops.cache_rows import dequantize_rows, quantize_rows
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
@@ -334,10 +335,21 @@ def test_a_cache_that_is_reset_serves_any_dtype() -> None:
     assert {storage.dtype for storage in cache.storages()} == {torch.bfloat16}
 
 
-def test_values_of_another_width_than_keys_are_refused() -> None:
-    """As latent attention makes them."""
-    with pytest.raises(UnsupportedCall, match="keys of 6 and values of 4; give a DynamicCache"):
-        KVCache().update(torch.ones(1, 2, 3, 6), torch.ones(1, 2, 3, 4), 0)
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_values_may_have_other_heads_and_another_width_than_keys(format: str | None) -> None:
+    """As latent attention makes them; also where the cache grows, is reordered, cropped and copied."""
+    ours, theirs, generator = KVCache(format=format), DynamicCache(), torch.Generator().manual_seed(0)
+    for tokens in (3, 70, 1):
+        new = (torch.randn(2, 1, tokens, 16, generator=generator), torch.randn(2, 2, tokens, 4, generator=generator))
+        found, wanted = ours.update(*new, 0), theirs.update(*new, 0)
+    for cache in (ours, theirs):
+        cache.crop(-2)
+        cache.reorder_cache(torch.tensor([1, 1]))
+    for a, b, c in zip(ours.layers[0].copied().held(), found, wanted, strict=True):
+        torch.testing.assert_close(b, c, rtol=0, atol=0 if format is None else 0.05)
+        assert a.shape[:3] == (2, b.shape[1], 72)
+    with pytest.raises(UnsupportedCall, match="1 heads of 16 .values: 2 of 4. in torch.float32 .* 1 heads of 16 in"):
+        ours.update(torch.ones(2, 1, 1, 16), torch.ones(2, 1, 1, 16), 0)
 
 
 @pytest.mark.parametrize("format", [None, "int8"])

@@ -13,7 +13,8 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.layer import PARALLEL, SANDWICH
+from infuse.architectures.attention import AttentionShape
+from infuse.architectures.program import PARALLEL, SANDWICH, program_of
 from infuse.layers import one_call
 from infuse.layers.block import Block, block_ops
 from infuse.layers.one_call import EncoderCall
@@ -29,6 +30,12 @@ if not IN_BF16:
 POST, PRE = "bert", "vit"  # families whose blocks have these residual shapes
 
 
+def attn_of(block: Block) -> AttentionShape:
+    (shape,) = block.shape.mixers.values()
+    assert isinstance(shape, AttentionShape)
+    return shape
+
+
 def model_of(name: str, quant: str | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     wide = dict(hidden_size=128, intermediate_size=192) if quant else {}
     engine = infuse.init_inference(BY_NAME[name].make(**wide), dtype=dtype, **({"quant": quant} if quant else {}))
@@ -41,7 +48,7 @@ def block_of(name: str, quant: str | None = None, dtype: torch.dtype = torch.bfl
 
 def given(block: Block, batch: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randn(batch, tokens, block.shape.attn.hidden, generator=generator).to(dtype)
+    return torch.randn(batch, tokens, attn_of(block).hidden, generator=generator).to(dtype)
 
 
 @pytest.fixture
@@ -111,7 +118,7 @@ def test_masks_hide_of_each_sequence_what_they_say(kind: str, batch: int, taken:
         mask = torch.zeros(batch, 1, tokens, tokens).masked_fill(~allowed, torch.finfo(torch.bfloat16).min).bfloat16()
     elif kind == "of each head":
         mask = (
-            torch.rand(batch, block.shape.attn.heads, tokens, tokens, generator=torch.Generator().manual_seed(batch))
+            torch.rand(batch, attn_of(block).heads, tokens, tokens, generator=torch.Generator().manual_seed(batch))
             > 0.3
         )
     x = given(block, batch, tokens)
@@ -138,7 +145,7 @@ def test_what_is_empty_or_of_other_dtypes_goes_part_by_part(taken: list[bool]) -
 
 def test_whoever_listens_to_a_part_hears_it(taken: list[bool]) -> None:
     block = block_of(POST)
-    x, heard, attention = given(block, 1, 64), [], block.shape.attn.name
+    x, heard, attention = given(block, 1, 64), [], attn_of(block).name
     for name in ("norm1", "norm2", attention, f"{attention}.qkv", f"{attention}.out", "mlp", "mlp.up", "mlp.down"):
         taken.clear(), heard.clear()
         handle = block.get_submodule(name).register_forward_hook(lambda module, args, output: heard.append(module))
@@ -166,9 +173,8 @@ def test_what_a_user_changes_in_a_block_counts(taken: list[bool]) -> None:
 def test_every_residual_shape_goes_in_one_call(residual: str, taken: list[bool]) -> None:
     """No family of encoders has these yet."""
     shape = block_of(PRE).shape
-    shape = replace(
-        shape, residual=residual, **({} if residual == PARALLEL else dict(post1=shape.norm1, post2=shape.norm1))
-    )
+    (name,), norm = shape.mixers, shape.parts["norm1"]
+    shape = replace(shape, held=(*shape.held, ("post1", norm), ("post2", norm)), program=program_of(residual, name))
     bodies = dict.fromkeys((*block_ops(shape), "linear"), "cpu")
     block = Block(shape, None, {}, bodies).to(torch.bfloat16).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)

@@ -217,7 +217,7 @@ def test_generated_tokens(name: str, way: str, mode: str, monkeypatch: pytest.Mo
     in_one_call = way == "one call" and name not in IN_PARTS and isinstance(found.past_key_values, KVCache)
     in_one_call = in_one_call and not isinstance(kernels(), str)
     kinds: Any = MLPShape if name in MIXTURES_IN_PARTS else PartShape
-    together = [step for step in blocks(engine) if isinstance(step.shape.mlp, kinds)]  # type: ignore[union-attr]
+    together = [step for step in blocks(engine) if isinstance(step.shape.parts["mlp"], kinds)]  # type: ignore[union-attr]
     assert taken.count(True) == (len(together) * (NEW_TOKENS - 1) if in_one_call else 0)
 
 

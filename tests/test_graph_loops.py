@@ -24,7 +24,8 @@ import infuse
 from infuse.authors import LibraryCalls
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.graphed_cache import GraphedCache
-from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.cache import KVCache
+from infuse.layers.slot import KVSlot
 
 EAGER = 2  # steps before the capture
 BEAMS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,8 @@ from transformers import DynamicCache, StaticCache
 
 import infuse
 from infuse import ops
-from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.cache import KVCache
+from infuse.layers.slot import KVSlot
 from infuse.ops.cache_rows import LARGEST_CODE, SCALE_BYTES, dequantize_rows, quantize_rows
 
 NEW = 9

@@ -49,7 +49,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize(("name", "sparse"), [("mixtral", [0, 1, 2]), ("qwen3-moe", [0, 2]), ("glm4-moe", [1, 2])])
 def test_each_layer_tells_whether_it_has_experts(name: str, sparse: list[int]) -> None:
     engine = injected(BY_NAME[name].make())
-    shapes = [module.shape.mlp for module in engine.module.modules() if isinstance(module, Block)]
+    shapes = [module.shape.parts["mlp"] for module in engine.module.modules() if isinstance(module, Block)]
     assert [i for i, shape in enumerate(shapes) if isinstance(shape, MoEShape)] == sparse and len(shapes) == 3
 
 

@@ -20,7 +20,7 @@ import infuse
 from infuse import architectures, ops
 from infuse.activations import Act
 from infuse.architectures.bind import Binder
-from infuse.architectures.layer import FeedForward, LayerSpec
+from infuse.architectures.layer import LayerSpec, Part
 from infuse.architectures.llama import LLAMA
 from infuse.architectures.mlp import MLP
 from infuse.architectures.part import COLUMN, INNER, ROW, Extent, Matrix, PartShape, Share
@@ -231,8 +231,8 @@ def test_ranks_have_whole_and_cut_matrices(new_part: None) -> None:
         wanted |= {"mlp.down.bias": None} if number == 0 else {}  # added to the sum once
         found = {fill.target: fill.cut for fill in layers[number].fills if fill.target.startswith("mlp.")}
         assert found == wanted
-    assert [layer.shape.mlp.inner for layer in layers] == [128, 64]
-    assert [layer.shape.mlp.biases for layer in layers] == [(False, True, True), (False, True, False)]
+    assert [layer.shape.parts["mlp"].inner for layer in layers] == [128, 64]
+    assert [layer.shape.parts["mlp"].biases for layer in layers] == [(False, True, True), (False, True, False)]
     whole = plan_of(model).steps[0].shape
     assert [layer.whole for layer in layers] == [whole, whole] and plans[0].digest() == plans[1].digest()
 
@@ -280,10 +280,10 @@ def test_the_state_dict_is_the_originals(new_part: None) -> None:
 class FirstDense:
     """The parts of the first layers and of the rest."""
 
-    dense: FeedForward
-    rest: FeedForward
+    dense: Part
+    rest: Part
 
-    def bind(self, binder: Binder, name: str) -> PartShape:
+    def bind(self, binder: Binder, name: str) -> PartShape | None:
         is_dense = binder.index is not None and binder.index < binder.count("first_dense")
         return (self.dense if is_dense else self.rest).bind(binder, name)
 

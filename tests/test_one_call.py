@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import infuse
 from infuse.architectures.attention import AttentionShape
-from infuse.architectures.layer import LayerShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import NormShape
 from infuse.layers import one_call
@@ -195,16 +194,15 @@ def test_what_a_shape_can_say_is_known_to_the_call() -> None:
     """A field that is added to a shape is told to C++, or a reason to go part by part, or is known to be neither."""
     told = {
         "heads", "kv_heads", "head_width", "activation", "gated", "scale", "softcap", "eps", "offset", "kind",
-        "residual", "residual_scale", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "attn", "mlp",
-        "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
+        "q_norm", "k_norm", "qkv_bias", "out_bias", "in_bias", "bias", "weight", "sinks",
     }  # fmt: skip
     refused = {"clip", "whole", "head_counts", "causal", "norm_after", "gate"}  # by make_one_call
     sizes_and_names = {
-        "name", "hidden", "inner", "width", "arguments", "repeated", "returns", "copies", "first_head", "inverted_mask",
+        "name", "hidden", "inner", "width", "copies", "first_head", "inverted_mask", "replaces",
     }  # fmt: skip
     # Asked, an argument; what other attention functions are given; calls for weights go part by part.
     by_call = {"position", "window", "passes", "sinks_in_weights"}
-    for shape in (LayerShape, AttentionShape, MLPShape, NormShape):
+    for shape in (AttentionShape, MLPShape, NormShape):
         unknown = {field.name for field in fields(shape)} - told - refused - sizes_and_names - by_call
         assert not unknown, shape
 
@@ -261,7 +259,7 @@ def test_steps_go_in_one_call_again_after_a_call_that_recorded(name: str, taken:
     assert all(taken[-9:])
     with torch.no_grad():
         recorded = engine(**inputs(family), output_hidden_states=True).hidden_states
-    assert len(recorded) == 4 and all(block._modules[block._attention_name]._forward_hooks for block in blocks(engine))
+    assert len(recorded) == 4 and all(block._modules[block._mixers[0]]._forward_hooks for block in blocks(engine))
     taken.clear()
     found = decoded(engine, family)
     assert len(taken) >= 9 and all(taken[-9:]) and all(map(torch.equal, found, before))
@@ -272,7 +270,7 @@ def test_steps_go_in_one_call_again_after_a_call_that_recorded(name: str, taken:
         taken.clear()
         again = engine(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, output_hidden_states=True)
     assert not any(taken) and len(again.hidden_states) == 4
-    with blocks(engine)[0]._modules[blocks(engine)[0]._attention_name].register_forward_hook(lambda *_: None):
+    with blocks(engine)[0]._modules[blocks(engine)[0]._mixers[0]].register_forward_hook(lambda *_: None):
         taken.clear()
         decoded(engine, family)
     assert taken[-9:].count(False) == 3

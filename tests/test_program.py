@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
-from families import BY_NAME
 
-import infuse
-from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, LayerShape
 from infuse.architectures.program import (
     ADD,
     ATTENTION,
     IMAGE,
     MLP,
     NORM,
+    PARALLEL,
+    POST,
+    PRE,
+    SANDWICH,
     TEXT,
     Program,
     Step,
     carried,
     folded,
     merged,
+    on_ranks,
     program_of,
 )
-from infuse.layers.block import Block
-
-
-@pytest.fixture(scope="module")
-def shape() -> LayerShape:
-    """A layer's, with all four norms."""
-    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="off")
-    found = next(module for module in engine.module.modules() if isinstance(module, Block)).shape
-    return replace(found, post1=found.norm1, post2=found.norm1)
 
 
 def words(program: Program) -> str:
@@ -42,42 +32,42 @@ def words(program: Program) -> str:
 
 
 MERGED = {
-    PRE: "norm(norm1) attention add_norm(norm2) mlp(mlp) add",
-    POST: "attention add_norm_stream(norm1) mlp(mlp) add_norm_stream(norm2)",
-    PARALLEL: "norm(norm1) attention norm(norm2) mlp(mlp) add",
-    SANDWICH: "norm(norm1) attention norm_branch(post1) add_norm(norm2) mlp(mlp) norm_branch(post2) add",
+    PRE: "norm(norm1) attention(attn) add_norm(norm2) mlp(mlp) add",
+    POST: "attention(attn) add_norm_stream(norm1) mlp(mlp) add_norm_stream(norm2)",
+    PARALLEL: "norm(norm1) attention(attn) norm(norm2) mlp(mlp) add",
+    SANDWICH: "norm(norm1) attention(attn) norm_branch(post1) add_norm(norm2) mlp(mlp) norm_branch(post2) add",
 }
 FOLDED = {
     PRE: "carry folded_attention(norm1) take carry folded_mlp(norm2) take",
-    POST: "folded_attention add_norm_stream(norm1) folded_mlp(mlp) add_norm_stream(norm2)",
+    POST: "folded_attention(attn) add_norm_stream(norm1) folded_mlp(mlp) add_norm_stream(norm2)",
     PARALLEL: "carry folded_attention(norm1) folded_mlp(norm2) take",
     SANDWICH: "folded_attention(norm1) norm_branch(post1) add folded_mlp(norm2) norm_branch(post2) add",
 }
 
 
 @pytest.mark.parametrize("residual", MERGED)
-def test_sums_go_with_the_norms_after_them_or_with_the_products_before(shape: LayerShape, residual: str) -> None:
-    program = program_of(replace(shape, residual=residual))
+def test_sums_go_with_the_norms_after_them_or_with_the_products_before(residual: str) -> None:
+    program = on_ranks(program_of(residual, "attn"), 1)
     assert words(merged(program)) == MERGED[residual]
     assert words(merged(folded(program))) == FOLDED[residual]
 
 
-def test_norms_that_a_layer_lacks_are_left_out(shape: LayerShape) -> None:
-    shared = program_of(replace(shape, residual=PARALLEL, norm2=None))
-    assert words(shared) == "norm(norm1) attention mlp(mlp) add"
+def test_norms_that_a_layer_lacks_are_left_out() -> None:
+    shared = on_ranks(program_of(PARALLEL, "attn", {"norm2"}), 1)
+    assert words(shared) == "norm(norm1) attention(attn) mlp(mlp) add"
     assert words(folded(shared)) == "carry folded_attention(norm1) folded_mlp(norm1) take"
-    assert words(merged(program_of(replace(shape, norm2=None)))) == "norm(norm1) attention add mlp(mlp) add"
+    assert words(merged(program_of(PRE, "attn", {"norm2"}))) == "norm(norm1) attention(attn) add mlp(mlp) add"
 
 
-def test_ranks_add_up_parallel_branches_once_before_the_stream(shape: LayerShape) -> None:
-    program = program_of(replace(shape, residual=PARALLEL), ranks=2)
-    assert words(merged(program)) == "norm(norm1) attention norm(norm2) mlp(mlp) reduce add"
+def test_ranks_add_up_parallel_branches_once_before_the_stream() -> None:
+    program = program_of(PARALLEL, "attn")
+    assert words(merged(program)) == "norm(norm1) attention(attn) norm(norm2) mlp(mlp) reduce add"
     assert words(folded(program)) == "folded_attention(norm1) folded_mlp(norm2) reduce add"
-    assert "reduce" not in words(program_of(shape, ranks=2))
+    assert "reduce" not in words(program_of(PRE, "attn"))
 
 
-def test_scaled_branches_are_added_by_themselves(shape: LayerShape) -> None:
-    program = program_of(replace(shape, residual_scale=0.5))
+def test_scaled_branches_are_added_by_themselves() -> None:
+    program = program_of(PRE, "attn", scale=0.5)
     assert words(folded(program)) == "folded_attention(norm1) add folded_mlp(norm2) add"
     assert [step.scale for step in merged(program) if step.does.startswith("add")] == [0.5, 0.5]
 

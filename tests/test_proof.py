@@ -20,10 +20,11 @@ from infuse.activations import Act
 from infuse.apply.apply import apply
 from infuse.architectures import specs_for
 from infuse.architectures.attention import NoPosition, Packed, Rotary, Separate
-from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
+from infuse.architectures.layer import LayerSpec
 from infuse.architectures.mlp import GatedMLP
 from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import BLOCKS, PER_HEAD
+from infuse.architectures.program import PARALLEL, PRE, SANDWICH
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import ProofError

@@ -106,7 +106,7 @@ def test_bindings_are_data(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_extra_parameter_is_a_difference(name: str) -> None:
     for _, layer, config in layers_of(on_meta(name)):
-        attention = layer.get_submodule(bound(layer, config).attn)
+        attention = layer.get_submodule(next(iter(bound(layer, config).shape.mixers.values())).replaces[-1])
         layer.register_parameter("gain", nn.Parameter(torch.empty(3, device="meta")))
         attention.register_parameter("sink", nn.Parameter(torch.empty(2, 5, device="meta")))
         inside = next(path for path, module in layer.named_modules() if module is attention)
@@ -319,7 +319,7 @@ def test_parts_describe_every_parameter_that_a_layer_is_filled_with(name: str) -
 def test_ranks_together_have_all_of_every_parameter(name: str, size: int) -> None:
     for _, layer, config in layers_of(on_meta(name)):
         found = bound(layer, config)
-        if size > found.shape.attn.heads:
+        if size > next(iter(found.shape.mixers.values())).heads:
             continue
         try:
             parts = [

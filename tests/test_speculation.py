@@ -17,7 +17,8 @@ from torch import Tensor
 import infuse
 from infuse.generate.candidates import most_candidates
 from infuse.generate.speculation import accepted
-from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.cache import KVCache
+from infuse.layers.slot import KVSlot
 from infuse.native import isa, limits
 
 NEW = 26

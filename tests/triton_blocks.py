@@ -145,7 +145,7 @@ def test_few_tokens(
 def test_who_listens_in_between_hears(name: str, part: str, calls: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook is called once, with what the module is given and gives where nothing is fused, and may change it."""
     given = Given(name, None, torch.float32, 1)
-    block, attention = given.block, given.block._modules[given.block._attention_name]
+    block, attention = given.block, given.block._modules[given.block._mixers[0]]
     where = {"qkv": attention, "out": attention, "up": block.mlp, "down": block.mlp}.get(part, block)
     module = attention if part == "attention" else where._modules[part]
     if module is None:

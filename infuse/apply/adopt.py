@@ -15,7 +15,7 @@ from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 
 
-def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
+def adopt(new: nn.Module, old: nn.Module) -> None:
     """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
     transformers records hidden states, attentions and router logits by the class of layers, attention modules and
@@ -26,9 +26,8 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
     require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
-        inner = (f"{attn}.{new.shape.attn.inner}",) if new.shape.attn.inner else ()
         recorded = {ours: (path,) for ours, path in new.shape.recorded.items()}
-        replaced = {attn.partition(".")[0]: (*inner, attn), **recorded}
+        replaced = {name: mixer.replaces for name, mixer in new.shape.mixers.items()} | recorded
         for ours, paths in replaced.items():
             new_part, old_parts = new.get_submodule(ours), [old.get_submodule(path) for path in paths]
             for old_part in old_parts:
@@ -36,8 +35,8 @@ def adopt(new: nn.Module, old: nn.Module, attn: str = "") -> None:
                 _settle(new_part, old_part)
             _mix_in(new_part, *old_parts)
         _settle(new, old)
-        if isinstance(new.mlp, MoE):
-            _settle(new.mlp, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
+        for mixture in (part for part in new.children() if isinstance(part, MoE)):
+            _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
     for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
         experts.named = NamedExperts.of(original := old.get_submodule(path))
         _settle(experts, original)

@@ -106,7 +106,7 @@ class Builder:
         elif isinstance(module, Block):
             module.ignore(self._ignored(step.path, old))
         if empty is None and not step.keeps_forward:
-            adopt(module, old, step.attn)
+            adopt(module, old)
             if isinstance(step.shape, ModuleShape):
                 module.replaces = type(old)  # type: ignore[assignment]  # diffusers looks up blocks by their class
                 settle_parts(module, old)

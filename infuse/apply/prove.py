@@ -24,6 +24,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, in_brief
 from infuse.layers.hook import install_hook, ran
+from infuse.plan.bytes import has_state
 from infuse.plan.decide import fallback
 from infuse.plan.found import model_around, traits
 from infuse.plan.plan import Plan
@@ -136,13 +137,14 @@ class Proofs:
     def _cases(self, steps: Iterable[Step]) -> dict[str, list[Case] | str]:
         """The cases of each step by path, or the reason why it has none."""
         found: dict[str, list[Case] | str] = {}
-        by_owner: dict[tuple[str | None, bool], list[str]] = {}
+        by_owner: dict[tuple[str | None, bool, tuple[str, ...]], list[str]] = {}
         for step in steps:
             if isinstance(step.shape, ModuleShape):
-                by_owner.setdefault((COMPONENT, False), []).append(step.path)
+                by_owner.setdefault((COMPONENT, False, ()), []).append(step.path)
             elif step.is_layer:  # one that keeps its forward is recorded in a run of the whole model
                 owner = None if step.keeps_forward else model_around(self.model, step.path)
-                by_owner.setdefault((owner, step.decodes), []).append(step.path)
+                states = step.shape.call.values if isinstance(step.shape, LayerShape) else ()
+                by_owner.setdefault((owner, step.decodes, states), []).append(step.path)
             elif isinstance(step.shape, RoutedShape):
                 found[step.path] = routed_cases(step.shape.hidden, self.builder.source.device)
             elif isinstance(whole := step.whole or step.shape, ExpertsShape):
@@ -150,7 +152,7 @@ class Proofs:
             elif step.shape is not None:
                 (matrix,) = (step.whole or step.shape).matrices
                 found[step.path] = matrix_cases(matrix, self.builder.source.device)
-        for (owner, on_cache), paths in by_owner.items():
+        for (owner, on_cache, states), paths in by_owner.items():
             model = self.model if owner == COMPONENT else self.model.get_submodule(owner or "")
             layers = {path: self.model.get_submodule(path) for path in paths}
             own = {path: self.calls[path] for path in paths if path in self.calls}
@@ -163,7 +165,8 @@ class Proofs:
                     else:
                         sessions = model_sessions(model)
                         if owner is not None:
-                            sessions = block_sessions(model, on_cache, self.config.kv_cache)
+                            recurs = any(map(has_state, self.plan.steps))
+                            sessions = block_sessions(model, on_cache, self.config.kv_cache, states, recurs)
                         recorded = recorded_cases(model, layers, sessions)
                         for path, call in own.items():
                             recorded[path].append(Case(FIRST_STEP, (call,), (None,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,10 +20,25 @@ BY_CLASS: Mapping[str, tuple[LayerSpec, ...]] = MappingProxyType(
 )  # layer class as "module.name" → its specs
 
 
+_registered: list[LayerSpec] = []  # by `register`
+
+
+def register(*specs: LayerSpec) -> Callable[[], None]:
+    """Read layers of these specs' classes by them, also where others are here. Call the result to take them back."""
+    _registered.extend(specs)
+
+    def take_back() -> None:
+        for spec in specs:
+            _registered.remove(spec)
+
+    return take_back
+
+
 def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
     """Return the specs of the layer's class or, for a user's subclass, of its nearest base class that has any."""
     for cls in type(layer).__mro__:
-        found = BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        found = tuple(spec for spec in _registered if spec.layer == name) or BY_CLASS.get(name)
         if found:
             return found
     return ()
@@ -43,4 +58,4 @@ def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bou
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
 
 
-__all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "specs_for"]
+__all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "register", "specs_for"]

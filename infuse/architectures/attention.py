@@ -9,7 +9,18 @@ from dataclasses import dataclass, field, replace
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import LAYER, Norm, NormShape
 from infuse.architectures.packing import BLOCKS, Fill, Heads
-from infuse.architectures.part import COLUMN, HEADS, KV_HEADS, ROW, Extent, Matrix, Parameter, PartShape, Share, named
+from infuse.architectures.part import (
+    COLUMN,
+    HEADS,
+    KV_HEADS,
+    ROW,
+    Extent,
+    Matrix,
+    MixerShape,
+    Parameter,
+    Share,
+    named,
+)
 from infuse.errors import SpecMismatch
 
 GATE_SIGMOID, GATE_SOFTPLUS = "sigmoid", "softplus"  # functions of an output gate
@@ -171,6 +182,9 @@ class Attention:
     inner: str = ""
     sinks: Sinks | None = None
 
+    def of_layer(self, layer: object, config: object) -> Attention:
+        return self
+
     def bind(self, binder: Binder, name: str) -> AttentionShape:
         heads = binder.count(self.heads)
         if self.kv_heads is None:
@@ -202,7 +216,7 @@ class Attention:
             passes=self._passed(binder),
             norm_after=self.norm_after,
             gate=None if self.gate is None else self.gate.bind(binder, f"{name}.gate", heads, width),
-            inner=self.inner,
+            replaces=(*((f"{self.module}.{self.inner}",) if self.inner else ()), self.module),
             sinks=self._sinks(binder, name, heads),
             sinks_in_weights=self.sinks is not None and self.sinks.in_weights,
         )
@@ -299,7 +313,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class AttentionShape(PartShape):
+class AttentionShape(MixerShape):
     """Dimensions and settings of one attention. `name` is the name of its module in the block.
 
     If ranks share it, the values are one rank's: `first_head` is its first query head, `head_counts` are
@@ -328,13 +342,21 @@ class AttentionShape(PartShape):
     passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     norm_after: bool = False
     gate: GateShape | None = None
-    inner: str = field(default="", repr=False)
+    replaces: tuple[str, ...] = field(default=(), repr=False)
     sinks: bool = False
     sinks_in_weights: bool = field(default=False, repr=False)  # moves no weight either
 
     @property
     def all_heads(self) -> int:
         return sum(self.head_counts) or self.heads
+
+    @property
+    def bias_argument(self) -> str | None:
+        return self.position.argument if isinstance(self.position, (Alibi, RelativeBias)) else None
+
+    @property
+    def cached_rows(self) -> tuple[tuple[int, int], ...]:
+        return ((self.kv_heads, self.head_width),) * 2
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -1,9 +1,10 @@
 """BERT family: bidirectional encoders of text and images, without a cache."""
 
 from infuse.architectures.attention import Attention, Packed, Rotary, Separate
-from infuse.architectures.layer import POST, PRE, LayerSpec
+from infuse.architectures.layer import LayerSpec
 from infuse.architectures.mlp import MLP, PackedGatedMLP
 from infuse.architectures.norm import LAYER, Norm
+from infuse.architectures.program import POST, PRE
 
 _M = "transformers.models."
 

@@ -2,10 +2,11 @@
 
 from infuse.activations import Act
 from infuse.architectures.attention import Alibi, Attention, NoPosition, Packed, Rotary, RotaryTable, Separate, Window
-from infuse.architectures.layer import PARALLEL, POST, PRE, TUPLE, LayerSpec
+from infuse.architectures.layer import TUPLE, LayerSpec
 from infuse.architectures.mlp import MLP
 from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import FOUR_PARTS, PER_GROUP, PER_HEAD
+from infuse.architectures.program import PARALLEL, POST, PRE
 
 _M = "transformers.models."
 

@@ -7,30 +7,41 @@ layer and its config (biases, widths, qk-norms, eps) and makes a `LayerShape`. D
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
 
-from infuse.architectures.attention import Attention, AttentionShape
 from infuse.architectures.bind import Binder
-from infuse.architectures.norm import Norm, NormShape
+from infuse.architectures.norm import Norm
 from infuse.architectures.packing import Fill
-from infuse.architectures.part import PartShape, ShapeOfParts
+from infuse.architectures.part import MixerShape, PartShape, ShapeOfParts
+from infuse.architectures.program import NORMS, PRE, Program, program_of
 from infuse.errors import SpecMismatch
-
-# Residual shapes, drawn in architectures/program.py.
-PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
 TENSOR, TUPLE, BIASED = "tensor", "tuple", "biased"  # return type of the layer's forward; BIASED: T5's, with its bias
 
-_NORMS = ("norm1", "norm2", "post1", "post2")
+
+class Part(Protocol):
+    """A part of a layer as declared: `bind` reads it from a layer; `name` is its name in the new module.
+
+    None: this layer has no such part.
+    """
+
+    def bind(self, binder: Binder, name: str) -> PartShape | None: ...
 
 
-class FeedForward(Protocol):
-    """Interface of a spec's `mlp`: `bind` reads the part from a layer; `name` is its name in the new module."""
+class Mixer(Protocol):
+    """Attention or a recurrence as declared. `module` is its path in the layer; it may depend on the layer's kind."""
 
-    def bind(self, binder: Binder, name: str) -> PartShape: ...
+    def of_layer(self, layer: nn.Module, config: Any) -> Mixer:
+        """The one that this layer has, where layers differ."""
+
+    @property
+    def module(self) -> str: ...
+
+    def bind(self, binder: Binder, name: str) -> MixerShape: ...
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,13 @@ class LayerSpec:
     `when`: config values that select among the specs of one class. `expect`: config values that must hold. `norm1` and
     `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP. SANDWICH adds `post1` and `post2` on their
     outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`: arguments that only repeat the mask.
+    A layer of another shape names its further parts in `more` and its steps in `program`; `values` are the arguments of
+    its forward that these steps read.
     """
 
     layer: str
-    attn: Attention
-    mlp: FeedForward
+    attn: Mixer
+    mlp: Part
     norm1: Norm | None = None
     norm2: Norm | None = None
     post1: Norm | None = None
@@ -56,6 +69,9 @@ class LayerSpec:
     when: tuple[tuple[str, Any], ...] = ()
     expect: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[str, ...] = ()
+    more: tuple[tuple[str, Part], ...] = ()
+    program: Program = ()
+    values: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> LayerSpec:
         """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""
@@ -66,7 +82,8 @@ class LayerSpec:
 
     def bind(self, layer: nn.Module, config: Any) -> Bound:
         """Bind the spec to `layer` (live or meta) and `config`. SpecMismatch lists every difference."""
-        attention = Binder(layer, config, None, self.transposed).module(self.attn.module, optional=True)
+        mixer = self.attn.of_layer(layer, config)
+        attention = Binder(layer, config, None, self.transposed).module(mixer.module, optional=True)
         index = getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
         binder = Binder(layer, config, index, self.transposed)
         for key, expected in self.expect:
@@ -75,64 +92,75 @@ class LayerSpec:
                 binder.differences.append(f"config.{key} is {found!r}; only {expected!r} is understood")
         if binder.differences:  # the layer is of another kind, so that its parameters would all differ
             raise SpecMismatch(self.layer.rpartition(".")[2], binder.differences)
-        attn = self.attn.bind(binder, self.attn.module.partition(".")[0])
-        mlp = self.mlp.bind(binder, "mlp")
-        declared = {name: getattr(self, name) for name in _NORMS}
-        norms = {name: None if norm is None else norm.bind(binder, name) for name, norm in declared.items()}
+        name = mixer.module.partition(".")[0]
+        declared: dict[str, Part | None] = {name: mixer, "mlp": self.mlp}
+        declared |= {norm: getattr(self, norm) for norm in NORMS} | dict(self.more)
+        bound = {name: None if part is None else part.bind(binder, name) for name, part in declared.items()}
+        absent = {part for part, shape in bound.items() if shape is None}
+        scale = binder.factor(self.residual_scale) if self.residual_scale else 1.0
+        steps = tuple(step for step in self.program if step.part not in absent)
         after_hidden = list(inspect.signature(type(layer).forward).parameters.values())[2:]
         shape = LayerShape(
-            attn=attn,
-            mlp=mlp,
-            residual=self.residual,
-            residual_scale=binder.factor(self.residual_scale) if self.residual_scale else 1.0,
-            returns=self.returns,
-            arguments=tuple(p.name for p in after_hidden if p.kind is p.POSITIONAL_OR_KEYWORD),
-            repeated=self.repeated,
-            **norms,
+            program=steps or program_of(self.residual, name, absent, scale),
+            held=tuple((name, part) for name, part in bound.items() if part is not None),
+            call=CallSpec(
+                arguments=tuple(p.name for p in after_hidden if p.kind is p.POSITIONAL_OR_KEYWORD),
+                repeated=self.repeated,
+                values=self.values,
+                returns=self.returns,
+            ),
         )
         if differences := [*binder.differences, *binder.unclaimed()]:
             raise SpecMismatch(self.layer.rpartition(".")[2], differences)
-        return Bound(shape, tuple(binder.fills), index, self.attn.module, self.layer.partition(".")[0])
+        return Bound(shape, tuple(binder.fills), index, self.layer.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """How a layer is called, and what it returns.
+
+    `arguments` are its positional arguments after the hidden states, `repeated` those that only repeat the mask,
+    `values` those that steps of its program read by name.
+    """
+
+    arguments: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    returns: str = TENSOR
 
 
 @dataclass(frozen=True)
 class LayerShape(ShapeOfParts):
-    """Everything that a block is built from.
+    """Everything that a block is built from: its steps, its parts by name, as the steps name them, and its call."""
 
-    `arguments` are the layer's positional arguments after the hidden states. `repeated` are
-    those that only repeat the mask.
-    """
-
-    attn: AttentionShape
-    mlp: PartShape
-    norm1: NormShape | None
-    norm2: NormShape | None
-    post1: NormShape | None
-    post2: NormShape | None
-    residual: str
-    residual_scale: float
-    returns: str
-    arguments: tuple[str, ...]
-    repeated: tuple[str, ...] = ()
+    program: Program
+    held: tuple[tuple[str, PartShape], ...]
+    call: CallSpec = CallSpec()
 
     @property
-    def parts(self) -> dict[str, PartShape]:
-        held = {name: getattr(self, name) for name in ("attn", "mlp", *_NORMS)}
-        return {name: part for name, part in held.items() if part is not None}
+    def parts(self) -> Mapping[str, PartShape]:
+        return dict(self.held)
 
-    def child(self, field: str) -> str:
-        return self.attn.name if field == "attn" else field
+    def with_parts(self, parts: Mapping[str, PartShape]) -> LayerShape:
+        return replace(self, held=tuple((name, parts.get(name, part)) for name, part in self.held))
+
+    @property
+    def mixers(self) -> dict[str, MixerShape]:
+        """Attentions and recurrences by name, in the order of `held`."""
+        return {name: part for name, part in self.held if isinstance(part, MixerShape)}
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return all(mixer.causal for mixer in self.mixers.values())
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer bound to its spec. `index`: its index in the cache, or None. `attn`: path of its attention module.
-
-    `library`: the package of the spec's class.
+    """A layer bound to its spec. `index`: its index in the cache, or None. `library`: the package of the spec's class.
     """
 
     shape: LayerShape
     fills: tuple[Fill, ...]
     index: int | None
-    attn: str
     library: str

@@ -1,9 +1,10 @@
 """Llama family: rotary decoders with separate projections, most with RMSNorm and a gated MLP."""
 
 from infuse.architectures.attention import Attention, Packed, Rotary, Separate, Sinks
-from infuse.architectures.layer import PARALLEL, PRE, SANDWICH, LayerSpec
+from infuse.architectures.layer import LayerSpec
 from infuse.architectures.mlp import MLP, GatedMLP, PackedGatedMLP
 from infuse.architectures.norm import LAYER, RMS, Norm
+from infuse.architectures.program import PARALLEL, PRE, SANDWICH
 
 _M = "transformers.models."
 

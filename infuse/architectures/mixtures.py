@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from infuse.architectures.attention import GATE_SOFTPLUS, OutputGate, Rotary
-from infuse.architectures.layer import PARALLEL, SANDWICH
 from infuse.architectures.llama import GRANITE_SINKS, LLAMA, MISTRAL, QWEN3, SINKS
 from infuse.architectures.mlp import GatedMLP, PackedGatedMLP
 from infuse.architectures.moe import MoE
 from infuse.architectures.norm import LAYER, RMS, Norm
+from infuse.architectures.program import PARALLEL, SANDWICH
 from infuse.architectures.router import Groups, Router
 from infuse.routing import (
     ACTIVATIONS,

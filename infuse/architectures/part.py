@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from infuse.parallel.slices import Cut, Range
 
@@ -172,6 +172,41 @@ class PartShape:
     def of_rank(self, share: Share) -> Self:
         """The part of one rank. SpecMismatch if ranks cannot share this part."""
         return self
+
+
+class MixerShape(PartShape):
+    """A part that lets tokens see others: attention, or a recurrent state.
+
+    It gets the settings of the old ones at the paths `replaces` in the layer; transformers records the last one by its
+    class. `causal`: no token sees a later one, so that a cache can hold what was made of the earlier ones.
+    `inverted_mask`: True in a mask means hidden. `takes_scores_mask`: a mask is one of scores, [B, H or 1, T or 1, L],
+    and not one of tokens, which the mixer then checks itself.
+    """
+
+    replaces: tuple[str, ...]
+    causal: bool
+    inverted_mask: bool
+    takes_scores_mask: ClassVar[bool] = True
+
+    @property
+    def bias_argument(self) -> str | None:
+        """The argument of the layer that gives a bias of the scores."""
+        return None
+
+    @property
+    def all_heads(self) -> int:
+        """Query heads on all ranks, as a mask or bias of several heads has them."""
+        return 1
+
+    @property
+    def cached_rows(self) -> tuple[tuple[int, int], ...]:
+        """What a cache holds of each token: heads and width of its keys, and of its values."""
+        return ()
+
+    @property
+    def state_values(self) -> int:
+        """How many float32 values a cache holds for each text, however long it is."""
+        return 0
 
 
 class ShapeOfParts(PartShape):

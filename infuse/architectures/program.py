@@ -19,11 +19,11 @@ ops/cpu/src/binding_layer.h.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from infuse.architectures.layer import PARALLEL, POST, PRE, SANDWICH, LayerShape
+PRE, POST, PARALLEL, SANDWICH = "pre", "post", "parallel", "sandwich"
 
 # y = norm(x); x = y = norm(x); branch = norm(branch)
 NORM, NORM_STREAM, NORM_BRANCH = "norm", "norm_stream", "norm_branch"
@@ -53,9 +53,9 @@ UNREAD, EMPTY = "unread", "empty"
 class Step(NamedTuple):
     """`part` names the block's child that runs, ADD multiplies the branch by `scale`, and `norm` is folded in.
 
-    With several streams, `on` is the stream that the step changes, and attention goes `over` another one. `by` are
-    indices of the stream's vectors, if a time step modulates it: scale and shift of a norm, the gate of an ADD. A NORM
-    without a part is y = x, and ADD leaves y alone.
+    With several streams, `on` is the stream that the step changes. Attention goes `over` another value of the call: a
+    stream, or the states of an encoder. `by` are indices of the stream's vectors, if a time step modulates it: scale
+    and shift of a norm, the gate of an ADD. A NORM without a part is y = x, and ADD leaves y alone.
     """
 
     does: str
@@ -69,6 +69,7 @@ class Step(NamedTuple):
 
 Program = tuple[Step, ...]
 
+NORMS = ("norm1", "norm2", "post1", "post2")
 _NORM1, _NORM2 = Step(NORM, "norm1"), Step(NORM, "norm2")
 _ATTENTION, _MLP, _ADD = Step(ATTENTION), Step(MLP, "mlp"), Step(ADD)
 _PROGRAMS: Mapping[str, Program] = MappingProxyType({
@@ -81,17 +82,27 @@ _PROGRAMS: Mapping[str, Program] = MappingProxyType({
 })  # fmt: skip
 
 
-def program_of(shape: LayerShape, ranks: int = 1) -> Program:
-    """Return the steps of a block, leaving out norms that it does not have.
+def program_of(residual: str, mixer: str, absent: Collection[str] = (), scale: float = 1.0) -> Program:
+    """Return the steps of a layer with this residual shape. `mixer` is the name of its attention or recurrence.
 
-    Only PARALLEL reduces over ranks as a step of its own, for both branches at once.
+    `absent` are norms that it does not have; `scale` multiplies each branch.
     """
-    absent = {name for name in ("norm1", "norm2", "post1", "post2") if getattr(shape, name) is None}
     return tuple(
-        step._replace(scale=shape.residual_scale) if step.does == ADD else step
-        for step in _PROGRAMS[shape.residual]
-        if step.part not in absent and (step.does != REDUCE or ranks > 1)
+        step._replace(part=mixer if step.does == ATTENTION else step.part, scale=scale if step.does == ADD else 1.0)
+        for step in _PROGRAMS[residual]
+        if step.part not in absent
     )
+
+
+def on_ranks(program: Program, ranks: int) -> Program:
+    """The program on so many ranks. Parts add up their own sums over ranks, unless a program reduces branches at once.
+    """
+    return tuple(step for step in program if step.does != REDUCE or ranks > 1)
+
+
+def reduces(program: Program) -> bool:
+    """Whether a REDUCE adds up the branches of all ranks at once, so that parts do not."""
+    return any(step.does == REDUCE for step in program)
 
 
 def merged(program: Program) -> Program:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from infuse.architectures.experts import ExpertsShape
-from infuse.architectures.layer import PARALLEL, LayerShape
+from infuse.architectures.layer import LayerShape
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import EXPERT, HEADS, INNER, KV_HEADS, ROW, VOCAB, Parameter, PartShape, Share, named
 from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.program import reduces
 from infuse.architectures.split import SplitShape
 from infuse.errors import SpecMismatch
 from infuse.parallel.mesh import Mesh
@@ -44,7 +45,7 @@ def layer_part(
     own: dict[str, PartShape] = {}
     cuts: dict[str, tuple[Parameter, Share]] = {}
     differences: list[str] = []
-    if isinstance(shape, LayerShape) and shape.residual == PARALLEL and shape.expert_count and mesh.size != mesh.tp:
+    if isinstance(shape, LayerShape) and reduces(shape.program) and shape.expert_count and mesh.size != mesh.tp:
         differences.append("attention and experts are added up at once, which other ranks do; give tp_size alone")
     for field, part in shape.parts.items():
         name = shape.child(field)
@@ -94,7 +95,8 @@ def share_of(part: PartShape, mesh: Mesh, *, grain: int, multiples: Mapping[str,
     _refuse_scarce(part, {unit: (count, mesh.tp) for unit, count in counts.items()})
     ranges: dict[str, tuple[Range, ...]] = {}
     if HEADS in counts:
-        shares = split_heads(counts.pop(HEADS), counts.pop(KV_HEADS), mesh.tp)
+        heads = counts.pop(HEADS)
+        shares = split_heads(heads, counts.pop(KV_HEADS, heads), mesh.tp)
         assert shares is not None
         ranges[HEADS] = tuple(one.heads for one in shares)
         ranges[KV_HEADS] = tuple(one.kv_heads for one in shares)

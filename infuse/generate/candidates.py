@@ -93,8 +93,7 @@ class Draft:
             return input_ids, None
         ids = input_ids.to(self._device)
         if held := self._cache.get_seq_length():  # else the step is prepared for the prompt
-            kept = min(held, ids.shape[1] - 1)
-            self._cache.crop(kept - held)
+            kept = self._cache.rewind(min(held, ids.shape[1] - 1))
             self._steps.advance(ids[:, kept:], ids)
         drawn_from: list[Tensor] = []
         while True:
@@ -106,6 +105,8 @@ class Draft:
             drawn_from.append(scores_BV)
             if last or len(drawn_from) == count:
                 break
+            if len(drawn_from) == 1:  # what follows may be rejected
+                self._cache.snapshot()
             self._steps.advance(tokens_BT, ids)
         return ids, torch.stack(drawn_from, dim=1) if self._config.do_sample else None
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from infuse.errors import ContextLimitError, NotAvailable, UnsupportedCall
-from infuse.layers.attention import Attention
+from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import calls_by_name
 
 NAMES = ("generate_batch", "init_continuous_batching")
@@ -50,7 +50,7 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotAvailable(
             f"continuous batching over {ranks} ranks: each would schedule by itself; use generate(), or one rank"
         )
-    attentions = [part for part in self.modules() if isinstance(part, Attention)]
+    attentions = [part for part in self.modules() if isinstance(part, Mixer)]
     if own := sorted({type(part).__name__ for part in attentions if not calls_by_name(part)}):
         raise UnsupportedCall(
             f"continuous batching needs an attention that reads transformers' paged cache; {', '.join(own)} has one of "

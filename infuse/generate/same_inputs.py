@@ -17,7 +17,7 @@ from transformers.generation import GenerationConfig, LogitsProcessor, StoppingC
 
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.runner import GraphRunner, modes
-from infuse.layers.cache import KVSlot
+from infuse.layers.slot import Slot
 from infuse.parallel.group import Group
 
 # Arguments of `generate` that are callables, called at each step.
@@ -71,9 +71,8 @@ def _cache_state(cache: Any) -> list:
 
 
 def _slot_state(layer: Any) -> tuple:
-    if isinstance(layer, KVSlot):
-        rows = 0 if layer.key_storage is None or not layer.length else layer.key_storage.shape[0]
-        return layer.length, rows, _on_host(layer.row_lengths)
+    if isinstance(layer, Slot):
+        return layer.length, layer.rows, _on_host(layer.row_lengths)
     keys = getattr(layer, "keys", None)  # not every cache layer of transformers has keys or cumulative_length
     shape = (keys.shape[0], keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() > 1 else ()
     return type(layer).__name__, shape, _on_host(getattr(layer, "cumulative_length", None))

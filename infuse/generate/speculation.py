@@ -78,6 +78,7 @@ class _Search:
         self._steps = Steps(model, input_ids, kwargs, limit_tokens, speculates=True)
         self._cache, self._processed = kwargs["past_key_values"], Processed(processors)
         self._most, self._device, self._begun = most_candidates(model), model.device, False
+        self._dropped = 0  # accepted tokens that the cache holds no more
         self._rows: list[Tensor] = []  # processed scores of the last step, [1, V] each
         self._raw_BNV: Tensor | None = None
         self._scores: list[Tensor] = []
@@ -117,13 +118,15 @@ class _Search:
         """Return the logits after the last token and after each candidate, [1, N, V]."""
         count = len(candidates)
         if self._begun:
-            self._steps.advance(ids[:, -count - 1 :], ids)
+            self._cache.snapshot()
+            self._steps.advance(ids[:, -count - 1 - self._dropped :], ids)
             return self._steps.logits(count + 1)[:, -count - 1 :]
         self._begun = True
         logits_BNV = self._steps.logits()[:, -1:]  # the prompt runs alone, so that it rounds as in plain decoding
         certain = not self._config.do_sample and not self._processed and self._group.size == 1
         if not candidates or (certain and int(logits_BNV.argmax()) != candidates[0]):
             return logits_BNV
+        self._cache.snapshot()
         self._steps.advance(ids[:, -count:], ids)
         return torch.cat((logits_BNV, self._steps.logits(count)[:, -count:]), dim=1)
 
@@ -161,7 +164,10 @@ class _Search:
                 break
         self.ids = ids[:, : before + count]
         if rejected := self.scores_BNV.shape[1] - count:
-            self._cache.crop(-rejected)
+            wanted = self._cache.get_seq_length() - rejected
+            self._dropped = wanted - self._cache.rewind(wanted)  # a recurrence's state goes back further
+        else:
+            self._dropped = 0
         if self._config.return_dict_in_generate and self._config.output_scores:
             self._scores += map(ordinary, self._rows[:count])
         if self._config.return_dict_in_generate and self._raw_BNV is not None:

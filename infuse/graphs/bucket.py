@@ -86,7 +86,7 @@ class Bucket:
         return output
 
     def _storage(self) -> Tensor | None:
-        return self.cache.layers[0].key_storage if self.cache.layers else None
+        return next(iter(self.cache.storages()), None)
 
 
 class _Step:

@@ -16,7 +16,8 @@ from torch import Tensor
 from infuse import interrupts
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.pool import BucketPool
-from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.cache import KVCache
+from infuse.layers.slot import Slot
 
 
 class GraphedCache(KVCache):
@@ -53,7 +54,7 @@ class GraphedCache(KVCache):
             (slot.reorder_cache if self.bucket is None else slot.reorder_in_place)(beam_idx)
 
     def __reduce__(self) -> Any:  # a copy holds the tokens without the bucket
-        return _plain, (self._make_slot, [slot.copied() for slot in self.layers], self.format)
+        return _plain, (self._settings, [slot.copied() for slot in self.layers])
 
     # -- decode steps
 
@@ -100,7 +101,7 @@ class GraphedCache(KVCache):
         return inputs
 
 
-def _plain(make_slot: Callable[[], KVSlot], layers: list[KVSlot], format: str | None) -> KVCache:
-    cache = KVCache(format=format)
-    cache._make_slot, cache.layers = make_slot, layers  # type: ignore[assignment]
+def _plain(settings: tuple[int, int | None, str | None], layers: list[Slot]) -> KVCache:
+    cache = KVCache(*settings)
+    cache.layers = layers
     return cache

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,9 @@ from infuse import ops
 from infuse.architectures.attention import GATE_SIGMOID, AttentionShape
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
-from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
+from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
@@ -28,16 +27,15 @@ from infuse.layers.surroundings import Surroundings
 from infuse.ops.cache_rows import values_of
 
 
-class Attention(InferenceModule):
+class Attention(Mixer[AttentionShape]):
     """Compute residual + attention(norm(x)); norm and residual are optional and run inside the products if they fuse.
 
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
 
     def __init__(self, shape: AttentionShape, surroundings: Surroundings):
-        super().__init__()
-        self.shape, self._index, self._group = shape, surroundings.index, surroundings.group
-        self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
+        super().__init__(shape, surroundings)
+        self._rows = shape.cached_rows
         bodies, (qkv, out, *gate) = surroundings.bodies, shape.matrices
         self.qkv, self.out = surroundings.linear(qkv), surroundings.linear(out)
         self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
@@ -160,8 +158,8 @@ class Attention(InferenceModule):
             keys, values = slot.whole()
             return self._append(qkv_BTND, cos, sin, keys, values, slot.place, shape.heads, interleaved), keys, values
         if slot is not None and slot.row_lengths is None and slot.place is None:
-            batch, tokens, _, width = qkv_BTND.shape
-            start = slot.reserve(batch, tokens, shape.kv_heads, width, qkv_BTND, self.filler)
+            batch, tokens = qkv_BTND.shape[:2]
+            start = slot.reserve(batch, tokens, self._rows, qkv_BTND, self.filler)
             q = self._append(qkv_BTND, cos, sin, slot.key_storage, slot.value_storage, start, shape.heads, interleaved)
             slot.advance(tokens)
             keys, values = slot.held()

@@ -6,6 +6,7 @@ Positions, mask and cache are the model's own: the block uses what the model pas
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,25 +14,25 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse import ops
-from infuse.architectures.attention import Alibi, RelativeBias
-from infuse.architectures.layer import BIASED, PARALLEL, TUPLE, LayerShape
-from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, Program, folded, merged, program_of
+from infuse.architectures.layer import BIASED, TUPLE, LayerShape
+from infuse.architectures.norm import NormShape
+from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, folded, merged, on_ranks, reduces
+from infuse.architectures.program import MLP as MLP_STEP
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache, self_attention_cache
-from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named
+from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import all_are_heard, fuses, untouched
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.named_attention import arguments_of_named, names_ours
-from infuse.layers.norm import Norm
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
-from infuse.layers.program import run
+from infuse.layers.program import Run, compiled, run
 from infuse.layers.recorders import is_heard
 from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
@@ -39,14 +40,17 @@ from infuse.parallel.group import LOCAL, Group
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
 LEAST_PADDING = 1 / 16
 _FUSED = (MLP, MoE)  # parts that take norm and residual
+_NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
 def block_ops(shape: LayerShape) -> tuple[str, ...]:
     """Return the names of the ops that a block of this shape calls, except those of its linears."""
-    fused = any(step.does in (ADD_NORM, ADD_NORM_STREAM) for step in merged(program_of(shape)))
-    alone = [name for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2) if norm for name in norm.ops]
-    norms = [each for name in alone for each in ((name, f"add_{name}") if fused else (name,))]
-    return tuple(dict.fromkeys((*norms, *shape.attn.ops, *shape.mlp.ops)))
+    fused = any(step.does in (ADD_NORM, ADD_NORM_STREAM) for step in merged(shape.program))
+    norms = [name for part in shape.parts.values() if isinstance(part, NormShape) for name in part.ops]
+    sums = [f"add_{name}" for name in norms] if fused else []
+    alone = [each for pair in zip(norms, sums, strict=True) for each in pair] if fused else norms
+    others = [name for part in shape.parts.values() if not isinstance(part, NormShape) for name in part.ops]
+    return tuple(dict.fromkeys((*alone, *others)))
 
 
 class Block(InferenceModule):
@@ -65,33 +69,33 @@ class Block(InferenceModule):
         skips_padding: bool = False,
     ):
         super().__init__()
-        self.shape, self._skips_padding = shape, skips_padding and not shape.attn.causal
-        all_ranks, group = group, group.dense
-        self.reduce = group.adds(f"{path}: attention and MLP")
-        of_attention, of_mlp = None, None
-        if group.size > 1 and shape.residual != PARALLEL:  # PARALLEL reduces both branches at once
-            of_attention, of_mlp = group.adds(f"{path}.{shape.attn.name}"), group.adds(f"{path}.mlp")
-        if shape.mlp.expert_count and all_ranks.size > 1 and shape.residual != PARALLEL:
-            of_mlp = all_ranks.adds(f"{path}.mlp")
-        for name in ("norm1", "norm2", "post1", "post2"):
-            norm = getattr(shape, name)
-            self.add_module(name, None if norm is None else Norm(norm, bodies))
-        self._attention_name = name = shape.attn.name
-        self.add_module(name, make_part(shape.attn, Surroundings(name, formats, bodies, group, of_attention, index)))
-        self.mlp = make_part(shape.mlp, Surroundings("mlp", formats, bodies, group, of_mlp, index))
-        program = program_of(shape, group.size)
+        self.shape, self._skips_padding = shape, skips_padding and not shape.causal
+        self.reduce = group.dense.adds(f"{path}: attention and MLP")
+        for name, part in shape.held:
+            ranks = group if part.expert_count else group.dense
+            apart = part.matrices and not reduces(shape.program)  # else the block adds up all branches at once
+            combine = ranks.adds(f"{path}.{name}") if apart and ranks.size > 1 else None
+            self.add_module(name, make_part(part, Surroundings(name, formats, bodies, group.dense, combine, index)))
+        program = on_ranks(shape.program, group.dense.size)
         self._program = merged(program)
-        self._of_few: Program | None = None
-        if type(self.mlp) in _FUSED and fuses(bodies):
-            self._of_few = merged(folded(program))
-            norms = [step.norm for step in self._of_few if step.norm]
-            self._passed_by = {"mlp", *(norm for norm in norms if norms.count(norm) > 1)}
+        self._steps = compiled(self._program, self.reduce)
+        self._steps_of_few: tuple[Run, ...] | None = None
+        self._mixers = tuple(shape.mixers)
+        self._products = tuple(step.part for step in program if step.does == MLP_STEP)
+        if fuses(bodies) and not any(step.over for step in program) and self._folds():
+            of_few = merged(folded(program))
+            norms = [step.norm for step in of_few if step.norm]
+            self._steps_of_few = compiled(of_few, self.reduce)
+            self._passed_by = {*self._mixers, *self._products, *(norm for norm in norms if norms.count(norm) > 1)}
         self._one_call = make_one_call(self, self._program, bodies, index)
-        self._heads = shape.attn.all_heads
-        position = shape.attn.position
-        self._bias_argument = position.argument if isinstance(position, (Alibi, RelativeBias)) else None
-        self._index, self._layer = index, layer
-        self._served = SERVED | NEUTRAL | {*shape.repeated, *filter(None, (self._bias_argument,))}
+        mixers = shape.mixers.values()
+        self._heads = max(mixer.all_heads for mixer in mixers)
+        self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
+        self._takes_scores_mask = all(mixer.takes_scores_mask for mixer in mixers)
+        self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
+        self._index, self._layer, self._values = index, layer, shape.call.values
+        self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values}
+        self._served |= {*filter(None, (self._bias_argument,))}
 
     def ignore(self, keywords: frozenset[str]) -> None:
         """Take these keywords, too, which the original ignores."""
@@ -109,12 +113,31 @@ class Block(InferenceModule):
         if torch.is_grad_enabled() and is_recorded(self, hidden_states):
             return unrecorded(Block.forward, self, hidden_states, *args, **kwargs)
         if args:
-            kwargs = named(self.shape.arguments, args, kwargs, self._layer)
-        attention = self._modules[self._attention_name]
-        assert attention is not None
-        more = None
-        if not (kwargs.keys() <= self._served and names_ours(attention)):
-            more = arguments_of_named(attention, kwargs, self._served, self.shape.arguments, self._layer)
+            kwargs = named(self.shape.call.arguments, args, kwargs, self._layer)
+        inputs = self._inputs(hidden_states, kwargs)
+        packed = None
+        # A traced graph needs the parts as separate ops and must not depend on a mask's values.
+        if inputs.more is None and not is_compiling():
+            if self._skips_padding:
+                packed = real_tokens(inputs.mask, self._inverted_mask, hidden_states)
+            if packed is None and self._one_call is not None:
+                out = self._one_call(self, self._modules[self._mixers[0]], hidden_states, inputs)
+                if out is not None:
+                    return self._returned(out, None, inputs.bias)
+        x = hidden_states
+        if packed is not None:
+            x, inputs = packed.taken(x), inputs._replace(packed=packed)
+        out, weights = run(self._chosen(x), self._modules, x, inputs)
+        if packed is not None:
+            out = packed.spread(out)
+        return self._returned(out, weights, inputs.bias)
+
+    def _inputs(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> Inputs:
+        """What the parts take of a call's arguments."""
+        parts: dict[str, Any] = self._modules
+        first, more = parts[self._mixers[0]], None
+        if not (kwargs.keys() <= self._served and names_ours(first)):
+            more = self._arguments_of_named(kwargs)
         given = kwargs.get
         cache = given("past_key_values")
         if cache is None:
@@ -122,58 +145,67 @@ class Block(InferenceModule):
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
             cache = self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
-        if mask is not None and more is None:
+        if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)
         bias = given(self._bias_argument) if self._bias_argument else None
-        positions = attention._modules.get("positions")  # a user's own attention has none
+        positions = first._modules.get("positions")  # a user's own attention has none
         if bias is None and isinstance(positions, LearnedBias):
             bias = positions(hidden_states)
             more = None if more is None else {**more, "position_bias": bias}
-        inputs = Inputs(  # positional arguments are faster here
+        recorded = False
+        for name in self._mixers:
+            recorded = recorded or _weights_are_recorded(parts[name])
+        return Inputs(  # positional arguments are faster here
             mask,
             cache,
             given("position_embeddings"),
             given("position_ids"),
             bias,
             given("is_causal"),
-            bool(given("output_attentions")) or _weights_are_recorded(attention),
+            bool(given("output_attentions")) or recorded,
             self._heads,
             None,
             more,
+            {name: given(name) for name in self._values} if self._values else _NO_VALUES,
         )
-        packed = None
-        # A traced graph needs the parts as separate ops and must not depend on a mask's values.
-        if more is None and not is_compiling():
-            if self._skips_padding:
-                packed = real_tokens(inputs.mask, self.shape.attn.inverted_mask, hidden_states)
-            if packed is None and self._one_call is not None:
-                out = self._one_call(self, attention, hidden_states, inputs)
-                if out is not None:
-                    return self._returned(out, None, bias)
-        x = hidden_states
-        if packed is not None:
-            x, inputs = packed.taken(x), inputs._replace(packed=packed)
-        out, weights = run(self._chosen(attention, x), self, attention, x, inputs)
-        if packed is not None:
-            out = packed.spread(out)
-        return self._returned(out, weights, bias)
+
+    def _arguments_of_named(self, kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
+        """The arguments for attention functions that the config names; None to compute all of the block ourselves.
+
+        UnsupportedCall if a part does not call any such function.
+        """
+        found = None
+        for name in self._mixers:
+            mixer: Any = self._modules[name]
+            arguments = self.shape.call.arguments
+            more = arguments_of_named(mixer, kwargs, self._served, arguments, self._layer)
+            if more is not None and not isinstance(mixer, Attention):
+                refuse_arguments(self._layer, more, self._served)
+            found = more if found is None else found
+        return found
 
     def _returned(self, out: Tensor, weights: Tensor | None, bias: Tensor | None) -> Any:
         """What the original returns: BIASED hands its bias on to the next layer, and has no cross attention."""
-        returns = self.shape.returns
+        returns = self.shape.call.returns
         if returns == BIASED:
             return out, bias, None
         return (out, weights) if returns == TUPLE else out
 
-    def _chosen(self, attention: nn.Module, x: Tensor) -> Program:
+    def _folds(self) -> bool:
+        """Whether all products take a norm before them and a sum after them."""
+        parts: dict[str, Any] = self._modules
+        for name in self._mixers:
+            if type(parts[name]).forward is not Attention.forward:
+                return False
+        return all(type(parts[name]) in _FUSED for name in self._products)
+
+    def _chosen(self, x: Tensor) -> tuple[Run, ...]:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""
-        few, parts = self._of_few, self._modules
-        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard():
-            return self._program
-        if type(attention).forward is not Attention.forward or type(parts["mlp"]) not in _FUSED:
-            return self._program
-        passed_by: Any = (attention, *(parts[name] for name in self._passed_by))
-        return few if all(map(untouched, passed_by)) else self._program
+        few, parts = self._steps_of_few, self._modules
+        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard() or not self._folds():
+            return self._steps
+        passed_by: Any = (parts[name] for name in self._passed_by)
+        return few if all(map(untouched, passed_by)) else self._steps
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:

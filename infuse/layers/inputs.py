@@ -6,6 +6,7 @@ Suffixes: B batch, T new tokens, N real tokens, C channels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
     """What the model passed to the layer, unchanged.
 
     `more` is None if our own op computes the attention. Otherwise it holds every keyword argument that the layer itself
-    does not consume, for the attention function that the config names.
+    does not consume, for the attention function that the config names. `values`: what steps read by name.
     """
 
     mask: Tensor | None
@@ -45,3 +46,4 @@ class Inputs(NamedTuple):
     heads: int
     packed: Packed | None = None
     more: Mapping[str, Any] | None = None
+    values: Mapping[str, Any] = MappingProxyType({})

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.attention import NoPosition
+from infuse.architectures.attention import AttentionShape, NoPosition
 from infuse.architectures.layer import LayerShape
 from infuse.architectures.moe import AVERAGE
-from infuse.architectures.norm import RMS
-from infuse.architectures.program import ADD, ADD_NORM, ADD_NORM_STREAM, ATTENTION, Program
+from infuse.architectures.norm import RMS, NormShape
+from infuse.architectures.program import ADD, ADD_NORM, ADD_NORM_STREAM, NORMS, Program
 from infuse.layers.attention import Attention
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
@@ -81,10 +81,10 @@ class OneCall:
         self._numbers = torch.tensor(integers, device="cpu"), torch.tensor(reals, dtype=torch.float64, device="cpu")
 
     def _block(self, block: Any, program: Program, owner: int, reals: list[float]) -> list[int]:
-        attn = block.shape.attn
+        (attn,) = block.shape.mixers.values()
         integers = [STEPS.index("layer"), attn.window] if attn.causal else []
         for step in program:
-            name = attn.name if step.does == ATTENTION else step.part
+            name = step.part
             part = getattr(block, name) if name else None
             integers.append(STEPS.index("moe" if isinstance(part, MoE) else step.does))
             if step.does in (ADD, ADD_NORM, ADD_NORM_STREAM):
@@ -295,7 +295,8 @@ class BlockCall(OneCall):
 
     def __init__(self, block: Any, program: Program):
         super().__init__((block,), (program,))
-        self._shape: LayerShape = block.shape
+        (attention,) = block.shape.mixers.values()
+        self._rows = attention.cached_rows
 
     def __call__(self, block: nn.Module, attention: Any, x_BTC: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the block's result; None if it has to run part by part."""
@@ -322,8 +323,7 @@ class StepCall(BlockCall):
         slot, tensors = cache.slot(self.index), self._tensors((block,))
         if tensors is None or slot.place is not None or slot.row_lengths is not None:
             return None
-        shape = self._shape.attn
-        start = slot.reserve(batch, tokens, shape.kv_heads, shape.head_width, x_BTC, attention.filler)
+        start = slot.reserve(batch, tokens, self._rows, x_BTC, attention.filler)
         assert slot.key_storage is not None and slot.value_storage is not None
         positions, mask = attention._modules["positions"], inputs.mask
         turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
@@ -374,8 +374,11 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
     are faster.
     """
     shape: LayerShape = block.shape
-    attn = shape.attn
-    norms = [norm for norm in (shape.norm1, shape.norm2, shape.post1, shape.post2, attn.q_norm, attn.k_norm) if norm]
+    attn = next(iter(shape.mixers.values()))
+    known = {*shape.mixers, "mlp", *NORMS}
+    if type(attn) is not AttentionShape or len(shape.mixers) > 1 or not known.issuperset(shape.parts):
+        return None
+    norms = [part for part in (*shape.parts.values(), attn.q_norm, attn.k_norm) if isinstance(part, NormShape)]
     if any(norm.whole or (norm.weight is not None and len(norm.weight) != 1) for norm in norms):
         return None
     if attn.clip or attn.norm_after or attn.gate is not None or attn.head_counts or set(bodies.values()) != {"cpu"}:
@@ -388,6 +391,6 @@ def make_one_call(block: Any, program: Program, bodies: Mapping[str, str], index
         return None
     if attn.causal:
         return None if index is None else StepCall(block, program, index)
-    plain = shape.residual_scale == 1.0 and not attn.window and isinstance(attn.position, NoPosition)
+    plain = all(step.scale == 1.0 for step in program) and not attn.window and isinstance(attn.position, NoPosition)
     tiled = any(map(takes_tiles, (torch.bfloat16, torch.float32)))
     return EncoderCall(block, program) if plain and tiled else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from infuse.architectures.image_attention import ImageAttentionModuleShape
 from infuse.architectures.image_transformer import ImageTransformerShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
+from infuse.architectures.norm import NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
 from infuse.architectures.streams import StreamsShape
@@ -27,6 +29,7 @@ from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
+from infuse.layers.norm import Norm
 from infuse.layers.surroundings import Surroundings
 
 LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
@@ -34,6 +37,7 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
         AttentionShape: Attention,
         MLPShape: MLP,
         MoEShape: MoE,
+        NormShape: lambda shape, surroundings: Norm(shape, surroundings.bodies),
         FeedForwardShape: FeedForward,
         ImageAttentionModuleShape: ImageAttentionModule,
         ImageTransformerShape: ImageTransformer,
@@ -45,6 +49,16 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
 )
 
 
+_registered: dict[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = {}  # by `register`
+
+
+def register(shape: type[PartShape], layer: Callable[[Any, Surroundings], nn.Module]) -> Callable[[], object]:
+    """Compute parts of this shape by layer(shape, surroundings). Call the result to take it back."""
+    _registered[shape] = layer
+    return partial(_registered.pop, shape, None)
+
+
 def make_part(shape: PartShape, surroundings: Surroundings) -> nn.Module:
     """Make the layer of a part on meta; its weights are filled in later."""
-    return LAYERS[type(shape)](shape, surroundings)
+    layer = _registered.get(type(shape)) or LAYERS[type(shape)]
+    return layer(shape, surroundings)

@@ -1,12 +1,14 @@
-"""The interpreters of programs (architectures/program.py), part by part.
+"""The interpreter of programs (architectures/program.py): each step becomes a function when a block is built.
 
-`run` has one stream, in three local variables, with caches, attention weights and ranks' sums of parallel branches.
-`run_streams` has several streams, modulated by a time step. They have no more in common than a plain norm and an MLP,
-and a language model's step of one token should look up no streams.
+A function takes a Stream, which holds what the steps work on, and the block's parts by name. Functions are partials of
+those below, so that blocks can be copied and pickled, and parts exchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from infuse.architectures.program import (
     MODULATE,
     NORM,
     NORM_BRANCH,
+    NORM_STREAM,
     REDUCE,
     SKIP,
     SPLIT,
@@ -38,53 +41,132 @@ from infuse.architectures.program import (
     TIME,
     TURNS,
     Program,
+    Step,
 )
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, untouched
 from infuse.layers.norm import Norm
 
 LARGEST = 65504  # of float16
+Parts = Mapping[str, Any]  # attribute access on an nn.Module takes 0.7 us
 
 
-def run(program: Program, block: Any, attention: nn.Module, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Run the program on x. Return the block's output and its attention weights (None unless wanted)."""
-    parts: dict[str, Any] = block._modules  # attribute access on an nn.Module takes 0.7 us
-    y: Tensor = x
-    branch: Any = None  # a tensor once a part has run
-    weights: Tensor | None = None
-    for does, name, scale, norm, *_ in program:
-        if does == NORM:
-            y = direct(parts[name], x)
-        elif does == ATTENTION:
-            made, weights = attention(y, inputs)
-            branch = made if branch is None else branch + made
-        elif does == MLP:
-            made = direct(parts[name], y)
-            branch = made if branch is None else branch + made
-        elif does == FOLDED_ATTENTION:
-            branch, weights = attention.forward(x, inputs, parts[norm] if norm else None, branch)
-        elif does == FOLDED_MLP:
-            branch = parts[name].fused(x, parts[norm] if norm else None, branch)
-        elif does == CARRY:
-            branch = x
-        elif does == NORM_BRANCH:
-            branch = direct(parts[name], branch)
-        elif does == REDUCE:
-            branch = block.reduce(branch)
-        else:  # add the branch to the stream
-            if scale != 1.0:
-                branch = branch * scale
-            if does == ADD_NORM:
-                x, y = _added(parts[name], branch, x)
-            elif does == ADD_NORM_STREAM:
-                x = y = _added(parts[name], branch, x)[1]
-            else:
-                x = y = branch if does == TAKE else x + branch
-            branch = None
-    return x, weights
+class Stream:
+    """One residual stream while a program runs: x, y = the input of the next part, branch = the sum of parts so far.
+
+    `inputs`: what the model passed to a layer. `weights`: of each attention, None unless wanted.
+    """
+
+    __slots__ = ("branch", "inputs", "weights", "x", "y")
+
+    def __init__(self, x: Tensor, inputs: Inputs):
+        self.x, self.y, self.inputs = x, x, inputs
+        self.branch: Any = None  # a tensor once a part has run
+        self.weights: list[Tensor | None] = []
 
 
-def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+Run = Callable[[Any, Parts], None]
+
+
+def compiled(program: Program, reduce: Callable[[Tensor], Tensor] | None = None) -> tuple[Run, ...]:
+    """The functions of a layer's program. `reduce` adds up its branches over ranks."""
+    return tuple(_LAYER[step.does](step, reduce) for step in program)
+
+
+def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Run a layer's program on x. Return its output and the weights of its first attention."""
+    stream = Stream(x, inputs)
+    for step in steps:
+        step(stream, parts)
+    return stream.x, stream.weights[0] if stream.weights else None
+
+
+def _norm(name: str, s: Stream, parts: Parts) -> None:
+    s.y = direct(parts[name], s.x)
+
+
+def _norm_stream(name: str, s: Stream, parts: Parts) -> None:
+    s.x = s.y = direct(parts[name], s.x)
+
+
+def _norm_branch(name: str, s: Stream, parts: Parts) -> None:
+    s.branch = direct(parts[name], s.branch)
+
+
+def _mix(name: str, s: Stream, parts: Parts) -> None:
+    made, weights = parts[name](s.y, s.inputs)
+    s.weights.append(weights)
+    s.branch = made if s.branch is None else s.branch + made
+
+
+def _over(name: str, over: str, s: Stream, parts: Parts) -> None:
+    made, weights = parts[name](s.y, s.inputs, s.inputs.values[over])
+    s.weights.append(weights)
+    s.branch = made if s.branch is None else s.branch + made
+
+
+def _mlp(name: str, s: Stream, parts: Parts) -> None:
+    made = direct(parts[name], s.y)
+    s.branch = made if s.branch is None else s.branch + made
+
+
+def _folded_attention(name: str, norm: str, s: Stream, parts: Parts) -> None:
+    s.branch, weights = parts[name].forward(s.x, s.inputs, parts[norm] if norm else None, s.branch)
+    s.weights.append(weights)
+
+
+def _folded_mlp(name: str, norm: str, s: Stream, parts: Parts) -> None:
+    s.branch = parts[name].fused(s.x, parts[norm] if norm else None, s.branch)
+
+
+def _carry(s: Stream, parts: Parts) -> None:
+    s.branch = s.x
+
+
+def _take(s: Stream, parts: Parts) -> None:
+    s.x = s.y = s.branch
+    s.branch = None
+
+
+def _reduce(reduce: Callable[[Tensor], Tensor], s: Stream, parts: Parts) -> None:
+    s.branch = reduce(s.branch)
+
+
+def _add(scale: float, s: Stream, parts: Parts) -> None:
+    s.x = s.y = s.x + (s.branch if scale == 1.0 else s.branch * scale)
+    s.branch = None
+
+
+def _add_norm(name: str, scale: float, s: Stream, parts: Parts) -> None:
+    s.x, s.y = added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)
+    s.branch = None
+
+
+def _add_norm_stream(name: str, scale: float, s: Stream, parts: Parts) -> None:
+    s.x = s.y = added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)[1]
+    s.branch = None
+
+
+_LAYER: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
+    {
+        NORM: lambda step, _: partial(_norm, step.part),
+        NORM_STREAM: lambda step, _: partial(_norm_stream, step.part),
+        NORM_BRANCH: lambda step, _: partial(_norm_branch, step.part),
+        ATTENTION: lambda step, _: partial(_over, step.part, step.over) if step.over else partial(_mix, step.part),
+        MLP: lambda step, _: partial(_mlp, step.part),
+        FOLDED_ATTENTION: lambda step, _: partial(_folded_attention, step.part, step.norm),
+        FOLDED_MLP: lambda step, _: partial(_folded_mlp, step.part, step.norm),
+        CARRY: lambda step, _: _carry,
+        TAKE: lambda step, _: _take,
+        REDUCE: lambda step, reduce: partial(_reduce, reduce),
+        ADD: lambda step, _: partial(_add, step.scale),
+        ADD_NORM: lambda step, _: partial(_add_norm, step.part, step.scale),
+        ADD_NORM_STREAM: lambda step, _: partial(_add_norm_stream, step.part, step.scale),
+    }
+)
+
+
+def added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and its norm, computed in one pass if the norm has no hooks."""
     if type(norm) is Norm and untouched(norm):
         return norm.add(branch, x)
@@ -135,7 +217,7 @@ def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
         elif does == ADD_NORM and by:
             values[on], y[on] = part.add(branch.pop(on), x, *given)
         elif does == ADD_NORM:
-            values[on], y[on] = _added(part, branch.pop(on), x)
+            values[on], y[on] = added(part, branch.pop(on), x)
         elif does == CARRY:
             branch[on] = x
         elif does == TAKE:

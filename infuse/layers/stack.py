@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse.layers import autocast
-from infuse.layers.cache import KVCache, KVSlot
+from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import Linear, Quantized, QuantizedLinear, untouched
@@ -21,6 +21,7 @@ from infuse.layers.named_attention import names_ours
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
 from infuse.layers.position import PassedTurns, Positions
+from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.layer import HeldLayers, Turns
 from infuse.ops.cpu.linear import always_streams, fits
@@ -40,14 +41,15 @@ class StackCall(OneCall):
         Steps are like x, what the embedding returned.
         """
         calls = [block._one_call for block in blocks]
-        attns = [block.shape.attn for block in blocks]
+        names = [name for block in blocks for name in list(block.shape.mixers)[:1]]
+        attns = [block.shape.mixers[name] for block, name in zip(blocks, names, strict=True)]
         if not blocks or any(type(call) is not StepCall for call in calls):
             return None
         if any(not call.takes(block) for call, block in zip(calls, blocks, strict=True)):
             return None
         if any(attn.position != attns[0].position for attn in attns):
             return None
-        attentions = [block._modules[attn.name] for block, attn in zip(blocks, attns, strict=True)]
+        attentions = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
         if not positions <= {PassedTurns, Positions}:
             return None
@@ -90,8 +92,8 @@ class StackCall(OneCall):
     def held(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[HeldLayers | None, int]:
         """Make room for a new token in each slot, and hold all for steps like x. Return for how many tokens, too."""
         for slot, attention in zip(slots, self._attentions, strict=True):
-            attn: Any = attention.shape
-            slot.reserve(len(x_BTC), 1, attn.kv_heads, attn.head_width, x_BTC, attention.filler)  # type: ignore[arg-type]
+            shape: Any = attention.shape
+            slot.reserve(len(x_BTC), 1, shape.cached_rows, x_BTC, attention.filler)  # type: ignore[arg-type]
         keys, values = [slot.key_storage for slot in slots], [slot.value_storage for slot in slots]
         held = HeldLayers.of(x_BTC, tensors, (keys, values), self._numbers)  # type: ignore[arg-type]
         return held, min(each.shape[2] for each in keys)  # type: ignore[union-attr]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.part import MixerShape
 from infuse.dtype_cast import kept_in_float32
 from infuse.ops.cache_rows import SCALE_BYTES
 from infuse.plan.formats import held_bytes
@@ -24,9 +25,25 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def token_bytes(steps: Iterable[Step], dtype: torch.dtype, kv_cache: str | None) -> tuple[int, int]:
     """Bytes of one token's keys and values in a cache in `dtype`, and in one of format `kv_cache`."""
-    rows: list[Any] = [step.shape.attn for step in steps if step.decodes]  # type: ignore[union-attr]
-    plain = sum(2 * attn.kv_heads * attn.head_width for attn in rows) * dtype.itemsize
-    return plain, sum(2 * attn.kv_heads * (attn.head_width + SCALE_BYTES) for attn in rows) if kv_cache else plain
+    rows = [row for mixer in _cached(steps) for row in mixer.cached_rows]
+    plain = sum(heads * width for heads, width in rows) * dtype.itemsize
+    return plain, sum(heads * (width + SCALE_BYTES) for heads, width in rows) if kv_cache else plain
+
+
+def state_bytes(steps: Iterable[Step]) -> int:
+    """Bytes that recurrences hold of one text in a cache, however long it is."""
+    return sum(mixer.state_values for mixer in _cached(steps)) * torch.float32.itemsize
+
+
+def has_state(step: Step) -> bool:
+    """Whether a part of the step's module holds a recurrence's state in the cache."""
+    return any(mixer.state_values for mixer in _cached([step]))
+
+
+def _cached(steps: Iterable[Step]) -> list[MixerShape]:
+    """The parts that keep something in a cache."""
+    shapes = [step.shape for step in steps if step.decodes]
+    return [mixer for shape in shapes if isinstance(shape, LayerShape) for mixer in shape.mixers.values()]
 
 
 def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sharing: Sharing) -> int:

@@ -45,7 +45,7 @@ from infuse.layers.hook import hookable
 from infuse.layers.named_experts import NamedExperts
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.parallel.slices import split
-from infuse.plan.bytes import bytes_after, parameter_bytes, token_bytes
+from infuse.plan.bytes import bytes_after, parameter_bytes, state_bytes, token_bytes
 from infuse.plan.experts import balance, check_counts, idle_ranks
 from infuse.plan.formats import Formats, linears_of, matrices_made, matrix_ops
 from infuse.plan.found import config_around, path_of, shared_weights
@@ -120,6 +120,7 @@ def make_plan(
         mesh=mesh,
         kv_cache=kv_cache,
         token_bytes=token_bytes(steps, dtype, kv_cache),
+        state_bytes=state_bytes(steps),
     )
 
 
@@ -246,22 +247,23 @@ class _Decision:
 
     def block(self, module: nn.Module, path: str, bound: Bound) -> Step:
         name = type(module).__name__
-        moved = (bound.attn, *bound.shape.recorded.values())
+        moved = (*(mixer.replaces[-1] for mixer in bound.shape.mixers.values()), *bound.shape.recorded.values())
         parts = self.layer_parts(module, path, bound, moved, bound.library)
         shape, fills, whole = self.chosen(parts, bound.shape, path)
         bodies = self.bodies((*block_ops(bound.shape), *matrix_ops(fills, shape)))
-        inside = "mlp.experts."
+        mixture = next((name for name, part in bound.shape.held if part.expert_count), "")
+        inside = f"{mixture}.experts."
         quantized = {fill.target.removeprefix(inside): fill for fill in fills if fill.format and inside in fill.target}
         if formats := {weight: quant_format(str(fill.format)) for weight, fill in quantized.items()}:
-            bodies = self.fitting(bodies, [part.shape.mlp.experts for part in parts], formats)  # type: ignore[union-attr]
-        skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.attn.causal
+            bodies = self.fitting(bodies, [part.shape.parts[mixture].experts for part in parts], formats)  # type: ignore[union-attr]
+        skips = self.config.skip_padding and self.device.kind == "cpu" and not bound.shape.causal
         for router in sorted(self.routers):
             if router.startswith(f"{path}."):
                 self.keep(router)
-        why, index, attn = f"spec of {name}", bound.index, bound.attn
+        why = f"spec of {name}"
         if len(parts) > 1 and bound.shape.expert_count:
             why += f"; {self.balance(bound.shape.expert_count, config_around(self.model, path))}"
-        return Step(path, name, shape, fills, bodies, why, index, attn, whole=whole, skips_padding=skips)
+        return Step(path, name, shape, fills, bodies, why, bound.index, whole=whole, skips_padding=skips)
 
     def kept(self, path: str, fill: Fill) -> list[str]:
         """The sources of `fill`, of the module at `path`, that stay in float32 in a model of 16 bits."""

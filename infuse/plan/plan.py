@@ -46,6 +46,7 @@ class Plan:
 
     `before_bytes` and `after_bytes` count parameters and buffers; of the latter, `mapped_bytes` are experts in a file.
     `kv_cache` is the format of our cache (None: `dtype`); `token_bytes` are those of a token in `dtype` and in it.
+    `state_bytes`: what recurrences hold of each text, however long it is.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Plan:
     mapped_bytes: int = 0
     kv_cache: str | None = None
     token_bytes: tuple[int, int] = (0, 0)
+    state_bytes: int = 0
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
@@ -150,6 +152,8 @@ def _other_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         dtype = str(plan.dtype).removeprefix("torch.")
         others = f"caches that you pass and continuous batching keep {dtype}"
         yield "cache", "", f"{plan.kv_cache}, {held} a token instead of {plain} in {dtype}; {others}", ""
+    if plan.state_bytes:
+        yield "states", "", f"{plan.state_bytes / 1e3:,.1f} kB for each text in float32, however long it is", ""
     yield "memory", "", memory(plan), ""
 
 

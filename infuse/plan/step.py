@@ -36,10 +36,10 @@ _DEPTHS: Mapping[type, str] = MappingProxyType(
 class Step:
     """Replace the module at `path` by one built from `shape`. Only the step for attention has no shape.
 
-    `bodies`: pairs of op and body. `attn`: path of the attention module inside a layer. `index`: the layer's index in
-    the cache. `shares`: path of the head whose weight an embedding uses. If ranks share the module, `shape` and `fills`
-    are this rank's, and `whole` is the shape of the whole module. `others`: further interpretations of a layer without
-    a spec; the proof picks one. `skips_padding`: an encoder layer returns zeros at padding instead of computing it.
+    `bodies`: pairs of op and body. `index`: the layer's index in the cache. `shares`: path of the head whose weight an
+    embedding uses. If ranks share the module, `shape` and `fills` are this rank's, and `whole` is the shape of the
+    whole module. `others`: further interpretations of a layer without a spec; the proof picks one. `skips_padding`: an
+    encoder layer returns zeros at padding instead of computing it.
     """
 
     path: str
@@ -49,7 +49,6 @@ class Step:
     bodies: tuple[tuple[str, str], ...]
     why: str
     index: int | None = None
-    attn: str = ""
     shares: str = ""
     whole: Shape | None = None
     others: tuple[Step, ...] = ()
@@ -78,7 +77,7 @@ class Step:
     @property
     def decodes(self) -> bool:
         """True if the step's module uses a KV cache."""
-        return self.depth == BLOCK and self.index is not None and self.shape.attn.causal  # type: ignore[union-attr]
+        return isinstance(self.shape, LayerShape) and self.index is not None and self.shape.causal
 
     @property
     def interpretations(self) -> tuple[str, ...]:

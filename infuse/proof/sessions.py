@@ -28,6 +28,7 @@ from infuse.layers.cache import KVCache
 PADDING = 3
 LATER = (1, 2)  # new tokens of the calls after the first: a decode step, then several tokens at once
 FIRST_TEXT = 3  # of two texts in a row, the first has a third of the tokens
+ENCODED = 7  # states of an encoder
 WINDOW = 5  # a sliding window shorter than TOKENS
 _LONGEST = 256  # tokens of a text that is longer than windows: attention over more takes long, and rounds more
 
@@ -39,7 +40,8 @@ class Session:
     The model runs on a cache from `make_cache`. New modules also run on those from `also`, if the same arguments mean
     the same there. `texts`: each row holds two texts, separated by a 4-d mask. `paged`: they are packed as in a step of
     continuous batching, with the cache that it passes to the attention function. `window`: sliding windows have this
-    length. If the model itself refuses an `optional` session, it yields no case.
+    length. `states`: arguments that get the states of an encoder. If the model itself refuses an `optional` session, it
+    yields no case.
     """
 
     label: str
@@ -51,6 +53,7 @@ class Session:
     texts: bool = False
     paged: bool = False
     window: int | None = None
+    states: tuple[str, ...] = ()
     optional: bool = True
 
 
@@ -66,11 +69,23 @@ def plain_sessions(config: Any) -> list[Session]:
     ]
 
 
-def block_sessions(model: nn.Module, decodes: bool, kv_cache: str | None = None) -> list[Session]:
+def block_sessions(
+    model: nn.Module, decodes: bool, kv_cache: str | None = None, states: tuple[str, ...] = (), recurs: bool = False
+) -> list[Session]:
     """The sessions that a block is proven on; without a cache only, unless it `decodes`.
 
-    `kv_cache`: the format of the cache that it is also proven on.
+    `kv_cache`: the format of the cache that it is also proven on. `states`: arguments with an encoder's states.
+    `recurs`: a layer of the model holds a state, which originals do not keep in our cache.
     """
+    sessions = [replace(session, states=states) for session in _block_sessions(model, decodes, kv_cache)]
+    theirs = partial(DynamicCache, config=getattr(model, "config", None))
+    for i, session in enumerate(sessions):
+        if recurs and session.make_cache is our_cache:
+            sessions[i] = replace(session, make_cache=theirs, also=(our_cache, *session.also))
+    return sessions
+
+
+def _block_sessions(model: nn.Module, decodes: bool, kv_cache: str | None) -> list[Session]:
     config: Any = getattr(model, "config", None)
     first, most = first_tokens(config), most_tokens(config)
     texts = Session("two texts in a row", (min(first, 4),), FEW, texts=True)
@@ -175,6 +190,8 @@ def session_inputs(
         more |= _packed(session.tokens[0], sample.device)
     if cache is not None:
         more = {"past_key_values": cache, "use_cache": True}
+    width = getattr(getattr(model, "config", None), "hidden_size", 1)
+    more |= {name: make("values", (session.batch, ENCODED, width)) for name in session.states}
     given: dict[str, Tensor] = {}
     for i, tokens in enumerate(session.tokens):
         new = model_inputs(model, make, session.batch, tokens)

@@ -1,0 +1,93 @@
+"""Mixer: the base of layers that let tokens see others, and what each keeps of them in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from torch import Tensor, nn
+
+from infuse import ops
+from infuse.architectures.part import MixerShape
+from infuse.errors import UnsupportedCall
+from infuse.layers.cache import KVCache
+from infuse.layers.gradient import InferenceModule
+from infuse.layers.inputs import Inputs
+from infuse.layers.slot import ForeignStates, MadeSlot, StateSlot
+from infuse.layers.surroundings import Surroundings
+
+Shape = TypeVar("Shape", bound=MixerShape)
+
+
+class Mixer(InferenceModule, Generic[Shape]):
+    """An attention or a recurrence of a block, called with the new tokens [B, T, C] and the call's other inputs.
+
+    `forward` returns (output [B, T, C], attention weights [B, H, T, L] or None). A step that goes over another value of
+    the call gives it as a third argument. What is kept between calls belongs to the slot of `index` in the cache.
+    """
+
+    def __init__(self, shape: Shape, surroundings: Surroundings):
+        super().__init__()
+        self.shape: Shape = shape
+        self._index, self._group, self._name = surroundings.index, surroundings.group, surroundings.name
+        self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
+
+    def forward(
+        self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None = None, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    @property
+    def index(self) -> int:
+        assert self._index is not None
+        return self._index
+
+    def append(
+        self, inputs: Inputs, keys_BKTD: Tensor, values_BKTD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """Append the new tokens' keys and values to the cache, if there is one.
+
+        Return those of all tokens, the mask over them, and whether causal order applies besides.
+        """
+        cache, mask, tokens = inputs.cache, inputs.mask, keys_BKTD.shape[2]
+        causal, keys, values = self.shape.causal if inputs.causal is None else inputs.causal, keys_BKTD, values_BKTD
+        if isinstance(cache, KVCache):
+            slot = cache.slot(self.index)
+            keys, values = slot.update(keys, values, filler=self.filler)
+            mask = ops.both_masks(mask, slot.seen(tokens) if slot.place is None else slot.allowed(0), keys.dtype)
+        elif cache is not None:
+            keys, values = cache.update(keys, values, self.index)
+            if mask is None and causal and 1 < tokens < keys.shape[2]:
+                keys, values = keys[:, :, :tokens], values[:, :, :tokens]  # beyond a static cache's first prompt
+        if mask is not None and mask.shape[-1] not in (1, keys.shape[2]):
+            raise UnsupportedCall(
+                f"attention_mask has shape {list(mask.shape)}, and this call has {keys.shape[2]} keys: its last axis "
+                f"must be {keys.shape[2]}"
+            )
+        return keys, values, mask, mask is None and causal
+
+    def states(self, inputs: Inputs) -> StateSlot | ForeignStates | None:
+        """What the cache holds of a recurrence's state; None without a cache.
+
+        UnsupportedCall for a cache that holds keys and values for this layer.
+        """
+        cache = inputs.cache
+        if cache is None or isinstance(cache, KVCache):
+            return None if cache is None else cache.slot(self.index, StateSlot)
+        layer = cache.layers[self.index] if self.index < len(cache.layers) else None
+        if not hasattr(layer, "recurrent_states"):
+            raise UnsupportedCall(
+                f"past_key_values: layer {self.index} of this {type(cache).__name__} is a {type(layer).__name__} and "
+                "holds no state of a recurrence; leave the cache to generate(), or make it with config=model.config"
+            )
+        return ForeignStates(layer)
+
+    def made_once(
+        self, inputs: Inputs, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """make(source), computed once for an answer if our cache holds it."""
+        cache = inputs.cache
+        if not isinstance(cache, KVCache):
+            return make(source)
+        return cache.slot_of(self.index, self._name, MadeSlot).made(source, make)

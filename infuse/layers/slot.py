@@ -1,0 +1,548 @@
+"""Slots: what one layer keeps in a cache, behind transformers' protocol for cache layers.
+
+KVSlot holds rows of tokens, [B, K, S, D] for keys and for values, whose numbers of heads and widths may differ; `keys`
+and `values` are views of its first `length` tokens. All tokens are kept, so cropping back is always possible. A slot of
+format "int8" stores rows of ops/cache_rows.py instead, [B, K, S, D + 4]. StateSlot holds what a recurrence makes of all
+tokens, which can go back only to where a snapshot was taken; MadeSlot what is made once of another value of the calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from infuse import memory
+from infuse.errors import ContextLimitError, InfuseError, UnsupportedCall
+from infuse.ops.cache_rows import SCALE_BYTES, dequantize_rows, quantize_rows
+
+_ROUND_TOKENS = 64  # capacities are multiples of this, so that growth is rare
+Rows = tuple[tuple[int, int], ...]  # heads and width of keys, and of values
+
+
+class Slot(CacheLayerMixin):
+    """What one layer keeps of `length` tokens so far, made by the layer of ours that is its `filler`."""
+
+    is_sliding = False
+    place: Tensor | None = None  # of the next token, inside of a CUDA graph
+    row_lengths: Tensor | None = None  # of rows of different lengths
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        self.length = 0
+        self.filler: str | None = None  # what identifies the layer, in copies and pickles, too
+        self.capacity_tokens, self.limit_tokens, self.format = capacity_tokens, limit_tokens, format
+        self.is_initialized = False
+
+    # -- what each kind answers
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """The tensors that hold it, [B, ...] each; none before the first token."""
+        raise NotImplementedError
+
+    def snapshot(self) -> None:
+        """Make it possible to go back to here, if that is not possible anyway."""
+
+    def rewind(self, tokens: int) -> int:
+        """Go back to at most so many tokens, to as many as possible, and return their number."""
+        raise NotImplementedError
+
+    def copied(self) -> Slot:
+        """A copy in storage of its own, without room for more."""
+        raise NotImplementedError
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        """Reorder without new storage if the number of rows stays the same."""
+        raise NotImplementedError
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
+        raise NotImplementedError
+
+    def _select(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    # -- what all have in common
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that it holds; 0 while it is empty."""
+        storages = self.storages
+        return storages[0].shape[0] if storages and self.length else 0
+
+    def check_room(self, tokens: int) -> None:
+        """Raise ContextLimitError if so many more tokens are too many."""
+        if self.limit_tokens is not None and self.length + tokens > self.limit_tokens:
+            held = f"the cache holds {self.length} tokens, {tokens} more were given"
+            raise ContextLimitError(f"{held}, and max_out_tokens is {self.limit_tokens}")
+
+    def fill_by(self, filler: str | None) -> None:
+        """Raise UnsupportedCall if another layer has filled this slot; None: it is not known which one."""
+        if filler is None:
+            return
+        if self.length and self.filler is not None and self.filler != filler:
+            raise UnsupportedCall(
+                "past_key_values: the cache was filled by another model; fill a new cache with this model, or reset() "
+                "this one"
+            )
+        self.filler = filler
+
+    def check_batch(self, rows: int, batch: int) -> None:
+        if self.length and rows != batch:  # a batch of one would be broadcast silently
+            raise InfuseError(f"the cache holds a batch of {rows}, a batch of {batch} was given")
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.limit_tokens is None else self.limit_tokens
+
+    def get_max_cache_shape(self) -> int:
+        """Same as `get_max_length`, under its name before transformers 5.2x."""
+        return self.get_max_length()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if storages := self.storages:
+            self._select(torch.arange(storages[0].shape[0]).repeat_interleave(repeats))
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        raise UnsupportedCall("crop_rows: this cache holds a recurrence's state, which cannot drop tokens")
+
+    def hold_place(self, place: Tensor | None, count: Tensor | None) -> None:
+        if place is not None:
+            raise UnsupportedCall("hold_place: this cache holds more than keys and values: no graphs are made")
+
+
+class KVSlot(Slot):
+    """One layer's keys and values. `reserve` makes room, the caller writes, `advance` counts the tokens."""
+
+    is_croppable = True
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        super().__init__(capacity_tokens, limit_tokens, format)
+        self.dtype = torch.float32  # of the layer's keys and values
+        self.count: Tensor | None = None
+        self.key_storage: Tensor | None = None
+        self.value_storage: Tensor | None = None
+        self.unpaired = ""  # the storage to which tokens were assigned, until the other one has as many
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """True makes models pass a mask over the whole storage."""
+        return self.place is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Keys so far, [B, K, length, D]; dequantized if they are stored in another format."""
+        return None if self.key_storage is None else self._readable(self.key_storage[:, :, : self.length])
+
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._assign("key_storage", states)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.value_storage is None else self._readable(self.value_storage[:, :, : self.length])
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._assign("value_storage", states)
+
+    def _assign(self, storage: str, states: Tensor | None) -> None:
+        """Hold `states` instead, as callers do that drop tokens; keys and values must end up with as many."""
+        if self.row_lengths is not None or self.place is not None:
+            raise UnsupportedCall("keys and values of a KVCache cannot be assigned while its rows have own lengths")
+        tokens = 0 if states is None else states.shape[2]
+        if tokens != self.length:
+            self.unpaired = storage
+        elif storage != self.unpaired:
+            self.unpaired = ""
+        self.length = tokens
+        setattr(self, storage, None if states is None else self._stored(states))
+        if states is not None:
+            self.dtype, self.is_initialized = states.dtype, True
+
+    def _readable(self, stored: Tensor) -> Tensor:
+        return stored if self.format is None else dequantize_rows(stored, self.dtype)
+
+    def _stored(self, states: Tensor) -> Tensor:
+        return states if self.format is None else quantize_rows(states)
+
+    def reserve(self, batch: int, tokens: int, rows: Rows, like: Tensor, filler: str | None = None) -> int:
+        """Make room for `tokens` more, in the dtype and on the device of `like`. Return the index of the first.
+
+        Raise ContextLimitError beyond `limit_tokens`, InfuseError for another batch than is held, and UnsupportedCall
+        for other heads, width, dtype or device, or another filler.
+        """
+        needed = self.length + tokens
+        if self.limit_tokens is not None:
+            self.check_room(tokens)
+        keys, values = self.key_storage, self.value_storage
+        if keys is None or values is None:
+            self._grow(batch, needed, rows, like)
+            self.filler = filler
+            return self.length
+        if self.length and keys.shape[0] != batch:
+            self.check_batch(keys.shape[0], batch)
+        scale = 0 if self.format is None else SCALE_BYTES
+        (k_heads, k_width), (v_heads, v_width) = rows
+        alike = keys.shape[1] == k_heads and keys.shape[3] == k_width + scale
+        alike = alike and values.shape[1] == v_heads and values.shape[3] == v_width + scale
+        alike = alike and self.dtype == like.dtype and keys.device == like.device
+        if self.length and not alike:
+            held = tuple((each.shape[1], each.shape[3] - scale) for each in (keys, values))
+            raise UnsupportedCall(
+                f"past_key_values: the cache was filled with {_told(held, self.dtype, keys.device)}, and this layer "
+                f"makes {_told(rows, like.dtype, like.device)}; fill a new cache with this model, or reset() this one"
+            )
+        if filler is not self.filler:
+            self.fill_by(filler)
+        if keys.shape[2] < needed or keys.shape[0] != batch or not alike:
+            self._grow(batch, needed, rows, like)
+        return self.length
+
+    def _grow(self, batch: int, needed: int, rows: Rows, like: Tensor) -> None:
+        if self.unpaired:  # what is assigned has no room for more, so that this is called next
+            raise UnsupportedCall("past_key_values: its keys and values were assigned with different numbers of tokens")
+        doubled = 2 * self.key_storage.shape[2] if self.length and self.key_storage is not None else 0
+        capacity = max(needed, doubled, self.capacity_tokens)
+        capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
+        if self.limit_tokens is not None:
+            capacity = min(capacity, self.limit_tokens)
+        dtype, scale = (like.dtype, 0) if self.format is None else (torch.int8, SCALE_BYTES)
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside inference mode
+            made = [memory.empty((batch, heads, capacity, width + scale), dtype, like.device) for heads, width in rows]
+        keys, values = made
+        if self.length:
+            for new, old in zip(made, self.held(), strict=True):
+                new[:, :, : self.length] = old
+        self.key_storage, self.value_storage, self.dtype = keys, values, like.dtype
+        self.is_initialized = True
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values so far as they are stored, [B, K, length, D] each. The storage must exist."""
+        assert self.key_storage is not None and self.value_storage is not None
+        return self.key_storage.narrow(2, 0, self.length), self.value_storage.narrow(2, 0, self.length)
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """Stored keys and values, [B, K, S, D] each."""
+        return [each for each in (self.key_storage, self.value_storage) if each is not None]
+
+    def take(self, other: KVSlot) -> None:
+        """Append the tokens of another slot, as they are stored there in the same format."""
+        assert other.format == self.format and other.key_storage is not None
+        scale = 0 if self.format is None else SCALE_BYTES
+        rows = tuple((each.shape[1], each.shape[3] - scale) for each in other.storages)
+        like = torch.empty(0, dtype=other.dtype, device=other.key_storage.device)
+        start = self.reserve(other.key_storage.shape[0], other.length, rows, like, other.filler)
+        self.advance(other.length)
+        for mine, its in zip(self.held(), other.held(), strict=True):
+            mine[:, :, start:] = its
+
+    def copied(self) -> KVSlot:
+        """Copy the tokens to new storage, without room for more."""
+        slot = copy.copy(self)
+        if self.key_storage is not None and self.value_storage is not None:
+            slot.key_storage, slot.value_storage = (held.clone() for held in self.held())
+        return slot
+
+    # -- rows of different lengths
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        """Keep the first lengths[b] tokens of row b ([B] integers). Later tokens are appended at each row's own end."""
+        storage = self.key_storage
+        if storage is None or lengths.shape != storage.shape[:1] or bool((lengths > self.length).any()):
+            raise InfuseError(f"lengths {lengths.tolist()} do not fit a cache of {self.length} tokens")
+        self.row_lengths = lengths.to(storage.device, torch.long, copy=True)
+        self.length = int(lengths.max())
+
+    def seen(self, tokens: int) -> Tensor | None:
+        """Mask of keys that the last `tokens` may attend to, bool [B, 1, T, length]; None unless row lengths differ."""
+        if self.row_lengths is None:
+            return None
+        device = self.row_lengths.device
+        last = self.row_lengths[:, None] - tokens + torch.arange(tokens, device=device)
+        return (torch.arange(self.length, device=device) <= last[:, :, None])[:, None]
+
+    def _update_rows(self, key_states: Tensor, value_states: Tensor) -> None:
+        assert self.row_lengths is not None and self.key_storage is not None and self.value_storage is not None
+        batch, _, tokens, _ = key_states.shape
+        rows = torch.arange(batch, device=key_states.device)[:, None]
+        places = self.row_lengths[:, None] + torch.arange(tokens, device=key_states.device)
+        # Clear the places that shorter rows skip: a mask hides them, but NaN would survive it.
+        for storage in (self.key_storage, self.value_storage):
+            storage[:, :, self.length : self.length + tokens] = 0
+        self.key_storage[rows, :, places] = self._stored(key_states).transpose(1, 2)
+        self.value_storage[rows, :, places] = self._stored(value_states).transpose(1, 2)
+        self.row_lengths = self.row_lengths + tokens
+
+    # -- inside a graph
+
+    def hold_place(self, place: Tensor | None, count: Tensor | None) -> None:
+        self.place, self.count = place, count
+
+    def allowed(self, window: int) -> Tensor:
+        """Mask of the keys that the token at `place` may attend to, bool [1, 1, 1, S]; `window` as in ops.attention."""
+        assert self.place is not None and self.key_storage is not None
+        keys = torch.arange(self.key_storage.shape[2], device=self.place.device)
+        seen = keys <= self.place
+        return (seen & (keys > self.place - window) if window else seen)[None, None, None]
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Stored keys and values over the whole capacity, [B, K, S, D] each. The storage must exist."""
+        assert self.key_storage is not None and self.value_storage is not None
+        return self.key_storage, self.value_storage
+
+    def _update_place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.place is not None and self.key_storage is not None and self.value_storage is not None
+        if key_states.shape[2] != 1:
+            raise InfuseError(f"one token at a time goes to a place that is held, {key_states.shape[2]} were given")
+        self.key_storage.index_copy_(2, self.place[None], self._stored(key_states))
+        self.value_storage.index_copy_(2, self.place[None], self._stored(value_states))
+        return self._readable(self.key_storage), self._readable(self.value_storage)
+
+    # -- transformers' protocol for one layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        values = key_states if value_states is None else value_states
+        self.reserve(key_states.shape[0], 0, _rows_of(key_states, values), key_states)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, filler: str | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.place is not None:
+            return self._update_place(key_states, value_states)
+        batch, _, tokens, _ = key_states.shape
+        start = self.reserve(batch, tokens, _rows_of(key_states, value_states), key_states, filler)
+        assert self.key_storage is not None and self.value_storage is not None
+        if self.row_lengths is not None:
+            self._update_rows(key_states, value_states)
+        else:
+            self.key_storage[:, :, start : start + tokens] = self._stored(key_states)
+            self.value_storage[:, :, start : start + tokens] = self._stored(value_states)
+        self.advance(tokens)
+        keys, values = self.held()
+        return self._readable(keys), self._readable(values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.place is not None:
+            assert self.key_storage is not None
+            return self.key_storage.shape[2], 0
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Number of tokens, or the tensor `place` while it is set; transformers' static cache returns a tensor, too."""
+        return self.length if self.place is None else self.place  # type: ignore[return-value]
+
+    def reset(self) -> None:
+        self.length, self.row_lengths, self.unpaired = 0, None, ""
+        self.place = self.count = None
+
+    def crop(self, tokens: int) -> None:
+        self.length = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
+        rows = self.row_lengths
+        if rows is not None:
+            self.row_lengths = rows.clamp(max=tokens) if tokens > 0 else (rows + tokens).clamp(min=0)
+
+    def rewind(self, tokens: int) -> int:
+        self.crop(min(tokens, self.length) - self.length)
+        return self.length
+
+    def _select(self, rows: Tensor) -> None:
+        if self.key_storage is not None and self.value_storage is not None:
+            rows = rows.to(self.key_storage.device)
+            self.key_storage = self.key_storage.index_select(0, rows)
+            self.value_storage = self.value_storage.index_select(0, rows)
+        if self.row_lengths is not None:
+            self.row_lengths = self.row_lengths.index_select(0, rows.to(self.row_lengths.device))
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        """Reorder without new storage if the number of rows stays the same. This copies the tokens twice."""
+        if self.key_storage is None or len(beam_idx) != self.key_storage.shape[0]:
+            return self._select(beam_idx)
+        rows = beam_idx.to(self.key_storage.device)
+        for held in self.held():
+            held.copy_(held.index_select(0, rows))
+        if self.row_lengths is not None:
+            self.row_lengths = self.row_lengths.index_select(0, rows)
+
+
+def _rows_of(key_states: Tensor, value_states: Tensor) -> Rows:
+    return (key_states.shape[1], key_states.shape[3]), (value_states.shape[1], value_states.shape[3])
+
+
+def _told(rows: Rows, dtype: torch.dtype, device: torch.device) -> str:
+    (heads, width), values = rows
+    other = "" if values == (heads, width) else f" (values: {values[0]} of {values[1]})"
+    return f"{heads} heads of {width}{other} in {dtype} on {device}"
+
+
+class StateSlot(Slot):
+    """What a recurrence makes of all tokens so far: `states` [B, ...] by name, which a step replaces as a whole."""
+
+    is_croppable = False
+    is_compileable = False
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        super().__init__(capacity_tokens, limit_tokens, format)
+        self.states: Mapping[str, Tensor] = {}
+        self._kept: tuple[int, Mapping[str, Tensor]] = (0, {})  # the last snapshot: tokens and states
+
+    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+        """The states before `tokens` more of each row; empty before the first. Errors as KVSlot.reserve raises them."""
+        self.check_room(tokens)
+        self.fill_by(filler)
+        if self.length:
+            self.check_batch(self.rows, batch)
+        return self.states if self.length else {}
+
+    def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
+        """The states after these tokens, in new tensors: snapshots hold the old ones."""
+        self.states, self.length, self.is_initialized = states, self.length + tokens, True
+
+    @property
+    def storages(self) -> list[Tensor]:
+        return list(self.states.values())
+
+    def snapshot(self) -> None:
+        self._kept = (self.length, self.states)
+
+    def rewind(self, tokens: int) -> int:
+        if tokens < self.length:
+            self.length, self.states = self._kept if self._kept[0] <= tokens else (0, {})
+        return self.length
+
+    def crop(self, tokens: int) -> None:
+        """As of all slots, but only to nothing, or down to a snapshot."""
+        wanted = min(self.length, tokens) if tokens > 0 else max(self.length + tokens, 0)
+        if wanted not in (0, self.length, self._kept[0]):
+            text = f"past_key_values: a recurrence's state of {self.length} tokens cannot go back to {wanted} of them"
+            raise UnsupportedCall(f"{text}; fill a new cache")
+        self.rewind(wanted)
+
+    def copied(self) -> StateSlot:
+        slot = copy.copy(self)
+        slot.states = {name: state.clone() for name, state in self.states.items()}
+        return slot
+
+    def take(self, other: StateSlot) -> None:
+        self.states, self.length, self.filler = other.states, other.length, other.filler
+
+    def reset(self) -> None:
+        self.length, self.states, self._kept = 0, {}, (0, {})
+
+    def _select(self, rows: Tensor) -> None:
+        self.states = {name: state.index_select(0, rows.to(state.device)) for name, state in self.states.items()}
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self._refuse()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedCall("past_key_values: this layer of the cache holds a recurrence's state, no keys and values")
+
+
+class ForeignStates:
+    """The states of a recurrence in a cache of transformers, as a StateSlot gives and takes them.
+
+    Its convolution's inputs are the state "conv", [B, C, K]; any other name stands for the recurrent state.
+    """
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+
+    def begin(self, batch: int, tokens: int, filler: str | None = None) -> Mapping[str, Tensor]:
+        held = {**self._layer.recurrent_states, _CONV: self._layer.conv_states.get(0)}
+        there = self._layer.has_previous_state.get(0) and all(each is not None for each in held.values())
+        return {_STATE if name == 0 else name: state for name, state in held.items()} if there else {}
+
+    def end(self, tokens: int, states: Mapping[str, Tensor]) -> None:
+        layer, first = self._layer, not self._layer.has_previous_state.get(0)
+        for name, state in states.items():
+            if first:
+                layer.lazy_initialization(**{"conv_states" if name == _CONV else "recurrent_states": state})
+            (layer.conv_states if name == _CONV else layer.recurrent_states)[0].copy_(state)
+        layer.has_previous_state[0] = True
+
+
+_CONV, _STATE = "conv", "state"
+
+
+class MadeSlot(Slot):
+    """Tensors [B, ...] made once of another value of the calls, such as keys and values of an encoder's states.
+
+    They are made anew when the calls give another tensor, or have changed it.
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, capacity_tokens: int = 0, limit_tokens: int | None = None, format: str | None = None):
+        super().__init__(capacity_tokens, limit_tokens, format)
+        self._source: tuple[Tensor | None, int] = (None, 0)  # with its version
+        self._made: tuple[Tensor, ...] = ()
+
+    def made(self, source: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """make(source), or what it was when the same source was last given."""
+        version = 0 if source.is_inference() else source._version
+        if self._source[0] is not source or self._source[1] != version:
+            self._source, self._made = (source, version), make(source)
+        return self._made
+
+    @property
+    def storages(self) -> list[Tensor]:
+        return list(self._made)
+
+    def rewind(self, tokens: int) -> int:
+        return tokens
+
+    def crop(self, tokens: int) -> None:
+        """Nothing: it does not grow with the tokens."""
+
+    def crop_rows(self, lengths: Tensor) -> None:
+        """Nothing: rows of the source keep their lengths."""
+
+    def copied(self) -> MadeSlot:
+        slot = copy.copy(self)
+        slot._made = tuple(each.clone() for each in self._made)
+        return slot
+
+    def reset(self) -> None:
+        self._source, self._made = (None, 0), ()
+
+    def _select(self, rows: Tensor) -> None:
+        self._made = tuple(each.index_select(0, rows.to(each.device)) for each in self._made)
+
+    def reorder_in_place(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self._refuse()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedCall("past_key_values: this slot of the cache takes no new tokens")

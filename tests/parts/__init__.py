@@ -1,0 +1,1 @@
+"""Made-up parts of layers, each with its spec and its layer; nothing in the package knows them."""
