@@ -1,7 +1,7 @@
 """The interpreter of programs (architectures/program.py): each step becomes a function when a block is built.
 
-A function takes a Stream, which holds what the steps work on, and the block's parts by name. Functions are partials of
-those below, so that blocks can be copied and pickled, and parts exchanged.
+A function takes what the steps work on, a Stream of a layer or the Streams of a diffusion block, and the block's parts
+by name. Functions are partials of those below, so that blocks can be copied and pickled, and parts exchanged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from infuse.architectures.program import (
     END,
     FOLDED_ATTENTION,
     FOLDED_MLP,
+    IMAGE,
     JOINT,
     MASK,
     MLP,
@@ -37,6 +38,7 @@ from infuse.architectures.program import (
     SKIP,
     SPLIT,
     TAKE,
+    TEXT,
     TEXT_MASK,
     TIME,
     TURNS,
@@ -59,18 +61,39 @@ class Stream:
 
     __slots__ = ("branch", "inputs", "weights", "x", "y")
 
-    def __init__(self, x: Tensor, inputs: Inputs):
+    def __init__(self, x: Any, inputs: Any = None):
         self.x, self.y, self.inputs = x, x, inputs
         self.branch: Any = None  # a tensor once a part has run
         self.weights: list[Tensor | None] = []
+
+
+class Streams:
+    """The streams of a block, and the other values of its call: masks, rotations, the time step.
+
+    `vectors`: by stream, what the time step makes. `gated_add` is the block's.
+    """
+
+    def __init__(self, values: dict[str, Any], gated_add: Callable[..., Tensor]):
+        self.values, self.gated_add = values, gated_add
+        self.of = {name: Stream(values.get(name)) for name in (IMAGE, TEXT)}
+        self.vectors: Mapping[str, tuple[Tensor, ...]] = {}
+
+    def given(self, on: str, by: tuple[int, ...]) -> list[Tensor]:
+        vectors = self.vectors[on]
+        return [vectors[i] for i in by]
 
 
 Run = Callable[[Any, Parts], None]
 
 
 def compiled(program: Program, reduce: Callable[[Tensor], Tensor] | None = None) -> tuple[Run, ...]:
-    """The functions of a layer's program. `reduce` adds up its branches over ranks."""
-    return tuple(_LAYER[step.does](step, reduce) for step in program)
+    """The functions of a layer's program, which take its Stream. `reduce` adds up its branches over ranks."""
+    return tuple(_OF_A_STREAM[step.does](step, reduce) for step in program)
+
+
+def compiled_streams(program: Program) -> tuple[Run, ...]:
+    """The functions of a program over several streams, which take these Streams."""
+    return tuple(_of_streams(step) for step in program)
 
 
 def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -79,6 +102,9 @@ def run(steps: tuple[Run, ...], parts: Parts, x: Tensor, inputs: Inputs) -> tupl
     for step in steps:
         step(stream, parts)
     return stream.x, stream.weights[0] if stream.weights else None
+
+
+# ---- steps of one stream
 
 
 def _norm(name: str, s: Stream, parts: Parts) -> None:
@@ -138,16 +164,16 @@ def _add(scale: float, s: Stream, parts: Parts) -> None:
 
 
 def _add_norm(name: str, scale: float, s: Stream, parts: Parts) -> None:
-    s.x, s.y = added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)
+    s.x, s.y = _added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)
     s.branch = None
 
 
 def _add_norm_stream(name: str, scale: float, s: Stream, parts: Parts) -> None:
-    s.x = s.y = added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)[1]
+    s.x = s.y = _added(parts[name], s.branch if scale == 1.0 else s.branch * scale, s.x)[1]
     s.branch = None
 
 
-_LAYER: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
+_OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
     {
         NORM: lambda step, _: partial(_norm, step.part),
         NORM_STREAM: lambda step, _: partial(_norm_stream, step.part),
@@ -166,7 +192,7 @@ _LAYER: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
 )
 
 
-def added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and its norm, computed in one pass if the norm has no hooks."""
     if type(norm) is Norm and untouched(norm):
         return norm.add(branch, x)
@@ -174,67 +200,130 @@ def added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, norm(x)
 
 
-def _sum_with(mlp: Any, y: Tensor, branch: Tensor | None) -> Tensor:
+# ---- steps of several streams: those above on one of them, or one of these
+
+
+def _of_streams(step: Step) -> Run:
+    if (own := _OF_STREAMS.get(step.does)) is not None:
+        return partial(own, step)
+    return partial(_on, step.on, _OF_A_STREAM[step.does](step, None))
+
+
+def _on(name: str, run: Run, streams: Streams, parts: Parts) -> None:
+    run(streams.of[name], parts)
+
+
+def _modulated_norm(step: Step, streams: Streams, parts: Parts) -> None:
+    s, part, given = streams.of[step.on], parts.get(step.part), ()
+    if step.by:
+        given = streams.given(step.on, step.by)  # type: ignore[assignment]
+    if part is None:
+        s.y = s.x
+    elif len(given) == 1:
+        s.y = direct(part, s.x) + given[0][:, None]
+    else:
+        s.y = part(s.x, *given) if given else direct(part, s.x)
+
+
+def _attended(step: Step, streams: Streams, parts: Parts) -> None:
+    s, part, values = streams.of[step.on], parts[step.part], streams.values
+    over = streams.of[step.over].x if step.over in streams.of else values.get(step.over)
+    attended = part.attended if untouched(part) else part.called
+    s.branch = attended(_taken(s), over, values.get(TEXT_MASK if step.over else MASK), s.branch, values.get(TURNS))
+
+
+def _joint(step: Step, streams: Streams, parts: Parts) -> None:
+    first, second = parts[step.on], parts[step.over]
+    one, other = streams.of[step.on], streams.of[step.over]
+    both = first.over(one.y, second, other.y, streams.values.get(TURNS))
+    of_one, of_other = both.split([_taken(one).shape[1], _taken(other).shape[1]], dim=1)
+    one.branch, other.branch = first.projected(of_one), second.projected(of_other)
+
+
+def _mlp_with(step: Step, streams: Streams, parts: Parts) -> None:
     """branch + mlp(y), computed in its last product if the MLP has no hooks."""
-    if branch is None:
-        return direct(mlp, y)
-    return mlp.fused(y, None, branch) if untouched(mlp) else branch + mlp(y)  # type: ignore[no-any-return]
+    s, mlp = streams.of[step.on], parts[step.part]
+    y = _taken(s)
+    if s.branch is None:
+        s.branch = direct(mlp, y)
+    else:
+        s.branch = mlp.fused(y, None, s.branch) if untouched(mlp) else s.branch + mlp(y)
 
 
-def run_streams(program: Program, block: Any, values: dict[str, Any]) -> None:
-    """Run the program on the streams [B, T, C] in `values`, where their results take their place.
+def _gated_add(step: Step, streams: Streams, parts: Parts) -> None:
+    s = streams.of[step.on]
+    s.x = streams.gated_add(s.branch, *streams.given(step.on, step.by), s.x) if step.by else s.x + s.branch
+    s.branch = None
 
-    `block` has the parts and `gated_add`. `values` has masks, rotations and the time step, too.
-    """
-    parts: dict[str, Any] = block._modules
-    y: dict[str, Any] = {}
-    branch: dict[str, Any] = {}
-    vectors: dict[str, tuple[Tensor, ...]] = {}
-    for does, name, _, _, on, by, over in program:
-        x: Any = values.get(on)
-        part: Any = parts.get(name)
-        given = [vectors[on][i] for i in by]
-        if does == NORM:
-            if part is None:
-                y[on] = x
-            elif len(by) == 1:
-                y[on] = direct(part, x) + given[0][:, None]
-            else:
-                y[on] = part(x, *given) if by else direct(part, x)
-        elif does == ATTENTION:
-            mask = values.get(TEXT_MASK if over else MASK)
-            attended = part.attended if untouched(part) else part.called
-            branch[on] = attended(y.pop(on), values.get(over), mask, branch.get(on), values.get(TURNS))
-        elif does == JOINT:
-            first, second = parts[on], parts[over]
-            both = first.over(y[on], second, y[over], values.get(TURNS))
-            one, other = both.split([y.pop(on).shape[1], y.pop(over).shape[1]], dim=1)
-            branch[on], branch[over] = first.projected(one), second.projected(other)
-        elif does == MLP:
-            branch[on] = _sum_with(part, y.pop(on), branch.get(on))
-        elif does == ADD:
-            values[on] = block.gated_add(branch.pop(on), *given, x) if by else x + branch.pop(on)
-        elif does == ADD_NORM and by:
-            values[on], y[on] = part.add(branch.pop(on), x, *given)
-        elif does == ADD_NORM:
-            values[on], y[on] = added(part, branch.pop(on), x)
-        elif does == CARRY:
-            branch[on] = x
-        elif does == TAKE:
-            values[on] = branch.pop(on)
-        elif does == EMBED:
-            values[TIME] = part.emb(values[TIME], values[over], x.dtype)
-        elif does == MODULATE:
-            vectors = part(values[TIME])
-        elif does == SKIP:
-            values[on] = part(x, values[SKIP])
-        elif does == CAT:
-            values[on] = torch.cat((values[over], x), dim=1)
-        elif does == SPLIT:
-            length = values[over].shape[1]
-            values[over], values[on] = x[:, :length], x[:, length:]
-        elif does == CLIP:
-            values[on] = x.clip(-LARGEST, LARGEST) if x.dtype == torch.float16 else x
-        else:
-            assert does == END, does
-            values[on] = None
+
+def _gated_add_norm(step: Step, streams: Streams, parts: Parts) -> None:
+    s, part = streams.of[step.on], parts[step.part]
+    if step.by:
+        s.x, s.y = part.add(s.branch, s.x, *streams.given(step.on, step.by))
+    else:
+        s.x, s.y = _added(part, s.branch, s.x)
+    s.branch = None
+
+
+def _take_alone(step: Step, streams: Streams, parts: Parts) -> None:
+    s = streams.of[step.on]
+    s.x, s.branch = s.branch, None
+
+
+def _embed(step: Step, streams: Streams, parts: Parts) -> None:
+    values = streams.values
+    values[TIME] = parts[step.part].emb(values[TIME], values[step.over], streams.of[step.on].x.dtype)
+
+
+def _modulate(step: Step, streams: Streams, parts: Parts) -> None:
+    streams.vectors = parts[step.part](streams.values[TIME])
+
+
+def _skip(step: Step, streams: Streams, parts: Parts) -> None:
+    s = streams.of[step.on]
+    s.x = parts[step.part](s.x, streams.values[SKIP])
+
+
+def _cat(step: Step, streams: Streams, parts: Parts) -> None:
+    streams.of[step.on].x = torch.cat((streams.of[step.over].x, streams.of[step.on].x), dim=1)
+
+
+def _split(step: Step, streams: Streams, parts: Parts) -> None:
+    one, other = streams.of[step.over], streams.of[step.on]
+    length = one.x.shape[1]
+    one.x, other.x = other.x[:, :length], other.x[:, length:]
+
+
+def _clip(step: Step, streams: Streams, parts: Parts) -> None:
+    s = streams.of[step.on]
+    s.x = s.x.clip(-LARGEST, LARGEST) if s.x.dtype == torch.float16 else s.x
+
+
+def _end(step: Step, streams: Streams, parts: Parts) -> None:
+    streams.of[step.on].x = None
+
+
+def _taken(s: Stream) -> Tensor:
+    """y, whose memory is not needed any more."""
+    y, s.y = s.y, None
+    return y
+
+
+_OF_STREAMS: Mapping[str, Callable[[Step, Streams, Parts], None]] = MappingProxyType(
+    {
+        NORM: _modulated_norm,
+        ATTENTION: _attended,
+        JOINT: _joint,
+        MLP: _mlp_with,
+        ADD: _gated_add,
+        ADD_NORM: _gated_add_norm,
+        TAKE: _take_alone,
+        EMBED: _embed,
+        MODULATE: _modulate,
+        SKIP: _skip,
+        CAT: _cat,
+        SPLIT: _split,
+        CLIP: _clip,
+        END: _end,
+    }
+)

@@ -55,7 +55,7 @@ from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
-from infuse.layers.program import run_streams
+from infuse.layers.program import Streams, compiled_streams
 from infuse.layers.surroundings import Surroundings
 
 # The values that steps need.
@@ -186,7 +186,7 @@ class StreamsBlock(InferenceModule):
 
     def __init__(self, shape: StreamsShape, surroundings: Surroundings):
         super().__init__()
-        self.shape, self._program = shape, carried(merged(shape.program))
+        self.shape, self._steps = shape, compiled_streams(carried(merged(shape.program)))
         shifted = {step.part for step in shape.program if step.does == NORM and len(step.by) == 1}
         for name, part in shape.parts.items():
             if name in shifted and isinstance(part, NormShape):
@@ -203,8 +203,10 @@ class StreamsBlock(InferenceModule):
             return unrecorded(StreamsBlock.forward, self, hidden_states, *args, **kwargs)
         values = self._values(args, kwargs)
         values[IMAGE] = hidden_states
-        run_streams(self._program, self, values)
-        found = tuple(values[stream] for stream in self.shape.returns)
+        streams, parts = Streams(values, self.gated_add), self._modules
+        for step in self._steps:
+            step(streams, parts)
+        found = tuple(streams.of[stream].x for stream in self.shape.returns)
         return found if len(found) > 1 else found[0]
 
     def gated_add(self, x_BTC: Tensor, gate: Tensor, residual_BTC: Tensor) -> Tensor:
