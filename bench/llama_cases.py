@@ -71,7 +71,7 @@ def activation(columns: int, name: str) -> CaseMaker:
     return make
 
 
-def turns(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cos_sin(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.rand(1, tokens, WIDTH) * 6.28
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -79,7 +79,7 @@ def turns(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def rotary(dtype: torch.dtype) -> Iterator[Case]:
     for batch, tokens, _ in CONTEXTS:
         x = torch.randn(batch, tokens, HEADS + KV_HEADS, WIDTH, dtype=dtype)
-        yield Case(f"{batch}x{tokens}", (x, *turns(tokens, dtype), False))
+        yield Case(f"{batch}x{tokens}", (x, *cos_sin(tokens, dtype), False))
 
 
 def rotary_append(dtype: torch.dtype) -> Iterator[Case]:
@@ -88,7 +88,7 @@ def rotary_append(dtype: torch.dtype) -> Iterator[Case]:
         keys, values = (torch.zeros(batch, KV_HEADS, length, WIDTH, dtype=dtype) for _ in range(2))
         yield Case(
             f"{batch}x{tokens} at {length - tokens}",
-            (qkv, *turns(tokens, dtype), keys, values, length - tokens, HEADS, False),
+            (qkv, *cos_sin(tokens, dtype), keys, values, length - tokens, HEADS, False),
         )
 
 

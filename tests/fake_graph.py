@@ -101,7 +101,7 @@ class FakeBackend:
 
     captures: list[FakeCaptured] = field(default_factory=list)
     warmed: int = 0
-    turns: int = 0
+    cos_sin: int = 0
     fail: Exception | None = None
     _open: bool = False
     _lock: Any = field(default_factory=threading.RLock)
@@ -147,7 +147,7 @@ class FakeBackend:
     @contextmanager
     def turn(self) -> Iterator[None]:
         with self._lock:
-            self.turns += 1
+            self.cos_sin += 1
             yield
 
 

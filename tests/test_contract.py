@@ -47,9 +47,9 @@ def one_block(model: nn.Module) -> Block:
 
 
 def call(block: Block, *args: Any, **kwargs: Any) -> Any:
-    hidden, turns = torch.randn(1, 4, 48), (torch.ones(1, 4, 12), torch.zeros(1, 4, 12))
+    hidden, cos_sin = torch.randn(1, 4, 48), (torch.ones(1, 4, 12), torch.zeros(1, 4, 12))
     with torch.no_grad():
-        return block(hidden, *args, **{"position_embeddings": turns, **kwargs})
+        return block(hidden, *args, **{"position_embeddings": cos_sin, **kwargs})
 
 
 @pytest.mark.parametrize("argument", ["encoder_hidden_states", "per_layer_input", "layer_head_mask"])

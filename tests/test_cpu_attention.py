@@ -343,9 +343,9 @@ def test_append_to_an_int8_cache(dtype: torch.dtype, threads: int) -> None:
         assert torch.equal(q, ops.rotary_append.reference(qkv, None, None, *wanted, 5, 4, False))
         assert all(map(torch.equal, found, wanted))
         rotated = [torch.empty_like(one) for one in wanted]
-        turns = torch.rand(1, tokens, width // 2 * 2, dtype=dtype)
-        kernels().rotary_append.default(qkv, turns, turns, *rotated, 5, 4, False)
-        ops.rotary_append.reference(qkv, turns, turns, *wanted, 5, 4, False)
+        cos_sin = torch.rand(1, tokens, width // 2 * 2, dtype=dtype)
+        kernels().rotary_append.default(qkv, cos_sin, cos_sin, *rotated, 5, 4, False)
+        ops.rotary_append.reference(qkv, cos_sin, cos_sin, *wanted, 5, 4, False)
         a, b = (dequantize_rows(one[0][:, :, 5 : 5 + tokens]) for one in (rotated, wanted))
         assert_near(a, b, torch.bfloat16)  # a value that rounds to another neighbour moves its code by one
 
@@ -394,13 +394,13 @@ def test_append_to_a_strided_cache(dtype: torch.dtype, threads: int) -> None:
 
 def test_append_declines_a_full_cache_and_strange_turns() -> None:
     append = kernels().rotary_append.default
-    qkv, turns = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 8)
+    qkv, cos_sin = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 8)
     keys, values = torch.zeros(1, 1, 6, 8), torch.zeros(1, 1, 6, 8)
-    assert append(qkv, turns, turns, keys, values, 4, 2, False) is not None
-    assert append(qkv, turns, turns, keys, values, 5, 2, False) is None
-    assert append(qkv, turns.double(), turns.double(), keys, values, 0, 2, False) is None
-    assert append(qkv, turns[..., :3], turns[..., :3], keys, values, 0, 2, False) is None
-    assert append(qkv, turns, turns, keys.bfloat16(), values.bfloat16(), 0, 2, False) is None
+    assert append(qkv, cos_sin, cos_sin, keys, values, 4, 2, False) is not None
+    assert append(qkv, cos_sin, cos_sin, keys, values, 5, 2, False) is None
+    assert append(qkv, cos_sin.double(), cos_sin.double(), keys, values, 0, 2, False) is None
+    assert append(qkv, cos_sin[..., :3], cos_sin[..., :3], keys, values, 0, 2, False) is None
+    assert append(qkv, cos_sin, cos_sin, keys.bfloat16(), values.bfloat16(), 0, 2, False) is None
 
 
 # ---- activations ----

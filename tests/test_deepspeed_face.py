@@ -193,8 +193,8 @@ def test_slicing_copies_equal_shapes():
     assert torch.equal(copied, source)
     assert torch.equal(target, source)
     assert torch.equal(slicing.qkv_copy(torch.zeros(6, 4), source), source)
-    untouched = torch.zeros(6, 4)
-    assert torch.equal(slicing.copy(untouched, source, allocate_tensor=True), source) and not untouched.any()
+    has_no_hooks = torch.zeros(6, 4)
+    assert torch.equal(slicing.copy(has_no_hooks, source, allocate_tensor=True), source) and not has_no_hooks.any()
     assert torch.equal(slicing.copy(torch.zeros(4, 6), source, int8=True), source)
     assert slicing.copy(target, None) is None and slicing.qkv_copy(target, None) is None
     quantized = module_inject.GroupQuantizer().quantize(source)

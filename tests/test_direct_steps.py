@@ -22,7 +22,7 @@ from infuse.generate import direct, install
 from infuse.generate.choose import likeliest
 from infuse.layers.stack import Answer
 from infuse.native import kernels
-from infuse.ops.cpu.layer import HeldLayers, Turns
+from infuse.ops.cpu.layer import CosSin, HeldLayers
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 NEW = 9
@@ -39,8 +39,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     step, tokens = Answer.step, Answer.tokens
 
-    def noted(self: Answer, x: Tensor, turns: Turns) -> Tensor | None:
-        out = step(self, x, turns)
+    def noted(self: Answer, x: Tensor, cos_sin: CosSin) -> Tensor | None:
+        out = step(self, x, cos_sin)
         found.append(out is not None)
         return out
 

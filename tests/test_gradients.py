@@ -194,8 +194,8 @@ def test_train_warns_once_and_eval_never(name: str, inject: bool) -> None:
         assert "dropout" in text and "gradients" in text
         assert model.training and not training_warnings(model.train)
         assert model.eval() is model and not model.training
-    untouched = infuse.init_inference(nn.Sequential(nn.LayerNorm(4)), dtype="fp32", verify="off")
-    assert not training_warnings(untouched.train)
+    has_no_hooks = infuse.init_inference(nn.Sequential(nn.LayerNorm(4)), dtype="fp32", verify="off")
+    assert not training_warnings(has_no_hooks.train)
 
 
 def test_compiled_calls_with_gradients_on_compute_the_same_and_raise_in_backward() -> None:

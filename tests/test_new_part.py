@@ -28,7 +28,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.layers import parts
 from infuse.layers.block import Block
-from infuse.layers.surroundings import Surroundings
+from infuse.layers.build_context import BuildContext
 from infuse.parallel.mesh import Mesh
 from infuse.parallel.slices import Cut
 from infuse.plan.bytes import parameter_bytes
@@ -139,10 +139,10 @@ NEW = replace(LLAMA, layer=f"{NewLayer.__module__}.{NewLayer.__qualname__}", mlp
 
 
 class Three(nn.Module):
-    def __init__(self, shape: ThreeShape, surroundings: Surroundings):
+    def __init__(self, shape: ThreeShape, context: BuildContext):
         super().__init__()
-        self.mid, self.up, self.down = (surroundings.linear(matrix) for matrix in shape.matrices)
-        self._activate = ops.activation.bound(surroundings.bodies.get("activation", ops.REFERENCE))
+        self.mid, self.up, self.down = (context.linear(matrix) for matrix in shape.matrices)
+        self._activate = ops.activation.bound(context.bodies.get("activation", ops.REFERENCE))
         self._activation = shape.activation
 
     def forward(self, x: Tensor) -> Tensor:

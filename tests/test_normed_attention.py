@@ -45,17 +45,17 @@ def weighted(module: nn.Module) -> nn.Module:
     return module
 
 
-def turns(*shape: int) -> tuple[Tensor, Tensor]:
+def cos_sin(*shape: int) -> tuple[Tensor, Tensor]:
     angles = torch.randn(*shape[:-1], shape[-1] // 2).repeat_interleave(2, dim=-1)
     return angles.cos(), angles.sin()
 
 
 def test_over_itself() -> None:
     """With the rotation of each model, and without."""
-    same(ltx(), torch.randn(2, 7, 32), image_rotary_emb=turns(2, 7, 24))
-    same(ltx(bias=False, out_bias=False), torch.randn(2, 7, 32), None, None, turns(1, 7, 24))
-    same(wan(), torch.randn(2, 7, 24), None, None, turns(1, 7, 1, 12))
-    same(hunyuan(qk_norm="layer_norm", bias=True), torch.randn(2, 7, 24), image_rotary_emb=turns(7, 12))
+    same(ltx(), torch.randn(2, 7, 32), image_rotary_emb=cos_sin(2, 7, 24))
+    same(ltx(bias=False, out_bias=False), torch.randn(2, 7, 32), None, None, cos_sin(1, 7, 24))
+    same(wan(), torch.randn(2, 7, 24), None, None, cos_sin(1, 7, 1, 12))
+    same(hunyuan(qk_norm="layer_norm", bias=True), torch.randn(2, 7, 24), image_rotary_emb=cos_sin(7, 12))
     for make, width in ((ltx, 32), (wan, 24), (hunyuan, 24)):
         same(make(), torch.randn(2, 7, width))
         same(make(), torch.randn(1, 1, width))
@@ -67,7 +67,7 @@ def test_over_a_text(name: str) -> None:
     same(ltx(cross_attention_dim=20), x, text)
     same(wan(cross_attention_dim_head=12), x[..., :24], torch.randn(2, 7, 24), None, None)
     crossing = hunyuan(cross_attention_dim=20, qk_norm="layer_norm")
-    same(crossing, x[..., :24], text, image_rotary_emb=turns(9, 12))
+    same(crossing, x[..., :24], text, image_rotary_emb=cos_sin(9, 12))
     sana = Attention(query_dim=32, heads=2, dim_head=12, cross_attention_dim=20, processor=SanaAttnProcessor2_0())
     for module, inputs in ((ltx(cross_attention_dim=20), x), (crossing, x[..., :24]), (sana, x)):
         same(module, inputs, text, attention_mask=mask)
@@ -91,7 +91,7 @@ def test_what_would_be_dropped_is_refused() -> None:
     with pytest.raises(UnsupportedCall, match="speed"):
         new(torch.randn(1, 3, 32), torch.randn(1, 2, 20), speed=2)
     with pytest.raises(UnsupportedCall, match="image_rotary_emb"):
-        new(torch.randn(1, 3, 32), torch.randn(1, 2, 20), None, turns(1, 3, 24))
+        new(torch.randn(1, 3, 32), torch.randn(1, 2, 20), None, cos_sin(1, 3, 24))
     with pytest.raises(UnsupportedCall, match="attention_mask"):
         replaced(wan())(torch.randn(1, 3, 24), None, torch.zeros(1, 3))
 

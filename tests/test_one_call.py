@@ -224,8 +224,8 @@ def test_the_proof_takes_steps_in_one_call(taken: list[bool], monkeypatch: pytes
     """With a mask and without, of one token and of several."""
     masked: list[tuple[int, bool]] = []
     step = one_call.layers_step
-    monkeypatch.setattr(one_call, "layers_step", lambda x, tensors, turns, mask, *rest: (
-        masked.append((x.shape[1], mask is not None)) or step(x, tensors, turns, mask, *rest)
+    monkeypatch.setattr(one_call, "layers_step", lambda x, tensors, cos_sin, mask, *rest: (
+        masked.append((x.shape[1], mask is not None)) or step(x, tensors, cos_sin, mask, *rest)
     ))  # fmt: skip
     engine = infuse.init_inference(BY_NAME["llama"].make(), dtype=torch.float32, verify="all")
     layers = len(blocks(engine.module))

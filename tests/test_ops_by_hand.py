@@ -196,10 +196,10 @@ def test_rotary_turns_complex_numbers(interleaved: bool, turned: int) -> None:
     found = ops.rotary.reference(x, table.cos(), table.sin(), interleaved)
     pairs = x[..., :turned].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
-    turns = torch.view_as_complex(pairs.contiguous()) * torch.polar(
+    cos_sin = torch.view_as_complex(pairs.contiguous()) * torch.polar(
         torch.ones_like(angles).double(), angles.double()
     ).unsqueeze(2)
-    wanted = torch.view_as_real(turns)
+    wanted = torch.view_as_real(cos_sin)
     wanted = (wanted if interleaved else wanted.transpose(-1, -2)).flatten(-2)
     assert_near(found[..., :turned], wanted, torch.float32)
     assert torch.equal(found[..., turned:], x[..., turned:])

@@ -189,7 +189,7 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     changed(tmp_path, files=files * 2)
     refused(str(tmp_path), "corrupt: : Value error, a file stands twice", dtype="fp32")
     changed(tmp_path, files=files, format="infuse-3")
-    refused(str(tmp_path), "not an index of this version: its format is 'infuse-3', infuse-4 is read", dtype="fp32")
+    refused(str(tmp_path), "not an index of this version: its format is 'infuse-3', infuse-5 is read", dtype="fp32")
     changed(tmp_path, format=FORMAT, steps={"model.layers.0": {"kind": "0", "formats": {}}})
     refused(
         str(tmp_path),

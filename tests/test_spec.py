@@ -285,7 +285,7 @@ def test_columns_and_rows_are_those_of_the_tp_plan(name: str) -> None:
     ours |= {fill.sources[0]: COLUMN for fill in found.fills if fill.target.endswith(".sinks") and fill.target in cut}
     there = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
     theirs = {inside: TP_VALUES[value] for inside, value in tp_plan(model, path).items() if inside in there}
-    turned = {fill.sources[0] for fill in found.fills if fill.tall is not None and fill.tall.transposed}
+    turned = {fill.sources[0] for fill in found.fills if fill.stacked is not None and fill.stacked.transposed}
     theirs |= {inside: {COLUMN: ROW, ROW: COLUMN}[theirs[inside]] for inside in turned & theirs.keys()}
     if by_target:  # plans of mixtures leave out the attention or the shared expert of some families
         ours = {inside: role for inside, role in ours.items() if inside in theirs}
@@ -307,8 +307,8 @@ def test_parts_describe_every_parameter_that_a_layer_is_filled_with(name: str) -
         sizes = {matrix.weight: matrix.shape for matrix in found.shape.matrices}
         for fill in (fill for fill in found.fills if fill.target in sizes):
             shapes = [tuple(layer.get_parameter(source).shape) for source in fill.sources]
-            if fill.tall is not None:
-                shapes = [(shape[0], *shape[:0:-1]) if fill.tall.transposed else shape for shape in shapes]
+            if fill.stacked is not None:
+                shapes = [(shape[0], *shape[:0:-1]) if fill.stacked.transposed else shape for shape in shapes]
                 shapes = [(experts * rows, columns) for experts, rows, columns in shapes]
             shapes = [shape[::-1] if fill.transposed else shape for shape in shapes]
             assert sizes[fill.target] == (sum(rows for rows, _ in shapes), shapes[0][1])

@@ -49,10 +49,10 @@ def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tup
     yield "gated_activation", (x, "silu"), {}
     for name in ("gelu", "gelu_tanh"):
         yield "activation", (x, name), {}
-    turns, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
-    yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), turns, turns, True), {}
-    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, 5, 32, False), {}
-    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), turns, turns, cache, cache, one, 32, False), {}
+    cos_sin, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
+    yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), cos_sin, cos_sin, True), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), cos_sin, cos_sin, cache, cache, 5, 32, False), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), cos_sin, cos_sin, cache, cache, one, 32, False), {}
     q, mask = empty(1, 32, 1, 128, dtype=dtype), torch.ones(1, 1, 1, 2048, dtype=torch.bool)
     yield "attention", (q, cache, cache, None, None, 0.1, True, 0, 0.0), {}
     yield "attention", (q, cache, cache, mask, None, 0.1, False, 512, 0.0), {"length": one}
@@ -117,8 +117,8 @@ def of_diffusion(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
         empty(2, 77, 72, 128, dtype=dtype),
         empty(128, dtype=dtype),
     )
-    turns = torch.empty(177, 128)
-    yield "joined_heads", (first, second, norm, norm, norm, norm, turns, turns, 1e-6), {}
+    cos_sin = torch.empty(177, 128)
+    yield "joined_heads", (first, second, norm, norm, norm, norm, cos_sin, cos_sin, 1e-6), {}
     yield "joined_heads", (first, None, None, None, None, None, None, None, 1e-6), {}
 
 

@@ -28,13 +28,13 @@ from infuse.architectures.model_inputs import RandomTensors
 from infuse.architectures.unet import ConvShape
 from infuse.device import Device
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion import buffers, convolution
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Conv
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.layers.parts import make_part
-from infuse.layers.surroundings import Surroundings
 from infuse.ops import registered
 from infuse.plan.step import MODULE
 from infuse.weights.fill import fill_module
@@ -65,7 +65,7 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module
     names = {*bound.shape.ops, "linear"}
     bodies = {name: registered()[name].choose(CPU, dtype).body for name in names}
     with torch.device("meta"):
-        new = make_part(bound.shape, Surroundings("", {}, bodies))
+        new = make_part(bound.shape, BuildContext("", {}, bodies))
     fill_module(new, bound.fills, Live(module), dtype, bodies)
     assert not any(parameter.is_meta for parameter in new.parameters())
     return new.eval()

@@ -21,13 +21,13 @@ from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
 from infuse.layers.block import Block
+from infuse.layers.build_context import BuildContext
 from infuse.layers.called_experts import CALLED
 from infuse.layers.contract import ignored_keywords
 from infuse.layers.embedding import QuantizedEmbedding, RankEmbedding
 from infuse.layers.linear import Quantized, make_linear
 from infuse.layers.parts import make_part
 from infuse.layers.routed import Routed
-from infuse.layers.surroundings import Surroundings
 from infuse.parallel.group import LOCAL, Group
 from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
@@ -152,7 +152,7 @@ def _block(step: Step, shape: LayerShape, dtype: torch.dtype, group: Group) -> n
 def _module(step: Step, shape: ModuleShape, group: Group) -> nn.Module:
     dense = group.dense
     combine = dense.adds(step.path) if dense.size > 1 and step.whole is not None else None
-    return make_part(shape, Surroundings("", step.formats, dict(step.bodies), dense, combine))
+    return make_part(shape, BuildContext("", step.formats, dict(step.bodies), dense, combine))
 
 
 def _part(step: Step, shape: SplitShape, dtype: torch.dtype, group: Group) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from infuse.architectures.bind import Binder
 from infuse.architectures.norm import LAYER, Norm, NormShape
@@ -338,13 +338,12 @@ class AttentionShape(MixerShape):
     k_norm: NormShape | None
     first_head: int = 0
     head_counts: tuple[int, ...] = ()
-    # Moves no weight, so it is kept out of repr and thereby out of the fingerprint of shards.
-    passes: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    passes: tuple[tuple[str, str], ...] = ()
     norm_after: bool = False
     gate: GateShape | None = None
-    replaces: tuple[str, ...] = field(default=(), repr=False)
+    replaces: tuple[str, ...] = ()
     sinks: bool = False
-    sinks_in_weights: bool = field(default=False, repr=False)  # moves no weight either
+    sinks_in_weights: bool = False
 
     @property
     def all_heads(self) -> int:

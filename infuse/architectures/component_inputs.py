@@ -127,7 +127,7 @@ class _Inputs:
         mask[0, -1:] = 0
         return mask if self.is_hunyuan else None
 
-    def turns(self) -> tuple[Tensor, Tensor] | None:
+    def cos_sin(self) -> tuple[Tensor, Tensor] | None:
         if not self.is_hunyuan:
             return None
         tokens = (self.height // self.patch[0]) * (self.width // self.patch[0])
@@ -213,7 +213,7 @@ _ARGUMENTS: Mapping[str, Callable[[_Inputs], Any]] = MappingProxyType(
         "text_embedding_mask_t5": lambda inputs: inputs.mask_of("text_len_t5"),
         "image_meta_size": lambda inputs: inputs.values(6).abs() * 100 if inputs.is_hunyuan else None,
         "style": lambda inputs: inputs.make("mask", (inputs.batch,)) * 0 if inputs.is_hunyuan else None,
-        "image_rotary_emb": _Inputs.turns,
+        "image_rotary_emb": _Inputs.cos_sin,
         "num_frames": lambda inputs: 1,
         "height": lambda inputs: inputs.height,
         "width": lambda inputs: inputs.width,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from infuse.architectures.crossing import MODULES as CROSSING
+from infuse.architectures.cross_attention import MODULES as CROSSING
 from infuse.architectures.dit import MODULES as BLOCKS
 from infuse.architectures.feed_forward import FEED_FORWARD
 from infuse.architectures.image_attention import MODULES as ATTENTIONS

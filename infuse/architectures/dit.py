@@ -31,6 +31,7 @@ from infuse.architectures.program import (
     ATTENTION,
     CAT,
     CLIP,
+    COS_SIN,
     EMPTY,
     END,
     IMAGE,
@@ -39,7 +40,6 @@ from infuse.architectures.program import (
     SPLIT,
     TEXT,
     TIME,
-    TURNS,
     Program,
     Step,
 )
@@ -251,7 +251,7 @@ _DOUBLE, _SINGLE, _FLUX_PROCESSOR = (
     f"{_FLUX}{name}" for name in ("FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxAttnProcessor")
 )
 _SD3_CALL = (*_TEXT_AND_TIME, ("joint_attention_kwargs", EMPTY))
-_FLUX_CALL = (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("joint_attention_kwargs", EMPTY))
+_FLUX_CALL = (*_TEXT_AND_TIME, ("image_rotary_emb", COS_SIN), ("joint_attention_kwargs", EMPTY))
 MODULES = (
     ModuleSpec(_SD3, JointBlock("JointTransformerBlock", _SD3_PROCESSOR, (IMAGE, TEXT), _SD3_CALL)),
     ModuleSpec(_DOUBLE, JointBlock("FluxTransformerBlock", _FLUX_PROCESSOR, (TEXT, IMAGE), _FLUX_CALL, clips=True)),

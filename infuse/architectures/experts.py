@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from infuse.activations import ACTIVATIONS, ExpertGate
 from infuse.architectures.adapters import is_adapter
 from infuse.architectures.expert_roles import roles_of
-from infuse.architectures.packing import BY_EXPERT, Fill, Heads, Tall
+from infuse.architectures.packing import BY_EXPERT, Fill, Heads, StackedExperts
 from infuse.architectures.part import COLUMN, EXPERT, INNER, ROW, Extent, Matrix, PartShape, Share
 from infuse.architectures.plain import linears, patched
 from infuse.authors import LIBRARIES, package_of, users_methods
@@ -205,10 +205,11 @@ def bind_experts(module: nn.Module, caller: nn.Module) -> BoundExperts:
         raise SpecMismatch(name, [gate])
     shape = ExpertsShape(experts.num_experts, *sizes, gate, told["has_bias"], told["has_bias"], call or ROUTES)
     turned, interleaved = told["is_transposed"], told["has_gate"] and not told["is_concatenated"]
-    layouts = (Tall(turned, interleaved), Tall(turned), Tall(interleaved=interleaved), Tall())
+    weights = (StackedExperts(turned, interleaved), StackedExperts(turned))
+    layouts = (*weights, StackedExperts(interleaved=interleaved), StackedExperts())
     targets = ("up.weight", "down.weight", "up.bias", "down.bias")
     found = zip(targets, leaves, layouts, strict=False)
-    return BoundExperts(shape, tuple(Fill(target, (leaf,), tall=tall) for target, leaf, tall in found))
+    return BoundExperts(shape, tuple(Fill(target, (leaf,), stacked=stacked) for target, leaf, stacked in found))
 
 
 def bind_listed(experts: Mapping[str, nn.Module], hidden: int | None) -> BoundExperts:
@@ -255,7 +256,8 @@ def _bind_flat(experts: Any) -> BoundExperts:
         raise SpecMismatch(type(experts).__name__, [gate])
     shape = ExpertsShape(count, hidden, rows // count, gate, call=BATCHES)
     up = Fill("up.weight", ("mlp.w1", "mlp.v1"), packing=BY_EXPERT, heads=Heads(count, 0, rows // count))
-    return BoundExperts(shape, (up, Fill("down.weight", ("mlp.w2",), tall=Tall(transposed=True, flat=count))))
+    down = Fill("down.weight", ("mlp.w2",), stacked=StackedExperts(transposed=True, flat=count))
+    return BoundExperts(shape, (up, down))
 
 
 def _probe(limits: Sequence[float]) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from infuse.architectures.bind import Binder
-from infuse.architectures.crossing import BASIC_BLOCK
+from infuse.architectures.cross_attention import BASIC_BLOCK
 from infuse.architectures.module import ModuleShape, ModuleSpec, class_path
 from infuse.architectures.part import Matrix, Parameter, PartShape
 from infuse.architectures.streams import StreamsShape

@@ -26,9 +26,9 @@ _ABSENT = ("group_norm", "spatial_norm", "norm_cross", "add_k_proj", "add_v_proj
 
 @dataclass(frozen=True)
 class NormedAttentionShape(ModuleShape):
-    """Attention over itself or over a text of `context` columns; `turns` is the name of the rotation's argument.
+    """Attention over itself or over a text of `context` columns; `cos_sin` is the name of the rotation's argument.
 
-    `masks`: it takes masks as diffusers' Attention does. `text_turns`: over a text, queries alone are rotated.
+    `masks`: it takes masks as diffusers' Attention does. `text_cos_sin`: over a text, queries alone are rotated.
     """
 
     hidden: int
@@ -39,9 +39,9 @@ class NormedAttentionShape(ModuleShape):
     out_bias: bool
     q_norm: NormShape | None
     k_norm: NormShape | None
-    turns: str
+    cos_sin: str
     masks: bool
-    text_turns: bool
+    text_cos_sin: bool
 
     @property
     def own(self) -> tuple[Matrix, ...]:
@@ -75,9 +75,9 @@ class NormedAttention:
     """The attention module with this processor."""
 
     processor: str
-    turns: str
+    cos_sin: str
     masks: bool = True
-    text_turns: bool = False
+    text_cos_sin: bool = False
 
     def bind(self, binder: Binder, name: str) -> NormedAttentionShape:
         return self.bind_at(binder, "", name)
@@ -117,8 +117,8 @@ class NormedAttention:
         binder.fill_linear(named(name, "out"), (at("to_out.0"),), out.bias)
         norms = [_norm(binder, at(f"norm_{one}"), named(name, f"{one}_norm"), (width, heads * width)) for one in "qk"]
         return NormedAttentionShape(
-            q.columns, k.columns, heads, width, bias, out.bias, norms[0], norms[1], self.turns, self.masks,
-            self.text_turns,
+            q.columns, k.columns, heads, width, bias, out.bias, norms[0], norms[1], self.cos_sin, self.masks,
+            self.text_cos_sin,
         )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _norm(binder: Binder, path: str, name: str, widths: tuple[int, ...]) -> Norm
 
 LTX_ATTENTION = NormedAttention(f"{_LTX}VideoAttnProcessor", "image_rotary_emb")
 WAN_ATTENTION = NormedAttention(f"{_WAN}AttnProcessor", "rotary_emb", masks=False)
-HUNYUAN_ATTENTION = NormedAttention(HUNYUAN, "image_rotary_emb", text_turns=True)
+HUNYUAN_ATTENTION = NormedAttention(HUNYUAN, "image_rotary_emb", text_cos_sin=True)
 MODULES = (
     ModuleSpec(f"{_LTX}Attention", LTX_ATTENTION),
     ModuleSpec(f"{_WAN}Attention", WAN_ATTENTION),

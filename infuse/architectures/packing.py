@@ -35,7 +35,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Tall:
+class StackedExperts:
     """The layout of a source [experts, rows, columns], all slices of which make one tall matrix, one below the other.
 
     Biases have no columns. `transposed` slices are stored [columns, rows]. `interleaved` rows alternate between gate
@@ -53,7 +53,7 @@ class Fill:
 
     `target` is a name under the new module, `sources` are names under the replaced one. One source with a `packing` is
     split into q, k, v. Several sources are merged: `merge` concatenates them along the first axis (CAT) or stacks them
-    along a new one (STACK). A source of experts has the layout `tall`. `cut` is the rank's part. `format` names a
+    along a new one (STACK). A source of experts has the layout `stacked`. `cut` is the rank's part. `format` names a
     quantization format; None keeps the compute dtype. `exact`: it stays in float32 in models of 16 bits.
     """
 
@@ -65,7 +65,7 @@ class Fill:
     merge: str = CAT
     format: str | None = None
     cut: Cut | None = None
-    tall: Tall | None = None
+    stacked: StackedExperts | None = None
     exact: bool = False
 
 

@@ -46,7 +46,7 @@ CLIP, END = "clip", "end"  # in float16, clamp x to its range; drop the stream
 # The values of such blocks: streams, and what a call gives beside them. UNREAD changes nothing in the original either,
 # and no key of an EMPTY dict is known.
 IMAGE, TEXT = "image", "text"
-TIME, LABEL, TURNS, MASK, TEXT_MASK = "time", "label", "turns", "mask", "text mask"
+TIME, LABEL, COS_SIN, MASK, TEXT_MASK = "time", "label", "turns", "mask", "text mask"
 UNREAD, EMPTY = "unread", "empty"
 
 

@@ -159,7 +159,7 @@ def _cut_fills(fills: Iterable[Fill], cuts: Mapping[str, tuple[Parameter, Share]
         parameter, share = cuts[fill.target]
         if parameter.added_once and not share.adds(parameter):
             continue
-        sources = 1 if fill.tall else len(fill.sources)
+        sources = 1 if fill.stacked else len(fill.sources)
         cut = parameter.cut(share.own, sources) if parameter.extents else None
         found.append(replace(fill, cut=cut))
     return tuple(found)

@@ -24,9 +24,9 @@ from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import all_are_heard, untouched
+from infuse.layers.linear import has_global_hooks, has_no_hooks
 from infuse.layers.stack import Answer, StackCall
-from infuse.ops.cpu.layer import Turns
+from infuse.ops.cpu.layer import CosSin
 from infuse.temporary_hooks import TemporaryHooks
 
 # Rotary positions that depend on their own index alone are computed for many tokens at once: the module's operations
@@ -124,7 +124,7 @@ class DirectStep:
         self._parts, self._stack, self._answer, self._norm = parts, stack, answer, norm
         self._turned, self._embedded, self._positions = turned, embedded, positions
         self._first = answer.length - 1  # index of the traced step's token
-        self._table: tuple[int, Turns] | None = None  # for many tokens, and how many come before them
+        self._table: tuple[int, CosSin] | None = None  # for many tokens, and how many come before them
         self._seconds = math.inf  # that a token took
         self._hooks = _hooks_ever()
         self.end_tokens: float = math.inf  # length of the cache before which the model passes no mask
@@ -134,8 +134,8 @@ class DirectStep:
         if not self._goes_on():
             return None
         answer = self._answer
-        turns, _ = self._turns(ids_BT)
-        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), turns)
+        cos_sin, _ = self._cos_sin(ids_BT)
+        y = answer.step(ids_BT if answer.takes_ids else self._parts.embedding.forward(ids_BT), cos_sin)
         return y if y is None or answer.gives_logits else self._parts.head.forward(self._norm.forward(y))
 
     def tokens(self, ids_BT: Tensor, count: int, ends: Sequence[int]) -> Tensor | None:
@@ -146,11 +146,11 @@ class DirectStep:
         """
         if not self._goes_on():
             return None
-        turns, turned = self._turns(ids_BT)
+        cos_sin, turned = self._cos_sin(ids_BT)
         before_window = self.end_tokens - 1 - self._answer.length
         count = int(max(1, min(count, turned, before_window, _CALL_SECONDS / self._seconds)))
         begun = time.perf_counter()
-        tokens = self._answer.tokens(ids_BT, turns, count, ends)
+        tokens = self._answer.tokens(ids_BT, cos_sin, count, ends)
         if tokens is not None:
             self._seconds = (time.perf_counter() - begun) / tokens.shape[1]
         return tokens
@@ -161,10 +161,10 @@ class DirectStep:
             return False
         return self._answer.length + 1 < self.end_tokens
 
-    def _turns(self, ids_BT: Tensor) -> tuple[Turns, float]:
+    def _cos_sin(self, ids_BT: Tensor) -> tuple[CosSin, float]:
         """The rotary positions of this step's token and of those after it, and of how many tokens these are."""
         if self._turned is None:
-            return Turns(), math.inf
+            return CosSin(), math.inf
         step = self._answer.length - self._first
         if self._positions.dim() != 2 or getattr(self._turned.module, "rope_type", None) not in _STATIC_ROPE:
             return self._turned_at(self._parts.embedding.forward(ids_BT), self._positions + step), 1
@@ -173,14 +173,14 @@ class DirectStep:
             later = self._positions + torch.arange(step - index, step - index + _TABLE_TOKENS, device=ids_BT.device)
             self._table = step - index, self._turned_at(self._embedded, later)
         table = self._table[1]
-        return Turns(table.cos, table.sin, index), _TABLE_TOKENS - index
+        return CosSin(table.cos, table.sin, index), _TABLE_TOKENS - index
 
-    def _turned_at(self, x: Tensor, positions: Tensor) -> Turns:
+    def _turned_at(self, x: Tensor, positions: Tensor) -> CosSin:
         """The rotary positions that the model's own module gives for x at `positions` [B or 1, T]."""
         assert self._turned is not None
-        turns = self._turned.repeated({id(self._embedded): x, id(self._positions): positions})
-        turns = self._stack.turns(Inputs(None, self.cache, turns, positions, None, None, False, 0))
-        return Turns() if turns is None else Turns(*turns)
+        cos_sin = self._turned.repeated({id(self._embedded): x, id(self._positions): positions})
+        cos_sin = self._stack.cos_sin(Inputs(None, self.cache, cos_sin, positions, None, None, False, 0))
+        return CosSin() if cos_sin is None else CosSin(*cos_sin)
 
 
 def _least_window(config: Any) -> float:
@@ -230,9 +230,9 @@ class _Parts:
         owned = {
             id(child): (owner._modules, name) for owner in (*above, layers) for name, child in owner._modules.items()
         }
-        if model._forward_hooks or not all(map(is_ours, model._forward_pre_hooks.values())) or all_are_heard():
+        if model._forward_hooks or not all(map(is_ours, model._forward_pre_hooks.values())) or has_global_hooks():
             return None
-        if not all(map(untouched, modules)) or any(each.training for each in (model, *modules)):
+        if not all(map(has_no_hooks, modules)) or any(each.training for each in (model, *modules)):
             return None
         places = [owned[id(module)] for module in modules]
         parts = cls(
@@ -282,7 +282,7 @@ def _is_all_of(view: Tensor, x: Tensor) -> bool:
     return alike and view.data_ptr() == x.data_ptr()
 
 
-def _follows(call: _Call, x: Any, cache: KVCache, turns: Any) -> bool:
+def _follows(call: _Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
     """Whether a block was called with x, the cache and the rotary positions, and with nothing else that matters."""
     given = dict(call.kwargs)
     if len(call.args) + ("hidden_states" in given) != 1:
@@ -291,7 +291,7 @@ def _follows(call: _Call, x: Any, cache: KVCache, turns: Any) -> bool:
     caches = [given.pop(name) for name in ("past_key_values", "layer_past") if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return False
-    if given.pop("position_embeddings", None) is not turns or given.get("output_attentions"):
+    if given.pop("position_embeddings", None) is not cos_sin or given.get("output_attentions"):
         return False
     given.pop("position_ids", None)  # which these blocks do not use
     return all(value is None or name in NEUTRAL or name.startswith("output_") for name, value in given.items())

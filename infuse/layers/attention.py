@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 from infuse import ops
 from infuse.architectures.attention import GATE_SIGMOID, AttentionShape
 from infuse.errors import UnsupportedCall
+from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
@@ -23,7 +24,6 @@ from infuse.layers.mixer import Mixer
 from infuse.layers.named_attention import attribute, named_attention
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
-from infuse.layers.surroundings import Surroundings
 from infuse.ops.cache_rows import values_of
 
 
@@ -33,12 +33,12 @@ class Attention(Mixer[AttentionShape]):
     `forward` returns (output [B, T, C], weights [B, H, T, L] or None).
     """
 
-    def __init__(self, shape: AttentionShape, surroundings: Surroundings):
-        super().__init__(shape, surroundings)
+    def __init__(self, shape: AttentionShape, context: BuildContext):
+        super().__init__(shape, context)
         self._rows = shape.cached_rows
-        bodies, (qkv, out, *gate) = surroundings.bodies, shape.matrices
-        self.qkv, self.out = surroundings.linear(qkv), surroundings.linear(out)
-        self.add_module("gate", surroundings.linear(gate[0]) if gate else None)
+        bodies, (qkv, out, *gate) = context.bodies, shape.matrices
+        self.qkv, self.out = context.linear(qkv), context.linear(out)
+        self.add_module("gate", context.linear(gate[0]) if gate else None)
         self.add_module("q_norm", Norm(shape.q_norm, bodies) if shape.q_norm else None)
         self.add_module("k_norm", Norm(shape.k_norm, bodies) if shape.k_norm else None)
         if shape.sinks:  # else there is no such attribute, which transformers' paged attention asks for
@@ -144,9 +144,9 @@ class Attention(Mixer[AttentionShape]):
 
     def _rotated(self, qkv_BTND: Tensor, inputs: Inputs, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate q and k and append k and v to the cache. Return q [B, H, T, D] and all k and v as they are stored."""
-        shape, turns = self.shape, positions.turns(inputs)
+        shape, cos_sin = self.shape, positions.cos_sin(inputs)
         cache: Any = inputs.cache
-        cos, sin = turns if turns is not None else (None, None)
+        cos, sin = cos_sin if cos_sin is not None else (None, None)
         interleaved = positions.interleaved
         if shape.norm_after:
             qk, v = qkv_BTND.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=2)

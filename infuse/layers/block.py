@@ -21,11 +21,12 @@ from infuse.architectures.program import MLP as MLP_STEP
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
+from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache, self_attention_cache
 from infuse.layers.contract import NEUTRAL, SERVED, check_mask, named, refuse_arguments
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.inputs import Inputs, Packed
-from infuse.layers.linear import all_are_heard, fuses, untouched
+from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.named_attention import arguments_of_named, names_ours
@@ -33,8 +34,7 @@ from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
 from infuse.layers.program import Run, compiled, run
-from infuse.layers.recorders import is_heard
-from infuse.layers.surroundings import Surroundings
+from infuse.layers.recorders import has_active_hooks
 from infuse.parallel.group import LOCAL, Group
 
 # Share of padding from which it is skipped: gathering and scattering tokens costs 1 to 2 % of a small encoder's layer.
@@ -75,7 +75,7 @@ class Block(InferenceModule):
             ranks = group if part.expert_count else group.dense
             apart = part.matrices and not reduces(shape.program)  # else the block adds up all branches at once
             combine = ranks.adds(f"{path}.{name}") if apart and ranks.size > 1 else None
-            self.add_module(name, make_part(part, Surroundings(name, formats, bodies, group.dense, combine, index)))
+            self.add_module(name, make_part(part, BuildContext(name, formats, bodies, group.dense, combine, index)))
         program = on_ranks(shape.program, group.dense.size)
         self._program = merged(program)
         self._steps = compiled(self._program, self.reduce)
@@ -202,10 +202,10 @@ class Block(InferenceModule):
     def _chosen(self, x: Tensor) -> tuple[Run, ...]:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""
         few, parts = self._steps_of_few, self._modules
-        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or all_are_heard() or not self._folds():
+        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or has_global_hooks() or not self._folds():
             return self._steps
         passed_by: Any = (parts[name] for name in self._passed_by)
-        return few if all(map(untouched, passed_by)) else self._steps
+        return few if all(map(has_no_hooks, passed_by)) else self._steps
 
 
 def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Packed | None:
@@ -231,4 +231,5 @@ def real_tokens(mask: Tensor | None, inverted: bool, hidden_BTC: Tensor) -> Pack
 
 def _weights_are_recorded(attention: nn.Module) -> bool:
     """Whether a hook may read attention weights, which eager attention returns even without output_attentions."""
-    return is_heard(attention) and getattr(getattr(attention, "config", None), "_attn_implementation", None) == "eager"
+    config = getattr(attention, "config", None)
+    return has_active_hooks(attention) and getattr(config, "_attn_implementation", None) == "eager"

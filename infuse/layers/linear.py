@@ -15,7 +15,7 @@ from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.norm import Norm
-from infuse.layers.recorders import is_heard
+from infuse.layers.recorders import has_active_hooks
 from infuse.parallel.group import Combine
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -28,9 +28,9 @@ def direct(module: nn.Module, x: Tensor) -> Tensor:
     return module.forward(x)
 
 
-def untouched(module: nn.Module) -> bool:
+def has_no_hooks(module: nn.Module) -> bool:
     """Whether no hook hears the module and its forward is not patched, so that its work needs no call of it."""
-    return not (module._forward_pre_hooks or "forward" in vars(module) or is_heard(module))
+    return not (module._forward_pre_hooks or "forward" in vars(module) or has_active_hooks(module))
 
 
 def product(
@@ -50,7 +50,7 @@ def product(
     if not takes_around(module):
         y = direct(module, x if norm is None else direct(norm, x))
         return y if residual is None else residual + y
-    if norm is not None and not (isinstance(norm, Norm) and untouched(norm)):
+    if norm is not None and not (isinstance(norm, Norm) and has_no_hooks(norm)):
         x, norm = direct(norm, x), None
     before = ops.NO_NORM if norm is None else norm.arguments
     if module._combine is None:
@@ -61,7 +61,7 @@ def product(
 
 def takes_around(module: nn.Module) -> TypeGuard[Linear | QuantizedLinear]:
     """Whether `product` may pass norm, activation and residual to the module's op: it is ours and has no hooks."""
-    return isinstance(module, (Linear, QuantizedLinear)) and untouched(module)
+    return isinstance(module, (Linear, QuantizedLinear)) and has_no_hooks(module)
 
 
 def fuses(bodies: Mapping[str, str]) -> bool:
@@ -69,7 +69,7 @@ def fuses(bodies: Mapping[str, str]) -> bool:
     return any(op.bodies[bodies.get(op.name, ops.REFERENCE)].fuses for op in (ops.linear, ops.quantized_linear))
 
 
-def all_are_heard() -> bool:
+def has_global_hooks() -> bool:
     """Whether global module hooks are registered with PyTorch."""
     modules = torch.nn.modules.module
     return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
@@ -172,7 +172,7 @@ class Linear(InferenceModule, nn.Linear):
         self._combine = combine
 
     def arguments(self) -> tuple:
-        """The op's arguments after x: weight and bias, before those of ops.linear.Around."""
+        """The op's arguments after x: weight and bias, before those of ops.linear.Fusion."""
         held = self._parameters  # nn.Module.__getattr__ takes longer than the view that a matrix product needs
         weight = held.get("weight")
         return self.weight if weight is None else weight, held["bias"]  # None: parametrized or pruned

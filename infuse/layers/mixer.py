@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.part import MixerShape
 from infuse.errors import UnsupportedCall
+from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
 from infuse.layers.gradient import InferenceModule
 from infuse.layers.inputs import Inputs
 from infuse.layers.slot import ForeignStates, MadeSlot, StateSlot
-from infuse.layers.surroundings import Surroundings
 
 Shape = TypeVar("Shape", bound=MixerShape)
 
@@ -27,10 +27,10 @@ class Mixer(InferenceModule, Generic[Shape]):
     the call gives it as a third argument. What is kept between calls belongs to the slot of `index` in the cache.
     """
 
-    def __init__(self, shape: Shape, surroundings: Surroundings):
+    def __init__(self, shape: Shape, context: BuildContext):
         super().__init__()
         self.shape: Shape = shape
-        self._index, self._group, self._name = surroundings.index, surroundings.group, surroundings.name
+        self._index, self._group, self._name = context.index, context.group, context.name
         self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
 
     def forward(

@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 from infuse import ops
 from infuse.architectures.mlp import MLPShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.gradient import Settled
 from infuse.layers.linear import product, takes_around
-from infuse.layers.surroundings import Surroundings
 
 
 class MLP(Settled):
     """An MLP. If it is gated, the rows of `up` are [gate | up]."""
 
-    def __init__(self, shape: MLPShape, surroundings: Surroundings):
+    def __init__(self, shape: MLPShape, context: BuildContext):
         super().__init__()
-        bodies, (up, down) = surroundings.bodies, shape.matrices
+        bodies, (up, down) = context.bodies, shape.matrices
         act = ops.gated_activation if shape.gated else ops.activation
         self._act = act.bound(bodies.get(act.name, ops.REFERENCE))
         self.activation, self.gated = shape.activation, shape.gated
-        self.up, self.down = surroundings.linear(up), surroundings.linear(down)
+        self.up, self.down = context.linear(up), context.linear(down)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x, None, None)

@@ -8,28 +8,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from infuse.architectures.moe import AVERAGE, MoEShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import InferenceModule
-from infuse.layers.linear import direct, untouched
+from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.router import Router
-from infuse.layers.surroundings import Surroundings
 
 
 class MoE(InferenceModule):
     """A mixture. Over ranks, experts and shared expert give partial sums, which are added up once."""
 
-    def __init__(self, shape: MoEShape, surroundings: Surroundings):
+    def __init__(self, shape: MoEShape, context: BuildContext):
         super().__init__()
-        name, self._combine = surroundings.name, surroundings.combine
+        name, self._combine = context.name, context.combine
         self.shape = shape
-        partial = replace(surroundings, combine=None)
-        self.router = Router(shape.router, surroundings.bodies)
+        partial = replace(context, combine=None)
+        self.router = Router(shape.router, context.bodies)
         inside = f"{name}.experts."
         held = {
-            target.removeprefix(inside): format for target, format in surroundings.formats.items() if inside in target
+            target.removeprefix(inside): format for target, format in context.formats.items() if inside in target
         }
-        self.experts = Experts(shape.experts, held, surroundings.bodies)
+        self.experts = Experts(shape.experts, held, context.bodies)
         shared = None if shape.shared is None else MLP(shape.shared, replace(partial, name=f"{name}.shared"))
         gate = nn.Linear(shape.router.hidden, 1, bias=False, device="meta") if shape.gated else None
         self.add_module("shared", shared)
@@ -56,7 +56,7 @@ class MoE(InferenceModule):
         if gate is not None:
             out = out + direct(gate, x_TH).sigmoid() * direct(shared, x_TH)
         elif shared is not None:
-            out = shared.fused(x_TH, None, out) if untouched(shared) else out + direct(shared, x_TH)
+            out = shared.fused(x_TH, None, out) if has_no_hooks(shared) else out + direct(shared, x_TH)
         if self.shape.combine == AVERAGE:
             out = out / 2
         out = (out if self._combine is None else self._combine(out)).view(x.shape)

@@ -25,7 +25,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.experts import Experts
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Quantized, QuantizedLinear, all_are_heard, rounds_activations, untouched
+from infuse.layers.linear import Quantized, QuantizedLinear, has_global_hooks, has_no_hooks, rounds_activations
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
@@ -215,7 +215,7 @@ class OneCall:
         found = self._found
         if found is None or not found.are_in_place():
             self._found = found = self._find(roots)
-        if found is None or not found.run_as_written() or all_are_heard():
+        if found is None or not found.is_unmodified() or has_global_hooks():
             return None
         tensors = [*map(getitem, *found.tensors)]
         return None if [1 for tensor in tensors if tensor is None] else tensors
@@ -271,9 +271,9 @@ class Found(NamedTuple):
         # Lists are compared by identity first.
         return [*map(dict.get, *self.places)] == self.modules and [*map(type, self.modules)] == self.kinds
 
-    def run_as_written(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Whether the kernels compute what the modules would: no hooks, and weights in the kernels' layouts."""
-        if any(self.hooks) and not all(map(untouched, self.parts)):
+        if any(self.hooks) and not all(map(has_no_hooks, self.parts)):
             return False
         if [1 for own in self.attributes if "forward" in own]:
             return False
@@ -326,14 +326,14 @@ class StepCall(BlockCall):
         start = slot.reserve(batch, tokens, self._rows, x_BTC, attention.filler)
         assert slot.key_storage is not None and slot.value_storage is not None
         positions, mask = attention._modules["positions"], inputs.mask
-        turns, bias = positions.turns(inputs), positions.bias(inputs, batch, start + tokens)
+        cos_sin, bias = positions.cos_sin(inputs), positions.bias(inputs, batch, start + tokens)
         if mask is not None:
             mask = attention.allowed(mask, start + tokens, x_BTC.dtype)
         storage = (slot.key_storage,), (slot.value_storage,)
-        step = partial(layers_step, x_BTC, tensors, turns, mask, bias, storage, start, self._numbers)
+        step = partial(layers_step, x_BTC, tensors, cos_sin, mask, bias, storage, start, self._numbers)
         assert self._found is not None
         routers = self._found.routers
-        out = step() if all(map(untouched, routers)) else _routed_by(routers[0], step)
+        out = step() if all(map(has_no_hooks, routers)) else _routed_by(routers[0], step)
         if out is not None:
             slot.advance(tokens)
         return out

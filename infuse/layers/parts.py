@@ -21,6 +21,7 @@ from infuse.architectures.part import PartShape
 from infuse.architectures.streams import StreamsShape
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
+from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
@@ -30,14 +31,13 @@ from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
 from infuse.layers.norm import Norm
-from infuse.layers.surroundings import Surroundings
 
-LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
+LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {
         AttentionShape: Attention,
         MLPShape: MLP,
         MoEShape: MoE,
-        NormShape: lambda shape, surroundings: Norm(shape, surroundings.bodies),
+        NormShape: lambda shape, context: Norm(shape, context.bodies),
         FeedForwardShape: FeedForward,
         ImageAttentionModuleShape: ImageAttentionModule,
         ImageTransformerShape: ImageTransformer,
@@ -49,16 +49,16 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Map
 )
 
 
-_registered: dict[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = {}  # by `register`
+_registered: dict[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = {}  # by `register`
 
 
-def register(shape: type[PartShape], layer: Callable[[Any, Surroundings], nn.Module]) -> Callable[[], object]:
-    """Compute parts of this shape by layer(shape, surroundings). Call the result to take it back."""
+def register(shape: type[PartShape], layer: Callable[[Any, BuildContext], nn.Module]) -> Callable[[], object]:
+    """Compute parts of this shape by layer(shape, context). Call the result to take it back."""
     _registered[shape] = layer
     return partial(_registered.pop, shape, None)
 
 
-def make_part(shape: PartShape, surroundings: Surroundings) -> nn.Module:
+def make_part(shape: PartShape, context: BuildContext) -> nn.Module:
     """Make the layer of a part on meta; its weights are filled in later."""
     layer = _registered.get(type(shape)) or LAYERS[type(shape)]
-    return layer(shape, surroundings)
+    return layer(shape, context)

@@ -23,7 +23,7 @@ class Positions(nn.Module):
 
     interleaved = False
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         return None
 
     def bias(self, inputs: Inputs, batch: int, length: int) -> Tensor | None:
@@ -34,14 +34,14 @@ class Positions(nn.Module):
         return mask
 
 
-class PassedTurns(Positions):
+class PassedCosSin(Positions):
     """The model passes (cos, sin), [B or 1, T, E or E/2] each, as architectures.attention.Rotary says."""
 
     def __init__(self, position: Rotary):
         super().__init__()
         self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
         cos, sin = inputs.position_embeddings
@@ -56,7 +56,7 @@ class PassedTurns(Positions):
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
-class TableTurns(Positions):
+class TableCosSin(Positions):
     """The layer looks up rows of a table [positions, sin | cos] by position ids. Pairs are interleaved (GPT-J)."""
 
     interleaved = True
@@ -66,7 +66,7 @@ class TableTurns(Positions):
         super().__init__()
         self.register_buffer("table", torch.empty(0), persistent=False)
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_ids is None:
             raise missing("position_ids")
         if inputs.position_ids.dim() != 2:
@@ -142,9 +142,9 @@ def make_positions(position: Position, heads: int) -> Positions:
     if isinstance(position, RelativeBias):
         return LearnedBias(position, heads)
     if isinstance(position, Rotary):
-        return PassedTurns(position)
+        return PassedCosSin(position)
     if isinstance(position, RotaryTable):
-        return TableTurns()
+        return TableCosSin()
     return PassedBias(position.argument) if isinstance(position, Alibi) else Positions()
 
 

@@ -22,6 +22,7 @@ from infuse.architectures.program import (
     CARRY,
     CAT,
     CLIP,
+    COS_SIN,
     EMBED,
     END,
     FOLDED_ATTENTION,
@@ -41,12 +42,11 @@ from infuse.architectures.program import (
     TEXT,
     TEXT_MASK,
     TIME,
-    TURNS,
     Program,
     Step,
 )
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import direct, untouched
+from infuse.layers.linear import direct, has_no_hooks
 from infuse.layers.norm import Norm
 
 LARGEST = 65504  # of float16
@@ -194,7 +194,7 @@ _OF_A_STREAM: Mapping[str, Callable[[Step, Any], Run]] = MappingProxyType(
 
 def _added(norm: nn.Module, branch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and its norm, computed in one pass if the norm has no hooks."""
-    if type(norm) is Norm and untouched(norm):
+    if type(norm) is Norm and has_no_hooks(norm):
         return norm.add(branch, x)
     x = x + branch
     return x, norm(x)
@@ -228,14 +228,14 @@ def _modulated_norm(step: Step, streams: Streams, parts: Parts) -> None:
 def _attended(step: Step, streams: Streams, parts: Parts) -> None:
     s, part, values = streams.of[step.on], parts[step.part], streams.values
     over = streams.of[step.over].x if step.over in streams.of else values.get(step.over)
-    attended = part.attended if untouched(part) else part.called
-    s.branch = attended(_taken(s), over, values.get(TEXT_MASK if step.over else MASK), s.branch, values.get(TURNS))
+    attended = part.attended if has_no_hooks(part) else part.called
+    s.branch = attended(_taken(s), over, values.get(TEXT_MASK if step.over else MASK), s.branch, values.get(COS_SIN))
 
 
 def _joint(step: Step, streams: Streams, parts: Parts) -> None:
     first, second = parts[step.on], parts[step.over]
     one, other = streams.of[step.on], streams.of[step.over]
-    both = first.over(one.y, second, other.y, streams.values.get(TURNS))
+    both = first.over(one.y, second, other.y, streams.values.get(COS_SIN))
     of_one, of_other = both.split([_taken(one).shape[1], _taken(other).shape[1]], dim=1)
     one.branch, other.branch = first.projected(of_one), second.projected(of_other)
 
@@ -247,7 +247,7 @@ def _mlp_with(step: Step, streams: Streams, parts: Parts) -> None:
     if s.branch is None:
         s.branch = direct(mlp, y)
     else:
-        s.branch = mlp.fused(y, None, s.branch) if untouched(mlp) else s.branch + mlp(y)
+        s.branch = mlp.fused(y, None, s.branch) if has_no_hooks(mlp) else s.branch + mlp(y)
 
 
 def _gated_add(step: Step, streams: Streams, parts: Parts) -> None:

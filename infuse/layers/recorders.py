@@ -14,7 +14,7 @@ _RECORDERS = "transformers.utils.output_capturing"  # not imported: a hook of it
 _COLLECTOR = "_active_collector"  # its get() is what the running call collects: None or empty if nothing
 
 
-def is_heard(module: nn.Module) -> bool:
+def has_active_hooks(module: nn.Module) -> bool:
     """Whether a forward hook on the module may read or change what it returns in the running call."""
     hooks = module._forward_hooks
     return bool(hooks) and not all(map(_is_idle, hooks.values()))

@@ -16,14 +16,14 @@ from infuse.layers import autocast
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import QuantizedEmbedding
 from infuse.layers.inputs import Inputs
-from infuse.layers.linear import Linear, Quantized, QuantizedLinear, untouched
+from infuse.layers.linear import Linear, Quantized, QuantizedLinear, has_no_hooks
 from infuse.layers.named_attention import names_ours
 from infuse.layers.norm import Norm
 from infuse.layers.one_call import OneCall, StepCall
-from infuse.layers.position import PassedTurns, Positions
+from infuse.layers.position import PassedCosSin, Positions
 from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
-from infuse.ops.cpu.layer import HeldLayers, Turns
+from infuse.ops.cpu.layer import CosSin, HeldLayers
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
 from infuse.quant.format import SCALE_DTYPE
@@ -51,7 +51,7 @@ class StackCall(OneCall):
             return None
         attentions = [block._modules[name] for block, name in zip(blocks, names, strict=True)]
         positions = {type(each._modules.get("positions")) for each in attentions}
-        if not positions <= {PassedTurns, Positions}:
+        if not positions <= {PassedCosSin, Positions}:
             return None
         before = [embedding] if _looks_up(embedding, x_BTC) else []
         after = [norm, head] if _normalises(norm, x_BTC) and _multiplies(head, x_BTC) else []
@@ -78,7 +78,7 @@ class StackCall(OneCall):
         if tensors is None or len(x_BTC) > self._most_rows or not all(map(names_ours, self._attentions)):
             return None
         assert self._found is not None
-        if not all(map(untouched, self._found.routers)):
+        if not all(map(has_no_hooks, self._found.routers)):
             return None
         if self._last_norm is not None and self._last_norm != _Written.of(self._last_norm.module):
             return None
@@ -98,9 +98,9 @@ class StackCall(OneCall):
         held = HeldLayers.of(x_BTC, tensors, (keys, values), self._numbers)  # type: ignore[arg-type]
         return held, min(each.shape[2] for each in keys)  # type: ignore[union-attr]
 
-    def turns(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all blocks."""
-        return self._attentions[0]._modules["positions"].turns(inputs)  # type: ignore[union-attr,operator]
+        return self._attentions[0]._modules["positions"].cos_sin(inputs)  # type: ignore[union-attr,operator]
 
 
 class Answer:
@@ -116,17 +116,17 @@ class Answer:
         """Tokens in the cache."""
         return self._slots[0].length
 
-    def step(self, x: Tensor, turns: Turns) -> Tensor | None:
+    def step(self, x: Tensor, cos_sin: CosSin) -> Tensor | None:
         """The logits, or the last block's result, [B, 1, ...] for ids [B, 1], or their embedding [B, 1, C].
 
         None if the model has to be called.
         """
         held = self._with_room()
-        out = None if held is None else held.step(x, turns, self.length)
+        out = None if held is None else held.step(x, cos_sin, self.length)
         self._append(0 if out is None else 1)
         return out
 
-    def tokens(self, ids_B1: Tensor, turns: Turns, count: int, ends: Sequence[int]) -> Tensor | None:
+    def tokens(self, ids_B1: Tensor, cos_sin: CosSin, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, 1 to count] of the next steps; none follow a step that gives one of `ends`.
 
         None if a step gives no logits, or if the model has to be called.
@@ -134,7 +134,7 @@ class Answer:
         held = self._with_room() if self.takes_ids and self.gives_logits else None
         if held is None:
             return None
-        tokens = held.tokens(ids_B1, turns, self.length, count, ends)  # the kernel ends where the cache is full
+        tokens = held.tokens(ids_B1, cos_sin, self.length, count, ends)  # the kernel ends where the cache is full
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 

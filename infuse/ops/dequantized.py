@@ -55,7 +55,7 @@ def _codes(held: QuantizedWeight) -> QuantizedWeight:
 
 
 def _linear(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, *given: Any) -> Tensor:
-    """`given`: outputs, inputs and format, then the fields of Around."""
+    """`given`: outputs, inputs and format, then the fields of Fusion."""
     return linear.reference(x, data if data.dtype is x.dtype else data.to(x.dtype), bias, *given[3:])
 
 

@@ -62,12 +62,12 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             return torch.randn(shape, dtype=dtype, device=device)
 
         angles = torch.rand(first + second, width // 2, device=device).repeat_interleave(2, dim=1) * 6.28
-        turns = angles.cos(), angles.sin()
+        cos_sin = angles.cos(), angles.sin()
         one, other = made(batch, first, 3 * heads, width), made(batch, second, 3 * heads, width)
         weights = [made(width) for _ in range(4)]
         label = f"{batch}x({first}+{second})x{heads}x{width}"
-        yield Case(f"{label} normed turned", (one, other, *weights, *turns, 1e-6))
+        yield Case(f"{label} normed turned", (one, other, *weights, *cos_sin, 1e-6))
         yield Case(f"{label} bare", (one, other, None, None, None, None, None, None, 1e-6))
-        yield Case(f"{label} one key norm", (one, other, None, weights[1], None, None, *turns, 1e-6))
+        yield Case(f"{label} one key norm", (one, other, None, weights[1], None, None, *cos_sin, 1e-6))
         if not second:
-            yield Case(f"{label} alone", (one, None, *weights[:2], None, None, *turns, 1e-6))
+            yield Case(f"{label} alone", (one, None, *weights[:2], None, None, *cos_sin, 1e-6))

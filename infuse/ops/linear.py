@@ -1,7 +1,7 @@
 """The matrix product and its neighbours in a layer: residual + act(norm(x) @ weight.T + bias).
 
 There are two ops, for plain and for quantized weights, each with its own bodies, layouts and choice. Every body takes
-every combination of neighbours and runs those that its kernel does not fuse as separate calls (`Around.separately`).
+every combination of neighbours and runs those that its kernel does not fuse as separate calls (`Fusion.separately`).
 Suffixes: R rows, I inputs, O outputs.
 """
 
@@ -26,7 +26,7 @@ from infuse.quant.parse import quant_format
 FEW_ROWS = 16
 
 
-class Around(NamedTuple):
+class Fusion(NamedTuple):
     """The neighbours of a product: the optional arguments of both ops after the weight.
 
     `norm` is "rms" or "layer"; its weight and bias have the width of the inputs. `residual` has the shape of the
@@ -64,7 +64,7 @@ class Around(NamedTuple):
         return self.after(product(self.before(x, body)), body)
 
 
-NO_NORM = Around()[:5]
+NO_NORM = Fusion()[:5]
 _AROUND = (
     "str? norm=None, Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=0.0, float offset=0.0,"
     " str? activation=None, bool gated=False, Tensor? residual=None"
@@ -75,11 +75,11 @@ _AROUND = (
 def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any) -> Tensor:
     """residual + act(norm(x) @ weight.T + bias). Rounds each step to x.dtype, which a body need not do.
 
-    `around`: the first fields of Around, in order.
+    `around`: the first fields of Fusion, in order.
     """
     if not around:
         return F.linear(x_RI, weight_OI, bias_O)
-    return Around(*around).separately(lambda x: F.linear(x, weight_OI, bias_O), x_RI, REFERENCE)
+    return Fusion(*around).separately(lambda x: F.linear(x, weight_OI, bias_O), x_RI, REFERENCE)
 
 
 @op(
@@ -98,12 +98,12 @@ def quantized_linear(
 
 @linear.fake
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], Around(*around).outputs(weight.shape[0]))
+    return x.new_empty(*x.shape[:-1], Fusion(*around).outputs(weight.shape[0]))
 
 
 @quantized_linear.fake
 def _quantized_fake(x: Tensor, *given: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], Around(*given[7:]).outputs(given[4]))
+    return x.new_empty(*x.shape[:-1], Fusion(*given[7:]).outputs(given[4]))
 
 
 # Rows, inputs, outputs; norm, its weight and bias, offset; activation, gated; bias, residual.
@@ -129,7 +129,7 @@ _CASES = (
 
 def _neighbours(
     dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor, int, int, Tensor | None, Around]]:
+) -> Iterator[tuple[str, Tensor, int, int, Tensor | None, Fusion]]:
     """Yield a label, x, outputs, inputs, the bias and the neighbours."""
     for rows, inputs, outputs, norm, weighed, shifted, offset, act, gated, biased, added in _CASES:
 
@@ -138,7 +138,7 @@ def _neighbours(
 
         weight, shift = made(inputs, there=weighed), made(inputs, there=shifted)
         residual = made(*rows, outputs // 2 if gated else outputs, there=added)
-        around = Around(norm, weight, shift, 1e-5, offset, act, gated, residual)
+        around = Fusion(norm, weight, shift, 1e-5, offset, act, gated, residual)
         bias = made(outputs, there=biased)
         words = (
             norm, weighed and "weight", norm and f"offset {offset:.0f}", act, gated and "gated", biased and "bias",

@@ -116,7 +116,7 @@ def _append_fake(
     return qkv.new_empty(qkv.shape[0], heads, qkv.shape[1], qkv.shape[3])
 
 
-def _turns(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cos_sin(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.rand(batch, tokens, width, device=device) * 6.28
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -127,7 +127,7 @@ def _rotary_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for batch, tokens, heads, width, turned in sizes:
         x = torch.randn(batch, tokens, heads, width, dtype=dtype, device=device)
         for interleaved in (False, True):
-            cos, sin = _turns(1 if batch == 2 else batch, tokens, turned, dtype, device)
+            cos, sin = _cos_sin(1 if batch == 2 else batch, tokens, turned, dtype, device)
             yield Case(f"{tuple(x.shape)} of {turned} {interleaved=}", (x, cos, sin, interleaved))
 
 
@@ -136,9 +136,9 @@ def _append_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for batch, tokens, heads, kv_heads, width, start in ((1, 1, 4, 2, 16, 3), (2, 5, 3, 3, 24, 0), (2, 2, 4, 1, 8, 9)):
         qkv = torch.randn(batch, tokens, heads + 2 * kv_heads, width, dtype=dtype, device=device)
         keys, values = (torch.randn(batch, kv_heads, 16, width, dtype=dtype, device=device) for _ in range(2))
-        cos, sin = _turns(batch, tokens, width, dtype, device)
-        for what, turns in (("halves", (cos, sin)), ("pairs", (cos, sin)), ("plain", (None, None))):
-            args = (qkv, *turns, keys.clone(), values.clone(), start, heads, what == "pairs")
+        cos, sin = _cos_sin(batch, tokens, width, dtype, device)
+        for what, cos_sin in (("halves", (cos, sin)), ("pairs", (cos, sin)), ("plain", (None, None))):
+            args = (qkv, *cos_sin, keys.clone(), values.clone(), start, heads, what == "pairs")
             yield Case(f"{tuple(qkv.shape)} at {start} {what}", args)
         rows = (torch.zeros(batch, kv_heads, 16, width + SCALE_BYTES, dtype=torch.int8, device=device) for _ in "kv")
         yield Case(f"{tuple(qkv.shape)} at {start} int8", (qkv, None, None, *rows, start, heads, False))

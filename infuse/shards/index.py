@@ -22,7 +22,7 @@ from infuse.errors import CheckpointError
 from infuse.parallel.slices import Cut, Range, Tiling
 from infuse.weights.sources import SAVED, inside, read_json
 
-FORMAT = "infuse-4"
+FORMAT = "infuse-5"
 SEAL = "sha256"  # key of the checksum over the rest of the index
 
 

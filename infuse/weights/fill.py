@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infuse import memory, ops
-from infuse.architectures.packing import STACK, Fill, Tall, spans
+from infuse.architectures.packing import STACK, Fill, StackedExperts, spans
 from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
@@ -22,7 +22,7 @@ from infuse.quant.format import BUFFERS, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
 from infuse.weights.mapped import StoredMatrix
 from infuse.weights.reader import Coded, Reader, place_of, tensor_at
-from infuse.weights.tall import sliced, tall_reader
+from infuse.weights.stacked_experts import sliced, stacked_reader
 
 # Source values read per step: few enough to stay in a core's cache and let the allocator reuse the memory.
 PART_VALUES = 1 << 20
@@ -30,7 +30,8 @@ PART_VALUES = 1 << 20
 
 def moves(fill: Fill) -> bool:
     """True if the parameter can be reused as is, which keeps weights tied."""
-    alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None and fill.tall in (None, Tall())
+    alone = len(fill.sources) == 1 and fill.merge != STACK and fill.cut is None
+    alone = alone and fill.stacked in (None, StackedExperts())
     return alone and not fill.transposed and fill.packing is None and fill.format is None
 
 
@@ -41,7 +42,7 @@ def is_there(fill: Fill, source: nn.Module) -> bool:
 
 def filled(fill: Fill, reader: Reader, dtype: torch.dtype | None) -> Tensor:
     """Build the target tensor of `fill` in `dtype` (None keeps it). A lone source without any change is not copied."""
-    reader = tall_reader(fill, reader)
+    reader = stacked_reader(fill, reader)
     if fill.merge == STACK:
         tensor = torch.stack([reader.read(fill.sources[span.source]) for span in _spans(fill, reader)])
     elif moves(fill):
@@ -74,7 +75,7 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
     if coded is not None and coded.format == fill.format:
         yield from _as_stored(fill, coded, format, rows)
         return
-    for limits, pieces in _parts(fill, tall_reader(fill, reader), rows):
+    for limits, pieces in _parts(fill, stacked_reader(fill, reader), rows):
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=_axis(fill))
         try:
             data, scale, zero = quantize(part, fill.format)
@@ -86,9 +87,9 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
 def _as_stored(fill: Fill, coded: Coded, format: QuantFormat, rows: int | None) -> Iterator[QuantizedWeight]:
     """The target's codes and scales as its source has them, in parts as those of `quantized`."""
     group = format.group_size
-    assert group is not None and fill.packing is None and fill.tall is not None, fill
+    assert group is not None and fill.packing is None and fill.stacked is not None, fill
     parts = [
-        _parts(_narrowed(fill, per), tall_reader(fill, reader), rows, PART_VALUES // per)
+        _parts(_narrowed(fill, per), stacked_reader(fill, reader), rows, PART_VALUES // per)
         for reader, per in ((coded.data, 8 // format.bits), (coded.scale, group))
     ]
     for both in zip(*parts, strict=True):
@@ -150,8 +151,8 @@ def source_tensors(fill: Fill, target: Tensor, shapes: Mapping[str, tuple[int, .
     Returns views of the target for sources that are contiguous in it and not transposed.
     """
     assert fill.cut is None, fill
-    if fill.tall is not None:
-        return {fill.sources[0]: sliced(fill.tall, target, shapes[fill.sources[0]])}
+    if fill.stacked is not None:
+        return {fill.sources[0]: sliced(fill.stacked, target, shapes[fill.sources[0]])}
     if fill.merge == STACK:
         return dict(zip(fill.sources, target.unbind(0), strict=True))
     if moves(fill):
@@ -226,7 +227,7 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
     """Like fill_module, but read the finished targets saved under `path`."""
     for fill in fills:
         place, leaf = place_of(module, fill.target)
-        if fill.tall is not None and leaf == "weight":
+        if fill.stacked is not None and leaf == "weight":
             wanted = saved_tensors(module, path, [fill], dtype)
             matrix = source.stored_experts(place, named(path, fill.target).rpartition(".")[0], wanted)
             if matrix is not None:

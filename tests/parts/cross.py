@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from infuse.architectures.part import (
     HEADS as OF_HEADS,
 )
 from infuse.architectures.program import ADD, ATTENTION, MLP, NORM, Step
+from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
-from infuse.layers.surroundings import Surroundings
 from parts.made_up import HEADS, HIDDEN, path_of
 
 WIDTH = HIDDEN // HEADS
@@ -95,7 +95,7 @@ class Cross:
 class CrossShape(MixerShape):
     heads: int = HEADS
     out_bias: bool = True
-    replaces: tuple[str, ...] = field(default=(), repr=False)
+    replaces: tuple[str, ...] = ()
     causal: bool = True
     inverted_mask: bool = False
 
@@ -128,9 +128,9 @@ SPEC = LLAMA.but(
 
 
 class CrossLayerOfOurs(Mixer[CrossShape]):
-    def __init__(self, shape: CrossShape, surroundings: Surroundings):
-        super().__init__(shape, surroundings)
-        self.q, self.kv, self.out = (surroundings.linear(matrix) for matrix in shape.matrices)
+    def __init__(self, shape: CrossShape, context: BuildContext):
+        super().__init__(shape, context)
+        self.q, self.kv, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self.computed = 0  # keys and values, how often
 
     def forward(self, x_BTC: Tensor, inputs: Inputs, states_BLC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ from infuse.architectures.part import (
 from infuse.architectures.part import (
     HEADS as OF_HEADS,
 )
+from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.norm import Norm as NormLayer
-from infuse.layers.surroundings import Surroundings
 from parts.made_up import HEADS, HIDDEN, path_of
 
 LATENT, ROTATED, PLAIN, VALUE = 24, 8, 16, 12  # widths: the cache's two rows, a head's unrotated key, its value
@@ -104,7 +104,7 @@ class LatentShape(MixerShape):
     norm: NormShape
     heads: int = HEADS
     first_head: int = 0
-    replaces: tuple[str, ...] = field(default=(), repr=False)
+    replaces: tuple[str, ...] = ()
     causal: bool = True
     inverted_mask: bool = False
     all_heads = HEADS
@@ -139,10 +139,10 @@ SPEC = LLAMA.but(layer=path_of(LatentLayer), attn=Latent())
 
 
 class LatentLayerOfOurs(Mixer[LatentShape]):
-    def __init__(self, shape: LatentShape, surroundings: Surroundings):
-        super().__init__(shape, surroundings)
-        self.q, self.compress, self.expand, self.out = (surroundings.linear(matrix) for matrix in shape.matrices)
-        self.norm = NormLayer(shape.norm, surroundings.bodies)
+    def __init__(self, shape: LatentShape, context: BuildContext):
+        super().__init__(shape, context)
+        self.q, self.compress, self.expand, self.out = (context.linear(matrix) for matrix in shape.matrices)
+        self.norm = NormLayer(shape.norm, context.bodies)
 
     def forward(self, x_BTC: Tensor, inputs: Inputs, *_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         batch, tokens, _ = x_BTC.shape

@@ -5,7 +5,7 @@ Every third layer has attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ from infuse.architectures.part import (
 from infuse.architectures.part import (
     HEADS as OF_HEADS,
 )
+from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
-from infuse.layers.surroundings import Surroundings
 from parts.made_up import HEADS, HIDDEN, path_of
 from parts.made_up import LAYERS as COUNT
 
@@ -115,7 +115,7 @@ class Recurrent:
 @dataclass(frozen=True)
 class RecurrentShape(MixerShape):
     heads: int = HEADS
-    replaces: tuple[str, ...] = field(default=(), repr=False)
+    replaces: tuple[str, ...] = ()
     causal: bool = True
     inverted_mask: bool = False
 
@@ -151,9 +151,9 @@ SPEC = LLAMA.but(layer=path_of(RecurrentLayer), attn=Recurrent("self_attn", LLAM
 
 
 class RecurrentLayerOfOurs(Mixer[RecurrentShape]):
-    def __init__(self, shape: RecurrentShape, surroundings: Surroundings):
-        super().__init__(shape, surroundings)
-        self.qkv, self.out = (surroundings.linear(matrix) for matrix in shape.matrices)
+    def __init__(self, shape: RecurrentShape, context: BuildContext):
+        super().__init__(shape, context)
+        self.qkv, self.out = (context.linear(matrix) for matrix in shape.matrices)
         self.conv = nn.Parameter(torch.empty(3 * shape.heads * WIDTH, TAPS), requires_grad=False)
         self.decay = nn.Parameter(torch.empty(shape.heads), requires_grad=False)
 

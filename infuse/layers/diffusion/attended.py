@@ -15,7 +15,7 @@ from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import Settled, is_recorded
-from infuse.layers.linear import product, untouched
+from infuse.layers.linear import has_no_hooks, product
 
 _T = TypeVar("_T")
 
@@ -31,26 +31,36 @@ class Attended(Settled):
         self._attend, self._scale = ops.attention.bound(bodies.get("attention", ops.REFERENCE)), scale
         self._of_text = Derived()
 
-    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, cos_sin: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, N, T, D] of x, keys and values [B, N, L, D] of the context or, without one, of x."""
         raise NotImplementedError
 
     def attended(
-        self, x_BTC: Tensor, context_BLC: Tensor | None, mask: Tensor | None, residual: Tensor | None, turns: Any = None
+        self,
+        x_BTC: Tensor,
+        context_BLC: Tensor | None,
+        mask: Tensor | None,
+        residual: Tensor | None,
+        cos_sin: Any = None,
     ) -> Tensor:
-        """residual + out(attention of x over `context` or, without one, over x): [B, T, C]; `turns` rotate heads."""
-        q, k, v = self.heads_of(x_BTC, context_BLC, turns)
+        """residual + out(attention of x over `context` or, without one, over x): [B, T, C]; `cos_sin` rotate heads."""
+        q, k, v = self.heads_of(x_BTC, context_BLC, cos_sin)
         if mask is not None:
             mask = spread_mask(mask, x_BTC.shape[0], q.shape[1], k.shape[2])
         out = self._attend(q, k, v, mask, None, self._scale, False, 0, 0.0)
         return product(self._modules["out"], out.flatten(2), None, residual)  # type: ignore[arg-type]
 
     def called(
-        self, x_BTC: Tensor, context_BLC: Tensor | None, mask: Tensor | None, residual: Tensor | None, turns: Any = None
+        self,
+        x_BTC: Tensor,
+        context_BLC: Tensor | None,
+        mask: Tensor | None,
+        residual: Tensor | None,
+        cos_sin: Any = None,
     ) -> Tensor:
         """The same as `attended`, by a call of this module as the original makes it, which its hooks hear."""
-        leaves_out = turns is None or (context_BLC is not None and not self.shape.text_turns)
-        named = {} if leaves_out else {self.shape.turns: turns}
+        leaves_out = cos_sin is None or (context_BLC is not None and not self.shape.text_cos_sin)
+        named = {} if leaves_out else {self.shape.cos_sin: cos_sin}
         y: Tensor = self(x_BTC, encoder_hidden_states=context_BLC, attention_mask=mask, **named)
         return y if residual is None else residual + y
 
@@ -62,7 +72,7 @@ class Attended(Settled):
         """What `make` computes of a text by `parts`: once for each text and each weight."""
         parts = tuple(parts)
         recorded = torch.is_grad_enabled() and any(is_recorded(part, text) for part in parts)
-        if recorded or not all(map(untouched, parts)):
+        if recorded or not all(map(has_no_hooks, parts)):
             return make()
         held = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
         return self._of_text.of((text, *held), make)  # type: ignore[no-any-return]

@@ -46,6 +46,7 @@ from infuse.architectures.streams import (
     TableShape,
 )
 from infuse.errors import UnsupportedCall
+from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import named, refuse_unknown
 from infuse.layers.diffusion.heads import Heads
 from infuse.layers.diffusion.image_attention import ImageAttention
@@ -56,7 +57,6 @@ from infuse.layers.linear import direct
 from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
 from infuse.layers.program import Streams, compiled_streams
-from infuse.layers.surroundings import Surroundings
 
 # The values that steps need.
 _NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, EMBED: LABEL, JOINT: TEXT, CAT: TEXT, SKIP: SKIP})
@@ -65,10 +65,10 @@ _NEEDED: Mapping[str, str] = MappingProxyType({MODULATE: TIME, EMBED: LABEL, JOI
 class Modulation(nn.Module):
     """All shifts, scales and gates of a block, by stream, each [B, C], from its time embedding [B, C]."""
 
-    def __init__(self, shape: ModulationShape, surroundings: Surroundings):
+    def __init__(self, shape: ModulationShape, context: BuildContext):
         super().__init__()
         (matrix,) = shape.matrices
-        self.linear, self.shape = surroundings.linear(matrix), shape
+        self.linear, self.shape = context.linear(matrix), shape
 
     def forward(self, temb_BC: Tensor) -> dict[str, tuple[Tensor, ...]]:
         vectors, found, at = direct(self.linear, F.silu(temb_BC)).split(self.shape.hidden, dim=-1), {}, 0
@@ -84,7 +84,7 @@ class Table(nn.Module):
     It gives rows * C values for the whole image, or for each token.
     """
 
-    def __init__(self, shape: TableShape, surroundings: Surroundings):
+    def __init__(self, shape: TableShape, context: BuildContext):
         super().__init__()
         self.table = nn.Parameter(torch.empty(shape.shape), requires_grad=False)
 
@@ -97,9 +97,9 @@ class Table(nn.Module):
 class ModulatedNorm(Unheard):
     """norm(x) * (1 + scale) + shift, alone or of a gated sum, which it also returns."""
 
-    def __init__(self, shape: ModulatedNormShape, surroundings: Surroundings):
+    def __init__(self, shape: ModulatedNormShape, context: BuildContext):
         super().__init__()
-        bodies, self._norm = surroundings.bodies, (shape.eps, shape.kind == LAYER)
+        bodies, self._norm = context.bodies, (shape.eps, shape.kind == LAYER)
         self._alone = ops.modulated_norm.bound(bodies.get("modulated_norm", ops.REFERENCE))
         self._fused = ops.gated_add_norm.bound(bodies.get("gated_add_norm", ops.REFERENCE))
 
@@ -122,10 +122,10 @@ class ShiftedNorm(Unheard, Norm):
 class LabelledTime(nn.Module):
     """The embedding [B, C] of time steps [B] and classes [B], in which the block and its model read them."""
 
-    def __init__(self, shape: LabelledTimeShape, surroundings: Surroundings):
+    def __init__(self, shape: LabelledTimeShape, context: BuildContext):
         super().__init__()
         first, second = shape.matrices
-        self.linear_1, self.linear_2 = surroundings.linear(first), surroundings.linear(second)
+        self.linear_1, self.linear_2 = context.linear(first), context.linear(second)
         self.table = nn.Parameter(torch.empty(0, shape.hidden), requires_grad=False)
         self._channels, self._flips, self._shift = shape.channels, shape.flips, shape.shift
 
@@ -141,18 +141,18 @@ class LabelledTime(nn.Module):
 class EmbeddingNorm(ModulatedNorm):
     """A modulated norm with the embedding of its time step, by the name that models ask it for."""
 
-    def __init__(self, shape: EmbeddingNormShape, surroundings: Surroundings):
-        super().__init__(shape, surroundings)
-        self.emb = LabelledTime(shape.emb, surroundings.of("emb"))
+    def __init__(self, shape: EmbeddingNormShape, context: BuildContext):
+        super().__init__(shape, context)
+        self.emb = LabelledTime(shape.emb, context.of("emb"))
 
 
 class Skip(nn.Module):
     """linear(norm([x, skip])), of [B, T, C] each."""
 
-    def __init__(self, shape: SkipShape, surroundings: Surroundings):
+    def __init__(self, shape: SkipShape, context: BuildContext):
         super().__init__()
         (matrix,) = shape.matrices
-        self.norm, self.linear = Norm(shape.norm, surroundings.bodies), surroundings.linear(matrix)
+        self.norm, self.linear = Norm(shape.norm, context.bodies), context.linear(matrix)
 
     def forward(self, x_BTC: Tensor, skip_BTC: Tensor) -> Tensor:
         return direct(self.linear, direct(self.norm, torch.cat((x_BTC, skip_BTC), dim=-1)))
@@ -165,14 +165,14 @@ def _by_row(x_BTC: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     return x_BTC.reshape(-1, 1, x_BTC.shape[-1]), *(vector.flatten(0, 1) for vector in vectors)
 
 
-_LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = MappingProxyType(
+_LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
     {
         ModulationShape: Modulation,
         TableShape: Table,
         SkipShape: Skip,
         ModulatedNormShape: ModulatedNorm,
         EmbeddingNormShape: EmbeddingNorm,
-        NormShape: lambda shape, surroundings: Norm(shape, surroundings.bodies),
+        NormShape: lambda shape, context: Norm(shape, context.bodies),
         HeadsShape: Heads,
         ImageAttentionShape: ImageAttention,
         MLPShape: MLP,
@@ -184,16 +184,16 @@ _LAYERS: Mapping[type[PartShape], Callable[[Any, Surroundings], nn.Module]] = Ma
 class StreamsBlock(InferenceModule):
     """forward(hidden_states [B, T, C], ...) -> what the original returns."""
 
-    def __init__(self, shape: StreamsShape, surroundings: Surroundings):
+    def __init__(self, shape: StreamsShape, context: BuildContext):
         super().__init__()
         self.shape, self._steps = shape, compiled_streams(carried(merged(shape.program)))
         shifted = {step.part for step in shape.program if step.does == NORM and len(step.by) == 1}
         for name, part in shape.parts.items():
             if name in shifted and isinstance(part, NormShape):
-                self.add_module(name, ShiftedNorm(part, surroundings.bodies))
+                self.add_module(name, ShiftedNorm(part, context.bodies))
             else:
-                self.add_module(name, _LAYERS[type(part)](part, surroundings.of(name)))
-        self._add = ops.gated_add.bound(surroundings.bodies.get("gated_add", ops.REFERENCE))
+                self.add_module(name, _LAYERS[type(part)](part, context.of(name)))
+        self._add = ops.gated_add.bound(context.bodies.get("gated_add", ops.REFERENCE))
         self._arguments = tuple(name for name, _ in shape.call)
         needed = {_NEEDED[step.does] for step in shape.program if step.does in _NEEDED}
         self._needed = tuple((name, value) for name, value in shape.call if value in needed)

@@ -17,12 +17,12 @@ from torch.compiler import is_compiling
 from infuse import ops
 from infuse.architectures.unet import ConvShape, GroupNormShape, ResnetShape, UpsampleShape
 from infuse.errors import UnsupportedCall
+from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.buffers import MAPPED_BYTES, Buffers
 from infuse.layers.diffusion.derived import Derived
 from infuse.layers.gradient import InferenceModule, Settled, is_recorded, unrecorded
-from infuse.layers.linear import direct, untouched
-from infuse.layers.surroundings import Surroundings
+from infuse.layers.linear import direct, has_no_hooks
 
 # Results of convolutions of about this size stay in the caches: 128 channels of 512 x 512 in 64 MiB took 114 ms as a
 # whole with the sum after it, 93 ms in strips of 8 MiB and 97 ms in strips of 4 MiB.
@@ -56,7 +56,7 @@ class GroupNorm(Settled):
 
 def silu_of(norm: Any, x: Tensor, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """silu(norm(x + added)), in one op unless hooks hear the norm: these see its own x and result."""
-    if untouched(norm):
+    if has_no_hooks(norm):
         return norm.forward(x, added, silu=True, out=out)  # type: ignore[no-any-return]
     return F.silu(norm(x if added is None else x + added[:, :, None, None]))
 
@@ -170,13 +170,13 @@ def laid_as(conv: nn.Module, x: Tensor) -> Tensor:
 class Resnet(InferenceModule):
     """forward(input_tensor [B, C, H, W], temb [B, E] or None) -> [B, C', H, W], as diffusers' ResnetBlock2D."""
 
-    def __init__(self, shape: ResnetShape, surroundings: Surroundings):
+    def __init__(self, shape: ResnetShape, context: BuildContext):
         super().__init__()
-        bodies, time = surroundings.bodies, shape.time
+        bodies, time = context.bodies, shape.time
         self.norm1, self.norm2 = GroupNorm(shape.norm1, bodies), GroupNorm(shape.norm2, bodies)
         self.conv1, self.conv2 = Conv(shape.conv1), Conv(shape.conv2)
         self.add_module("conv_shortcut", None if shape.conv_shortcut is None else Conv(shape.conv_shortcut))
-        self.add_module("time_emb_proj", None if time is None else surroundings.linear(time))
+        self.add_module("time_emb_proj", None if time is None else context.linear(time))
         self._silu = ops.activation.bound(bodies.get("activation", ops.REFERENCE))
         self._bare, self._scale = shape.bare, shape.scale
 
@@ -198,13 +198,13 @@ class Resnet(InferenceModule):
         y = conv1(normed)
         # The result of a convolution is written over unless a hook may have kept it: a fresh tensor of 64 MiB costs
         # four times the time of the norm, in page faults.
-        y = silu_of(parts["norm2"], y, added, y if untouched(conv1) else None)
+        y = silu_of(parts["norm2"], y, added, y if has_no_hooks(conv1) else None)
         # The sum is written over the first of these that has its shape and that nothing else sees.
-        room = normed if untouched(conv1) and untouched(parts["norm1"]) else None
+        room = normed if has_no_hooks(conv1) and has_no_hooks(parts["norm1"]) else None
         if shortcut is not None:
             x = shortcut(x)
-            room = x if untouched(shortcut) else None
-        y = conv2.plus(y, x, room) if untouched(conv2) else conv2(y) + x
+            room = x if has_no_hooks(shortcut) else None
+        y = conv2.plus(y, x, room) if has_no_hooks(conv2) else conv2(y) + x
         return y if self._scale == 1.0 else y.div_(self._scale)
 
 
@@ -215,7 +215,7 @@ class Upsample(InferenceModule):
     operations, and the large image is never in memory.
     """
 
-    def __init__(self, shape: UpsampleShape, surroundings: Surroundings):
+    def __init__(self, shape: UpsampleShape, context: BuildContext):
         super().__init__()
         self.conv = Conv(shape.conv)
         self._phases = Derived()
@@ -229,7 +229,7 @@ class Upsample(InferenceModule):
         x = laid_as(conv, hidden_states)
         _, _, rows, columns = x.shape
         doubled = output_size is None or tuple(output_size) == (2 * rows, 2 * columns)
-        if not doubled or x.device.type != "cpu" or is_compiling() or not (untouched(conv) and conv.is_as_made):
+        if not doubled or x.device.type != "cpu" or is_compiling() or not (has_no_hooks(conv) and conv.is_as_made):
             return conv(F.interpolate(x, output_size or (2 * rows, 2 * columns), mode="nearest"))
         phases: list[Tensor] = self._phases.of((conv.weight,), lambda: phase_weights(conv.weight))
         sizes = (x.shape[0], conv.out_channels, 2 * rows, 2 * columns)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from infuse.architectures.feed_forward import FeedForwardShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import refuse_unknown
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.mlp import MLP
-from infuse.layers.surroundings import Surroundings
 
 
 class FeedForward(InferenceModule, MLP):
     """forward(hidden_states [..., C]) -> [..., C]. The deprecated `scale` has no effect in the original either."""
 
-    def __init__(self, shape: FeedForwardShape, surroundings: Surroundings):
-        super().__init__(shape.mlp, surroundings)
+    def __init__(self, shape: FeedForwardShape, context: BuildContext):
+        super().__init__(shape.mlp, context)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         if args or kwargs:

@@ -13,9 +13,9 @@ from torch.compiler import is_compiling
 
 from infuse import ops
 from infuse.architectures.dit import HeadsShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.linear import direct, product, takes_around
-from infuse.layers.surroundings import Surroundings
 
 _PART_BYTES = 1 << 24
 
@@ -25,12 +25,12 @@ class Heads(Unheard):
 
     settled = frozenset({"processor"})
 
-    def __init__(self, shape: HeadsShape, surroundings: Surroundings):
+    def __init__(self, shape: HeadsShape, context: BuildContext):
         super().__init__()
-        self.shape, bodies = shape, surroundings.bodies
+        self.shape, bodies = shape, context.bodies
         matrices = {matrix.target: matrix for matrix in shape.matrices}
         for name in ("qkv", "up", "out"):
-            self.add_module(name, surroundings.linear(matrices[name]) if name in matrices else None)
+            self.add_module(name, context.linear(matrices[name]) if name in matrices else None)
         for name in ("q_norm", "k_norm"):
             there = getattr(shape, name)
             empty = nn.Parameter(torch.empty(shape.head_width), requires_grad=False) if there else None
@@ -40,18 +40,18 @@ class Heads(Unheard):
         self._act = ops.activation.bound(bodies.get("activation", ops.REFERENCE))
 
     def attended(
-        self, x_BTC: Tensor, context: None, mask: None, residual: Tensor | None, turns: tuple[Tensor, Tensor] | None
+        self, x_BTC: Tensor, context: None, mask: None, residual: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """residual + the output projection of the attention of x over itself."""
-        heads = self.over(x_BTC, None, None, turns)
+        heads = self.over(x_BTC, None, None, cos_sin)
         return self._beside(heads, x_BTC) if self.shape.beside else self.projected(heads, residual)
 
     def over(
-        self, x_BTC: Tensor, second: Heads | None, other_BTC: Tensor | None, turns: tuple[Tensor, Tensor] | None
+        self, x_BTC: Tensor, second: Heads | None, other_BTC: Tensor | None, cos_sin: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         """The heads' results of x and the `other` of a second stream, in order: [B, T1 + T2, H D]."""
         shape = self.shape
-        cos, sin = (None, None) if turns is None else (one.float().contiguous() for one in turns)
+        cos, sin = (None, None) if cos_sin is None else (one.float().contiguous() for one in cos_sin)
         of_first, of_second = self._heads(x_BTC), None if second is None else second._heads(other_BTC)
         norms = (*self._norms, *((None, None) if second is None else second._norms))
         qkv_BTND = self._join(of_first, of_second, *norms, cos, sin, shape.eps)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.attended import Attended
 from infuse.layers.diffusion.convolution import GroupNorm
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct, untouched
-from infuse.layers.surroundings import Surroundings
+from infuse.layers.linear import direct, has_no_hooks
 
 _SERVED = ("encoder_hidden_states", "attention_mask")
 
@@ -24,11 +24,11 @@ _SERVED = ("encoder_hidden_states", "attention_mask")
 class ImageAttention(Attended):
     """Attention of pixels over themselves or over a text, whose keys and values are computed once."""
 
-    def __init__(self, shape: ImageAttentionShape, surroundings: Surroundings):
-        super().__init__(bodies := surroundings.bodies, shape.scale)
+    def __init__(self, shape: ImageAttentionShape, context: BuildContext):
+        super().__init__(bodies := context.bodies, shape.scale)
         self.shape = shape
         for matrix in shape.matrices:
-            self.add_module(matrix.target, surroundings.linear(matrix))
+            self.add_module(matrix.target, context.linear(matrix))
         norm = shape.group_norm
         self.add_module("group_norm", None if norm is None else GroupNorm(norm, bodies))
 
@@ -43,7 +43,7 @@ class ImageAttention(Attended):
         refuse_unknown("Attention", (), cross_attention_kwargs, _SERVED)
         return self.attended(hidden_states, encoder_hidden_states, attention_mask, None)
 
-    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, turns: None) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def heads_of(self, x_BTC: Tensor, context_BLC: Tensor | None, cos_sin: None) -> tuple[Tensor, ...]:  # type: ignore[override]
         return self._of_itself(x_BTC) if context_BLC is None else self._over(x_BTC, context_BLC)
 
     def _of_itself(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -73,8 +73,8 @@ class ImageAttentionModule(InferenceModule, ImageAttention):
     Its group norm comes before everything, its residual connection after.
     """
 
-    def __init__(self, shape: ImageAttentionModuleShape, surroundings: Surroundings):
-        super().__init__(shape.attention, surroundings)
+    def __init__(self, shape: ImageAttentionModuleShape, context: BuildContext):
+        super().__init__(shape.attention, context)
 
     def forward(
         self,
@@ -97,7 +97,7 @@ class ImageAttentionModule(InferenceModule, ImageAttention):
             pixels = as_pixels(x)
             if norm is None:
                 normed = pixels
-            elif untouched(norm):
+            elif has_no_hooks(norm):
                 normed = as_pixels(norm.forward(x))
             else:  # hooks see rows of pixels, as in the original
                 normed = norm(pixels.transpose(1, 2)).transpose(1, 2)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from infuse.architectures.image_transformer import BLOCKS, ImageTransformerShape
 from infuse.architectures.part import Matrix
 from infuse.architectures.unet import ConvShape
+from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import refuse_unknown
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Conv, GroupNorm, laid_as
 from infuse.layers.diffusion.image_attention import as_pixels
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.linear import direct, product, untouched
-from infuse.layers.surroundings import Surroundings
+from infuse.layers.linear import direct, has_no_hooks, product
 
 
 class ImageTransformer(InferenceModule):
@@ -25,17 +25,17 @@ class ImageTransformer(InferenceModule):
     Between the projections pixels are rows. Where the channels of the image are last, that is a view.
     """
 
-    def __init__(self, shape: ImageTransformerShape, surroundings: Surroundings):
+    def __init__(self, shape: ImageTransformerShape, context: BuildContext):
         super().__init__()
-        self.norm = GroupNorm(shape.norm, surroundings.bodies)
+        self.norm = GroupNorm(shape.norm, context.bodies)
 
         def projection(one: Matrix | ConvShape) -> nn.Module:
-            return surroundings.linear(one) if isinstance(one, Matrix) else Conv(one)
+            return context.linear(one) if isinstance(one, Matrix) else Conv(one)
 
         self.proj_in = projection(shape.proj_in)
         blocks = enumerate(shape.blocks)
         self.transformer_blocks = nn.ModuleList(
-            StreamsBlock(one, surroundings.of(f"{BLOCKS}.{number}")) for number, one in blocks
+            StreamsBlock(one, context.of(f"{BLOCKS}.{number}")) for number, one in blocks
         )
         self.proj_out = projection(shape.proj_out)
 
@@ -83,7 +83,7 @@ class ImageTransformer(InferenceModule):
             y = block(y, mask, text, text_mask)
         if isinstance(project_out, nn.Conv2d):
             y = project_out(y.view(batch, rows, columns, -1).permute(0, 3, 1, 2))
-            return y.add_(x) if untouched(project_out) else y + x
+            return y.add_(x) if has_no_hooks(project_out) else y + x
         y = product(project_out, y, None, as_pixels(x)).view(batch, rows, columns, -1).permute(0, 3, 1, 2)
         return y.contiguous() if x.is_contiguous() else y
 

@@ -16,20 +16,20 @@ def _joined_heads(
     first: Tensor, second: Tensor | None, first_q: Tensor | None, first_k: Tensor | None, second_q: Tensor | None,
     second_k: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
 ) -> Any:  # fmt: skip
-    weights, turns = (first_q, first_k, second_q, second_k), (cos, sin)
-    if _takes(first, second, weights, turns):
-        return kernels().joined_heads.default(first, second, *weights, *turns, eps)
-    return joined_heads.reference(first, second, *weights, *turns, eps)
+    weights, cos_sin = (first_q, first_k, second_q, second_k), (cos, sin)
+    if _takes(first, second, weights, cos_sin):
+        return kernels().joined_heads.default(first, second, *weights, *cos_sin, eps)
+    return joined_heads.reference(first, second, *weights, *cos_sin, eps)
 
 
-def _takes(first: Tensor, second: Tensor | None, weights: tuple, turns: tuple) -> bool:
+def _takes(first: Tensor, second: Tensor | None, weights: tuple, cos_sin: tuple) -> bool:
     """Whether the kernel supports these: contiguous and of one dtype, cos and sin float32 for every token."""
     dtype, width = first.dtype, first.shape[-1]
     held = [first, *(one for one in (second, *weights) if one is not None)]
     if dtype not in DTYPES or any(one.dtype is not dtype or not one.is_contiguous() for one in held):
         return False
     tokens = first.shape[1] + (0 if second is None else second.shape[1])
-    turned = [one for one in turns if one is not None]
+    turned = [one for one in cos_sin if one is not None]
     return not turned or (
         width % 2 == 0
         and len(turned) == 2

@@ -22,8 +22,8 @@ STEPS = (
 
 
 def layers_step(
-    x_BTC: Tensor, tensors: list[Tensor], turns: tuple[Tensor, Tensor] | None, mask: Tensor | None, bias: Tensor | None,
-    storage: tuple[Sequence[Tensor], Sequence[Tensor]], start: int, numbers: tuple[Tensor, Tensor],
+    x_BTC: Tensor, tensors: list[Tensor], cos_sin: tuple[Tensor, Tensor] | None, mask: Tensor | None,
+    bias: Tensor | None, storage: tuple[Sequence[Tensor], Sequence[Tensor]], start: int, numbers: tuple[Tensor, Tensor],
     routes: tuple[Tensor, Tensor] | None = None, before_experts: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """The result [B, T, C] of one or several layers, or None if a kernel does not support the arguments.
@@ -32,10 +32,10 @@ def layers_step(
     take the place of its router's.
 
     Appends the keys and values of the new tokens to each layer's `storage` (keys and values, [B, K, S, D] each) at
-    `start`; nothing before `start` changes, even if the result is None. `turns`: cos and sin as in ops.rotary; mask and
-    bias as in ops.attention, which is causal without a mask.
+    `start`; nothing before `start` changes, even if the result is None. `cos_sin` are as in ops.rotary; mask and bias
+    as in ops.attention, which is causal without a mask.
     """
-    cos, sin = turns if turns is not None else (None, None)
+    cos, sin = cos_sin if cos_sin is not None else (None, None)
     index, weights = routes if routes is not None else (None, None)
     return kernels().layers_step.default(
         x_BTC, tensors, cos, sin, mask, bias, *storage, start, index, weights, before_experts, *numbers
@@ -43,7 +43,7 @@ def layers_step(
 
 
 @dataclass(frozen=True)
-class Turns:
+class CosSin:
     """cos and sin of tokens in a row, [1 or B, tokens, D] each, or none; a step's token is at `index`."""
 
     cos: Tensor | None = None
@@ -71,17 +71,17 @@ class HeldLayers:
         held = kernels().hold_layers.default(like_BTC, tensors, *storage, *numbers)
         return cls(held) if held else None
 
-    def step(self, x: Tensor, turns: Turns, start: int) -> Tensor | None:
+    def step(self, x: Tensor, cos_sin: CosSin, start: int) -> Tensor | None:
         """As layers_step without a mask. If the program begins with a table, x are token ids [B, T]."""
-        return self._step(self._held, x, turns.cos, turns.sin, turns.index, start)
+        return self._step(self._held, x, cos_sin.cos, cos_sin.sin, cos_sin.index, start)
 
-    def tokens(self, ids_B1: Tensor, turns: Turns, start: int, count: int, ends: Sequence[int]) -> Tensor | None:
+    def tokens(self, ids_B1: Tensor, cos_sin: CosSin, start: int, count: int, ends: Sequence[int]) -> Tensor | None:
         """The likeliest tokens [B, steps] of up to `count` steps, each but the last one the input of the next step.
 
         A step that gives one of `ends` is the last one. None, with nothing done, if the program does not begin with a
         table and end with a head, or if a kernel does not support the arguments.
         """
-        return self._tokens(self._held, ids_B1, turns.cos, turns.sin, turns.index, start, count, ends)
+        return self._tokens(self._held, ids_B1, cos_sin.cos, cos_sin.sin, cos_sin.index, start, count, ends)
 
 
 def encoder_layer(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infuse.native import DTYPES, isa, kernels, limits, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
-from infuse.ops.linear import Around, linear
+from infuse.ops.linear import Fusion, linear
 
 # F.linear is as fast for weights that fit a core's cache: up to this many elements with one row, or with few rows in
 # float32. For one row in float16 it is faster at any size: 21 GB/s against 16 on one thread.
@@ -32,7 +32,7 @@ MANY_OUTPUTS, MOST_INPUTS = 2, 4096
 @linear.implement("cpu", needs)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *around: Any) -> Any:
     if around:
-        return _with_around(x, weight, bias, Around(*around))
+        return _with_around(x, weight, bias, Fusion(*around))
     inputs, dtype = weight.size(1), x.dtype
     values = x.numel()
     if values > limits().plain_rows * inputs:
@@ -49,7 +49,7 @@ def always_streams(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return weight.numel() > SMALL_FLOAT32 and x.dtype is not torch.float16 and _takes(x, weight, bias)
 
 
-def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Any:
+def _with_around(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion) -> Any:
     x, name = around.before(x, "cpu"), around.activation
     if name is not None and x.numel() > limits().plain_rows * weight.size(1) and _takes(x, weight, bias):
         y = _tiled(x, weight, bias, ACTIVATION_NUMBERS[name], around.gated)

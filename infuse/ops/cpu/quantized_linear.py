@@ -22,7 +22,7 @@ from infuse.native import CODES, DTYPES, kernels, needs
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import fits
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.linear import Around, quantized_linear
+from infuse.ops.linear import Fusion, quantized_linear
 from infuse.ops.op import Layout
 from infuse.quant.format import SCALE_DTYPE, QuantFormat, QuantizedWeight
 from infuse.quant.parse import quant_format
@@ -120,7 +120,7 @@ def _quantized_linear(
     format: str, *around: Any,
 ) -> Any:  # fmt: skip
     if around:
-        return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Around(*around))
+        return _with_around(x, (data, scale, zero, bias, outputs, inputs, format), Fusion(*around))
     code, dtype = code_of(format), x.dtype
     if x.size(-1) != inputs:
         raise RuntimeError(f"x has {x.size(-1)} columns, and the weight takes {inputs}")
@@ -141,7 +141,7 @@ def _quantized_linear(
     return F.linear(x, weight, bias)
 
 
-def _with_around(x: Tensor, weight: tuple, around: Around) -> Any:
+def _with_around(x: Tensor, weight: tuple, around: Fusion) -> Any:
     """`weight`: the op's arguments from data to format."""
     data, scale, zero, bias, outputs, inputs, format = weight
     x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")

@@ -17,10 +17,10 @@ def _joined_heads(
     first: Tensor, second: Tensor | None, first_q: Tensor | None, first_k: Tensor | None, second_q: Tensor | None,
     second_k: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
 ) -> Any:  # fmt: skip
-    turns = [one for one in (cos, sin) if one is not None]
-    if first.shape[-1] % 2 or len(turns) == 1 or any(one.dtype != torch.float32 for one in turns):
+    cos_sin = [one for one in (cos, sin) if one is not None]
+    if first.shape[-1] % 2 or len(cos_sin) == 1 or any(one.dtype != torch.float32 for one in cos_sin):
         return joined_heads.reference(first, second, first_q, first_k, second_q, second_k, cos, sin, eps)
-    cos, sin = turns[0].contiguous() if turns else None, turns[1].contiguous() if turns else None
+    cos, sin = cos_sin[0].contiguous() if cos_sin else None, cos_sin[1].contiguous() if cos_sin else None
     batch, tokens, heads, width = first.shape
     whole = tokens + (0 if second is None else second.shape[1])
     out, start, tile = first.new_empty(batch, whole, heads, width), 0, rotary_heads(width)

@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infuse.ops.linear import FEW_ROWS, Around, linear
+from infuse.ops.linear import FEW_ROWS, Fusion, linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import COMBINED_BLOCK, MOST_NORMED_ROWS, norm_block, plain_row, plain_tiles
 
-ALONE = Around()
+ALONE = Fusion()
 
 
 @linear.implement("triton", needs, fuses=True)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Any:
-    x, around = normed_before(x, Around(*given) if given else ALONE)
+    x, around = normed_before(x, Fusion(*given) if given else ALONE)
     y = _few_rows(x, weight, bias, around)
     return around.separately(lambda x: F.linear(x, weight, bias), x, "triton") if y is None else y
 
 
-def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
+def normed_before(x: Tensor, around: Fusion) -> tuple[Tensor, Fusion]:
     """Normalise x with the norm's own kernel if the product's kernel cannot or would be slower.
 
     Returns x and the neighbours of the product that remain.
@@ -40,13 +40,13 @@ def normed_before(x: Tensor, around: Around) -> tuple[Tensor, Around]:
     return around.before(x, "triton"), around._replace(norm=None)
 
 
-def constants(around: Around, rows: int, inputs: int) -> dict[str, Any]:
+def constants(around: Fusion, rows: int, inputs: int) -> dict[str, Any]:
     """The compile-time constants of a kernel whose tiles have `rows` rows."""
     block = norm_block(rows, inputs) if around.norm else 1
     return {"NORM": around.norm, "BLOCK": block, "GATED": around.gated, "NAME": around.activation}
 
 
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) -> Tensor | None:
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Fusion) -> Tensor | None:
     """The product of up to FEW_ROWS rows and its neighbours; None if PyTorch's product is better."""
     outputs, inputs = weight.shape
     rows, gated, residual = x.numel() // max(inputs, 1), around.gated, around.residual
@@ -84,7 +84,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, around: Around) ->
     return out
 
 
-def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Around) -> None:
+def combine(parts: Tensor, bias: Tensor | None, out: Tensor, around: Fusion) -> None:
     """Sum parts [SPLITS, rows, outputs] over the first axis in a fixed order; apply bias, activation and residual.
 
     Writes the result to `out`.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse.ops.embedding import quantized_embedding
-from infuse.ops.linear import FEW_ROWS, Around, quantized_linear
+from infuse.ops.linear import FEW_ROWS, Fusion, quantized_linear
 from infuse.ops.triton import DTYPES, kernels, needs
 from infuse.ops.triton.configurations import DEQUANTIZED_WORDS, MOST_QUANTIZED_ROWS, quantized_row, quantized_tiles
 from infuse.ops.triton.linear import ALONE, combine, constants, normed_before
@@ -27,7 +27,7 @@ def _quantized_linear(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, outputs: int, inputs: int,
     format: str, *given: Any,
 ) -> Any:  # fmt: skip
-    around, dtype, rows = Around(*given) if given else ALONE, x.dtype, x.numel() // inputs
+    around, dtype, rows = Fusion(*given) if given else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
         wide = [t.float() if isinstance(t, Tensor) else t for t in (bias, *around)]
         return _quantized_linear(x.float(), data, scale, zero, wide[0], outputs, inputs, format, *wide[1:]).to(dtype)

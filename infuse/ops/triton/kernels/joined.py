@@ -27,7 +27,7 @@ def join_heads(
     other = column ^ 1  # the second of the pair that rotates
     y = tl.load(x + (row * 3 * heads + head) * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     pair = y
-    turns = (cos is not None) & (head < 2 * heads)
+    cos_sin = (cos is not None) & (head < 2 * heads)
     if cos is not None:
         pair = tl.load(x + (row * 3 * heads + head) * width + other[None, :], mask=inside, other=0.0).to(tl.float32)
     if q_weight is not None:
@@ -46,5 +46,5 @@ def join_heads(
         sign = tl.where(column % 2 == 0, -1.0, 1.0)[None, :]
         c = tl.load(cos + token * width + column, mask=real, other=0.0)[None, :]
         s = tl.load(sin + token * width + column, mask=real, other=0.0)[None, :]
-        y = tl.where(turns, y * c + sign * pair * s, y)
+        y = tl.where(cos_sin, y * c + sign * pair * s, y)
     tl.store(out + (to * 3 * heads + head) * width + column[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -22,8 +22,8 @@ def turned(x, head, heads, column, width, cos, sin, turned_width, head_stride, I
         half = turned_width // 2
         partner = tl.where(column < half, column + half, column - half)
         sign = tl.where(column < half, -1.0, 1.0)
-    turns = inside & (column < turned_width)
-    other = tl.load(x + head * head_stride + partner, mask=turns, other=0.0).to(tl.float32)
+    cos_sin = inside & (column < turned_width)
+    other = tl.load(x + head * head_stride + partner, mask=cos_sin, other=0.0).to(tl.float32)
     c = tl.load(cos + column, mask=column < turned_width, other=1.0).to(tl.float32)
     s = tl.load(sin + column, mask=column < turned_width, other=0.0).to(tl.float32)
     return tl.where(column < turned_width, own * c + other * (sign * s), own)

@@ -11,7 +11,7 @@ from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from ranks import Ranks
-from test_normed_attention import MODELS, turns
+from test_normed_attention import MODELS, cos_sin
 from test_unet_modules import masks, replaced, run, same
 from torch import nn
 
@@ -49,9 +49,10 @@ def hunyuan(**settings: Any) -> Any:
 @pytest.mark.parametrize("steps", [1, T], ids=("one time", "a time for each token"))
 def test_ltx(steps: int) -> None:
     x, text, time = torch.randn(2, T, C), torch.randn(2, L, 20), torch.randn(2, steps, 6 * C)
-    same(ltx(), x, text, time, turns(2, T, C))
+    same(ltx(), x, text, time, cos_sin(2, T, C))
     same(ltx(qk_norm="rms_norm_across_heads", attention_bias=False), x, text, time)
-    same(ltx(), x, text, temb=time, image_rotary_emb=turns(1, T, C), encoder_attention_mask=masks(2, L, 2)["[B, 1, L]"])
+    mask = masks(2, L, 2)["[B, 1, L]"]
+    same(ltx(), x, text, temb=time, image_rotary_emb=cos_sin(1, T, C), encoder_attention_mask=mask)
     same(ltx(), x[:1, :1], text[:1], time[:1, :1])
 
 
@@ -59,12 +60,12 @@ def test_ltx(steps: int) -> None:
 def test_wan(shape: tuple[int, ...]) -> None:
     x, text, time = torch.randn(2, T, C), torch.randn(2, L, C), torch.randn(shape)
     for settings in (dict(cross_attn_norm=True), {}):
-        same(wan(**settings), x, text, time, turns(1, T, 1, C // 2))
+        same(wan(**settings), x, text, time, cos_sin(1, T, 1, C // 2))
 
 
 def test_hunyuan() -> None:
     x, text, time = torch.randn(2, T, C), torch.randn(2, L, 20), torch.randn(2, C)
-    same(hunyuan(), x, text, time, turns(T, C // 2))
+    same(hunyuan(), x, text, time, cos_sin(T, C // 2))
     same(hunyuan(qk_norm=False, activation_fn="gelu-approximate"), x, text, time)
     same(hunyuan(skip=True), x, encoder_hidden_states=text, temb=time, skip=torch.randn(2, T, C))
 

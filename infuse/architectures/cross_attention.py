@@ -18,6 +18,7 @@ from infuse.architectures.part import PartShape, named
 from infuse.architectures.program import (
     ADD,
     ATTENTION,
+    COS_SIN,
     EMBED,
     EMPTY,
     IMAGE,
@@ -30,7 +31,6 @@ from infuse.architectures.program import (
     TEXT,
     TEXT_MASK,
     TIME,
-    TURNS,
     UNREAD,
     Program,
     Step,
@@ -83,7 +83,7 @@ class Attends:
 
 
 @dataclass(frozen=True)
-class CrossingBlock:
+class CrossAttentionBlock:
     """A block that runs this program, whose parts have the names of the original's."""
 
     layer: str
@@ -162,28 +162,28 @@ class BasicBlock:
         if program == ADA_NORM_ZERO:
             call = tuple((name, LABEL if name == "class_labels" else value) for name, value in call)
         attends = Attends(ATTENTION_CLASS, bind_image_attention)
-        return CrossingBlock(self.layer, program, attends, call).bind_at(binder, path)
+        return CrossAttentionBlock(self.layer, program, attends, call).bind_at(binder, path)
 
 
 BASIC_BLOCK = BasicBlock()
 _LTX, _WAN = f"{_TRANSFORMERS}transformer_ltx.LTX", f"{_TRANSFORMERS}transformer_wan.Wan"
 BLOCKS = (
-    CrossingBlock(
+    CrossAttentionBlock(
         f"{_LTX}VideoTransformerBlock", ADA_NORM_SINGLE, Attends(f"{_LTX}Attention", LTX_ATTENTION.bind_at),
-        (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("encoder_attention_mask", TEXT_MASK)),
+        (*_TEXT_AND_TIME, ("image_rotary_emb", COS_SIN), ("encoder_attention_mask", TEXT_MASK)),
     ),
-    CrossingBlock(
+    CrossAttentionBlock(
         f"{_WAN}TransformerBlock", WAN, Attends(f"{_WAN}Attention", WAN_ATTENTION.bind_at),
-        (*_TEXT_AND_TIME, ("rotary_emb", TURNS)),
+        (*_TEXT_AND_TIME, ("rotary_emb", COS_SIN)),
     ),
-    CrossingBlock(  # stays: its attention over itself is linear, its feed-forward a convolution
+    CrossAttentionBlock(  # stays: its attention over itself is linear, its feed-forward a convolution
         f"{_TRANSFORMERS}sana_transformer.SanaTransformerBlock", ADA_NORM_SINGLE,
         Attends(ATTENTION_CLASS, bind_image_attention), (*_BASIC_CALL[:4], ("height", UNREAD), ("width", UNREAD)),
     ),
-    CrossingBlock(
+    CrossAttentionBlock(
         f"{_TRANSFORMERS}hunyuan_transformer_2d.HunyuanDiTBlock", HUNYUAN,
         Attends(ATTENTION_CLASS, HUNYUAN_ATTENTION.bind_at),
-        (*_TEXT_AND_TIME, ("image_rotary_emb", TURNS), ("skip", SKIP)),
+        (*_TEXT_AND_TIME, ("image_rotary_emb", COS_SIN), ("skip", SKIP)),
     ),
 )  # fmt: skip
 MODULES = (ModuleSpec(BASIC_BLOCK.layer, BASIC_BLOCK), *(ModuleSpec(block.layer, block) for block in BLOCKS))

@@ -7,20 +7,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from infuse.architectures.packing import Fill, Tall
+from infuse.architectures.packing import Fill, StackedExperts
 from infuse.weights.reader import Coded, Reader, Slices
 
 
-def tall_reader(fill: Fill, reader: Reader) -> Reader:
+def stacked_reader(fill: Fill, reader: Reader) -> Reader:
     """Reader of the source of `fill` as a tall matrix; `reader` itself if the fill has no such source."""
-    return reader if fill.tall is None else _TallReader(fill.tall, reader)
+    return reader if fill.stacked is None else _StackedReader(fill.stacked, reader)
 
 
-class _TallReader:
+class _StackedReader:
     """Shows sources [experts, rows, columns] as [experts * rows, columns], and [experts, rows] as [experts * rows]."""
 
-    def __init__(self, tall: Tall, reader: Reader):
-        self._tall, self._reader = tall, reader
+    def __init__(self, stacked: StackedExperts, reader: Reader):
+        self._stacked, self._reader = stacked, reader
         self._kept: tuple[str, int, Tensor | None] = "", 0, None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ class _TallReader:
         count, rows, *_ = self._sizes(name)
         start, stop, _ = (part[0] if part else slice(None)).indices(count * rows)
         runs = _runs(start, stop, rows)
-        if self._tall != Tall():
+        if self._stacked != StackedExperts():
             pieces = (self._slice(name, expert)[own] for expert, own in runs)
             return _joined([piece[:, part[1]] if len(part) > 1 else piece for piece in pieces])
         if (start, stop) == (0, count * rows):
@@ -46,36 +46,36 @@ class _TallReader:
 
     def _sizes(self, name: str) -> tuple[int, ...]:
         shape = self._reader.shape(name)
-        if self._tall.flat:
-            shape = (self._tall.flat, shape[0] // self._tall.flat, *shape[1:])
-        return (shape[0], shape[2], shape[1]) if self._tall.transposed else shape
+        if self._stacked.flat:
+            shape = (self._stacked.flat, shape[0] // self._stacked.flat, *shape[1:])
+        return (shape[0], shape[2], shape[1]) if self._stacked.transposed else shape
 
     def _slice(self, name: str, expert: int) -> Tensor:
         """One expert's rows in the target's order. The last one is kept: parts of it are asked for in a row."""
         if self._kept[:2] != (name, expert) or self._kept[2] is None:
-            if self._tall.flat:
-                rows = self._reader.shape(name)[0] // self._tall.flat
+            if self._stacked.flat:
+                rows = self._reader.shape(name)[0] // self._stacked.flat
                 found = self._reader.read(name, (slice(expert * rows, (expert + 1) * rows),))
             else:
                 found = self._reader.read(name, (slice(expert, expert + 1),))[0]
-            found = found.t() if self._tall.transposed else found
-            if self._tall.interleaved:
+            found = found.t() if self._stacked.transposed else found
+            if self._stacked.interleaved:
                 found = torch.cat([found[0::2], found[1::2]])
             self._kept = name, expert, found
         assert self._kept[2] is not None
         return self._kept[2]
 
 
-def sliced(tall: Tall, target: Tensor, shape: tuple[int, ...]) -> Tensor:
+def sliced(stacked: StackedExperts, target: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The source of `shape` that makes the tall matrix `target`: a view of it if only the shapes differ."""
-    if tall.flat:
-        each = (tall.flat, shape[0] // tall.flat, *shape[1:])
-        return sliced(replace(tall, flat=0), target, each).flatten(0, 1)
-    rows = shape[2] if tall.transposed else shape[1]
+    if stacked.flat:
+        each = (stacked.flat, shape[0] // stacked.flat, *shape[1:])
+        return sliced(replace(stacked, flat=0), target, each).flatten(0, 1)
+    rows = shape[2] if stacked.transposed else shape[1]
     found = target.view(shape[0], rows, *target.shape[1:])
-    if tall.interleaved:
+    if stacked.interleaved:
         found = found.unflatten(1, (2, rows // 2)).transpose(1, 2).flatten(1, 2)
-    return found.transpose(1, 2).contiguous() if tall.transposed else found
+    return found.transpose(1, 2).contiguous() if stacked.transposed else found
 
 
 def _runs(start: int, stop: int, rows: int) -> list[tuple[int, slice]]:

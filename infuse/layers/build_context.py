@@ -11,7 +11,7 @@ from infuse.parallel.group import LOCAL, Combine, Group
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class BuildContext:
     """`name` is the part's name in the block, `formats` maps targets in the block to formats, `bodies` ops to bodies.
 
     `combine` adds up the ranks' partial sums; `index` is the layer's index in the cache.
@@ -24,7 +24,7 @@ class Surroundings:
     combine: Combine | None = None
     index: int | None = None
 
-    def of(self, name: str) -> Surroundings:
+    def of(self, name: str) -> BuildContext:
         """Those of the part `name` inside this one."""
         return replace(self, name=named(self.name, name))
 
