@@ -23,7 +23,7 @@ from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, in_brief
-from infuse.layers.hook import install_hook, ran
+from infuse.layers.hook import counted, install_hook
 from infuse.plan.bytes import has_state
 from infuse.plan.decide import fallback
 from infuse.plan.found import model_around, traits
@@ -240,9 +240,10 @@ class Proofs:
             except Exception as error:  # such as a tower that wants the sizes of pictures; nothing of ours has failed
                 return f"{_NOT_RUN}: {in_brief(error)}"
             install_hook(model, body, partial(put, undo))
-            before = ran[body]
-            mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
-        return mismatch or (None if ran[body] > before else "the model's attention does not come through it")
+            with counted(body) as calls:
+                mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+        return mismatch or (None if calls else "the model's attention does not come through it")
+
 
 
 _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(
