@@ -84,9 +84,7 @@ def make_plan(
     else:
         decision.visit(model, "", None)
         decision.hook(model)
-        for name, paths in decision.torchs_own.items():
-            more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
-            decision.leave(paths[0], f"{name} stays PyTorch's{more}")
+        decision.leave_torchs_own()
         notes = decision.formats.check(model, among_others=in_pipeline)
     if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in decision.steps):
         notes = [*notes, "skip_padding: no effect here: no encoder layer is replaced as a block"]
@@ -149,6 +147,12 @@ class _Decision:
 
     def leave(self, path: str, why: str) -> None:
         self.left.append(Left(path, why))
+
+    def leave_torchs_own(self) -> None:
+        """Tell the leaves of a component that stay, each class once."""
+        for name, paths in self.torchs_own.items():
+            more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
+            self.leave(paths[0], f"{name} stays PyTorch's{more}")
 
     def visit(self, module: nn.Module, path: str, config: Any) -> None:
         """Decide for `module` and everything in it; `config` is that of the nearest enclosing model."""
