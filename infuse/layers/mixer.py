@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 from uuid import uuid4
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from infuse import ops
 from infuse.architectures.part import MixerShape
@@ -32,11 +32,6 @@ class Mixer(InferenceModule, Generic[Shape]):
         self.shape: Shape = shape
         self._index, self._group, self._name = context.index, context.group, context.name
         self.filler = uuid4().hex  # of slots of a KVCache: copies of the model may go on with it, other models may not
-
-    def forward(
-        self, x_BTC: Tensor, inputs: Inputs, norm: nn.Module | None = None, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
 
     @property
     def index(self) -> int:

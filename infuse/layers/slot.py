@@ -9,6 +9,7 @@ tokens, which can go back only to where a snapshot was taken; MadeSlot what is m
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -40,31 +41,31 @@ class Slot(CacheLayerMixin):
     # -- what each kind answers
 
     @property
+    @abstractmethod
     def storages(self) -> list[Tensor]:
         """The tensors that hold it, [B, ...] each; none before the first token."""
-        raise NotImplementedError
 
     def snapshot(self) -> None:
         """Make it possible to go back to here, if that is not possible anyway."""
 
+    @abstractmethod
     def rewind(self, tokens: int) -> int:
         """Go back to at most so many tokens, to as many as possible, and return their number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copied(self) -> Slot:
         """A copy in storage of its own, without room for more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         """Reorder without new storage if the number of rows stays the same."""
-        raise NotImplementedError
 
+    @abstractmethod
     def crop(self, tokens: int) -> None:
         """Keep the first `tokens` if positive, drop the last `-tokens` if negative (both conventions are in use)."""
-        raise NotImplementedError
 
-    def _select(self, rows: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _select(self, rows: Tensor) -> None: ...
 
     # -- what all have in common
 
