@@ -29,8 +29,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
     """Let the new modules at these paths be wrong. The proof of a kind runs the first module of it, which is not."""
     right = Builder.built
 
-    def built(self: Builder, step: Step, dtype: Any, made: Any = None) -> nn.Module:
-        new = right(self, step, dtype, made)
+    def built(self: Builder, step: Step, dtype: Any, *more: Any) -> nn.Module:
+        new = right(self, step, dtype, *more)
         if step.path in paths:
             for owner in new.modules():  # the original shares some of its parameters
                 held = {name: one for name, one in owner._parameters.items() if one is not None}
@@ -80,10 +80,10 @@ def test_what_only_images_show(model: str, path: str, monkeypatch: pytest.Monkey
 def test_a_module_that_fails_in_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, right = made("sd15"), Builder.built
 
-    def built(self: Builder, step: Step, dtype: Any, made: Any = None) -> nn.Module:
+    def built(self: Builder, step: Step, dtype: Any, *more: Any) -> nn.Module:
         if step.path == "up_blocks.1.attentions.1":
             raise RuntimeError("no kernel")
-        return right(self, step, dtype, made)
+        return right(self, step, dtype, *more)
 
     monkeypatch.setattr(Builder, "built", built)
     with pytest.warns(UserWarning, match="unet: .* were refused"):
