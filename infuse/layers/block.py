@@ -82,11 +82,15 @@ class Block(InferenceModule):
         self._steps_of_few: tuple[Run, ...] | None = None
         self._mixers = tuple(shape.mixers)
         self._products = tuple(step.part for step in program if step.does == MLP_STEP)
-        if fuses(bodies) and not any(step.over for step in program) and self._folds():
+        parts: dict[str, Any] = self._modules
+        takes_norms = all(type(parts[name]) is Attention for name in self._mixers)
+        takes_norms = takes_norms and all(type(parts[name]) in _FUSED for name in self._products)
+        if fuses(bodies) and takes_norms and not any(step.over for step in program):
             of_few = merged(folded(program))
             norms = [step.norm for step in of_few if step.norm]
             self._steps_of_few = compiled(of_few, self.reduce)
             self._passed_by = {*self._mixers, *self._products, *(norm for norm in norms if norms.count(norm) > 1)}
+            self._forwards = [(name, type(parts[name]).forward) for name in (*self._mixers, *self._products)]
         self._one_call = make_one_call(self, self._program, bodies, index)
         mixers = shape.mixers.values()
         self._heads = max(mixer.all_heads for mixer in mixers)
@@ -191,19 +195,14 @@ class Block(InferenceModule):
             return out, bias, None
         return (out, weights) if returns == TUPLE else out
 
-    def _folds(self) -> bool:
-        """Whether all products take a norm before them and a sum after them."""
-        parts: dict[str, Any] = self._modules
-        for name in self._mixers:
-            if type(parts[name]).forward is not Attention.forward:
-                return False
-        return all(type(parts[name]) in _FUSED for name in self._products)
-
     def _chosen(self, x: Tensor) -> tuple[Run, ...]:
         """Choose the folded program for few tokens, unless a module that it bypasses has hooks."""
         few, parts = self._steps_of_few, self._modules
-        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or has_global_hooks() or not self._folds():
+        if few is None or x.numel() > ops.FEW_ROWS * x.shape[-1] or has_global_hooks():
             return self._steps
+        for name, forward in self._forwards:
+            if type(parts[name]).forward is not forward:  # type: ignore[union-attr]
+                return self._steps
         passed_by: Any = (parts[name] for name in self._passed_by)
         return few if all(map(has_no_hooks, passed_by)) else self._steps
 
