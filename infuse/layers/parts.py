@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -10,22 +11,31 @@ from typing import Any
 from torch import nn
 
 from infuse.architectures.attention import AttentionShape
+from infuse.architectures.dit import HeadsShape
 from infuse.architectures.feed_forward import FeedForwardShape
-from infuse.architectures.image_attention import ImageAttentionModuleShape
+from infuse.architectures.image_attention import ImageAttentionModuleShape, ImageAttentionShape
 from infuse.architectures.image_transformer import ImageTransformerShape
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.moe import MoEShape
 from infuse.architectures.norm import NormShape
 from infuse.architectures.normed_attention import NormedAttentionShape
 from infuse.architectures.part import PartShape
-from infuse.architectures.streams import StreamsShape
+from infuse.architectures.streams import (
+    EmbeddingNormShape,
+    ModulatedNormShape,
+    ModulationShape,
+    SkipShape,
+    StreamsShape,
+    TableShape,
+)
 from infuse.architectures.unet import ResnetShape, UpsampleShape
 from infuse.layers.attention import Attention
 from infuse.layers.build_context import BuildContext
-from infuse.layers.diffusion.block import StreamsBlock
+from infuse.layers.diffusion.block import EmbeddingNorm, ModulatedNorm, Modulation, Skip, StreamsBlock, Table
 from infuse.layers.diffusion.convolution import Resnet, Upsample
 from infuse.layers.diffusion.feed_forward import FeedForward
-from infuse.layers.diffusion.image_attention import ImageAttentionModule
+from infuse.layers.diffusion.heads import Heads
+from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.layers.diffusion.image_transformer import ImageTransformer
 from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.mlp import MLP
@@ -45,6 +55,13 @@ LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = Map
         UpsampleShape: Upsample,
         StreamsShape: StreamsBlock,
         NormedAttentionShape: NormedAttention,
+        ImageAttentionShape: ImageAttention,
+        HeadsShape: Heads,
+        ModulationShape: Modulation,
+        TableShape: Table,
+        SkipShape: Skip,
+        ModulatedNormShape: ModulatedNorm,
+        EmbeddingNormShape: EmbeddingNorm,
     }
 )
 
@@ -61,4 +78,4 @@ def register(shape: type[PartShape], layer: Callable[[Any, BuildContext], nn.Mod
 def make_part(shape: PartShape, context: BuildContext) -> nn.Module:
     """Make the layer of a part on meta; its weights are filled in later."""
     layer = _registered.get(type(shape)) or LAYERS[type(shape)]
-    return layer(shape, context)
+    return layer(shape, replace(context, make=make_part))

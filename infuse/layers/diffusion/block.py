@@ -6,7 +6,7 @@ Suffixes: B batch, T tokens, C channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infuse import ops
-from infuse.architectures.dit import HeadsShape
-from infuse.architectures.image_attention import ImageAttentionShape
-from infuse.architectures.mlp import MLPShape
 from infuse.architectures.norm import LAYER, NormShape
-from infuse.architectures.normed_attention import NormedAttentionShape
-from infuse.architectures.part import PartShape
 from infuse.architectures.program import (
     CAT,
     EMBED,
@@ -48,13 +43,9 @@ from infuse.architectures.streams import (
 from infuse.errors import UnsupportedCall
 from infuse.layers.build_context import BuildContext
 from infuse.layers.contract import named, refuse_unknown
-from infuse.layers.diffusion.heads import Heads
-from infuse.layers.diffusion.image_attention import ImageAttention
-from infuse.layers.diffusion.normed_attention import NormedAttention
 from infuse.layers.diffusion.unheard import Unheard
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
 from infuse.layers.linear import direct
-from infuse.layers.mlp import MLP
 from infuse.layers.norm import Norm
 from infuse.layers.program import Streams, compiled_streams
 
@@ -165,22 +156,6 @@ def _by_row(x_BTC: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     return x_BTC.reshape(-1, 1, x_BTC.shape[-1]), *(vector.flatten(0, 1) for vector in vectors)
 
 
-_LAYERS: Mapping[type[PartShape], Callable[[Any, BuildContext], nn.Module]] = MappingProxyType(
-    {
-        ModulationShape: Modulation,
-        TableShape: Table,
-        SkipShape: Skip,
-        ModulatedNormShape: ModulatedNorm,
-        EmbeddingNormShape: EmbeddingNorm,
-        NormShape: lambda shape, context: Norm(shape, context.bodies),
-        HeadsShape: Heads,
-        ImageAttentionShape: ImageAttention,
-        MLPShape: MLP,
-        NormedAttentionShape: NormedAttention,
-    }
-)
-
-
 class StreamsBlock(InferenceModule):
     """forward(hidden_states [B, T, C], ...) -> what the original returns."""
 
@@ -192,7 +167,7 @@ class StreamsBlock(InferenceModule):
             if name in shifted and isinstance(part, NormShape):
                 self.add_module(name, ShiftedNorm(part, context.bodies))
             else:
-                self.add_module(name, _LAYERS[type(part)](part, context.of(name)))
+                self.add_module(name, context.make(part, context.of(name)))
         self._add = ops.gated_add.bound(context.bodies.get("gated_add", ops.REFERENCE))
         self._arguments = tuple(name for name, _ in shape.call)
         needed = {_NEEDED[step.does] for step in shape.program if step.does in _NEEDED}
