@@ -58,6 +58,8 @@ class Proofs:
     callers: dict[str, Caller] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     modules: list[tuple[Step, nn.Module]] = field(default_factory=list)  # those that the swaps can use
+    _keys: dict[int, tuple[Step, tuple]] = field(default_factory=dict)  # by id of the step, which is held with it
+    _kinds: dict[tuple, int] = field(default_factory=dict)  # numbered, as they take long to compare
 
     @property
     def model(self) -> nn.Module:
@@ -67,7 +69,10 @@ class Proofs:
         """Key of a step: steps with equal keys replace modules of one kind alike and get the same verdict."""
         if self.config.verify == "all":
             return (step.path, step.depth)
-        return (step.kind, *traits(self.model, step.path, is_called=step.is_called))
+        if id(step) not in self._keys:
+            kind = (step.kind, *traits(self.model, step.path, is_called=step.is_called))
+            self._keys[id(step)] = step, (self._kinds.setdefault(kind, len(self._kinds)),)
+        return self._keys[id(step)][1]
 
     def run(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Prove the plan's steps and record why steps are refused. ProofError under verify="strict"."""
