@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +124,12 @@ class Slot(CacheLayerMixin):
 
     def crop_rows(self, lengths: Tensor) -> None:
         raise UnsupportedCall("crop_rows: this cache holds a recurrence's state, which cannot drop tokens")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self.update(key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise UnsupportedCall("past_key_values: this layer of the cache takes no new keys and values")
 
     def hold_place(self, place: Tensor | None, count: Tensor | None) -> None:
         if place is not None:
@@ -455,15 +461,6 @@ class StateSlot(Slot):
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self._refuse()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedCall("past_key_values: this layer of the cache holds a recurrence's state, no keys and values")
-
 
 class ForeignStates:
     """The states of a recurrence in a cache of transformers, as a StateSlot gives and takes them.
@@ -538,12 +535,3 @@ class MadeSlot(Slot):
 
     def reorder_in_place(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self._refuse()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedCall("past_key_values: this slot of the cache takes no new tokens")
