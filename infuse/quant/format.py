@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -140,6 +140,16 @@ class QuantFormat(ABC):
         dtype = torch.int8 if self.name == "int8" else torch.uint8
         return torch.empty(rows, columns * self.bits // 8, dtype=dtype, device=device)
 
+    def buffers(self, in_features: int) -> tuple[Buffer, ...]:
+        """The tensors that store a weight with rows of `in_features`. ConfigError if `fits` declines."""
+        groups = self.group_count(in_features)
+        group = None if groups == 1 else in_features // max(groups, 1) or self.pack
+        found = [
+            Buffer("data", torch.int8 if self.name == "int8" else torch.uint8, self.pack, self.pack * self.bits // 8),
+            Buffer("scale", SCALE_DTYPE, group),
+        ]
+        return (*found, *([] if self.symmetric else [Buffer("zero", torch.int8, group)]))
+
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Bytes of a weight in this format, including scales and zeros. ConfigError if `fits` declines."""
         for_each_group = SCALE_DTYPE.itemsize + (0 if self.symmetric else 1)
@@ -198,6 +208,32 @@ class QuantFormat(ABC):
 BUFFERS = ("data", "scale", "zero")  # the tensors of a QuantizedWeight
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """One of the tensors [out, width] that store a matrix [out, in]: `columns` for each `inputs` neighbouring inputs.
+
+    `inputs` None: for a whole row.
+    """
+
+    name: str
+    dtype: torch.dtype
+    inputs: int | None
+    columns: int = 1
+
+    def width(self, in_features: int) -> int:
+        """Its number of columns for rows of `in_features`."""
+        if self.inputs is None:
+            return self.columns if in_features else 0
+        assert in_features % self.inputs == 0, (self, in_features)
+        return in_features // self.inputs * self.columns
+
+    def of_inputs(self, start: int, stop: int) -> slice:
+        """Its columns for the inputs from `start` to `stop`, which must not cut what several inputs share."""
+        if self.inputs is None:
+            return slice(0, self.columns)
+        return slice(self.width(start), self.width(stop))
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """The buffers of one quantized matrix; `format` gives their meaning. A plain container: it never computes."""
@@ -207,6 +243,16 @@ class QuantizedWeight:
     zero: torch.Tensor | None
     shape: tuple[int, int]
     format: QuantFormat = field(repr=False)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int], format: QuantFormat) -> QuantizedWeight:
+        """From the tensors of `format.buffers`, by name."""
+        return cls(tensors["data"], tensors["scale"], tensors.get("zero"), shape, format)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of `format.buffers`, by name."""
+        return {name: tensor for name in BUFFERS if (tensor := getattr(self, name)) is not None}
 
     @property
     def nbytes(self) -> int:
