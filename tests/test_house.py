@@ -19,6 +19,7 @@ MAP = ROOT / "docs" / "map.md"
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
+        "cache_names",
         "authors",
         "interrupts",
         "logs",
