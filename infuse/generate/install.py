@@ -22,7 +22,7 @@ from infuse import interrupts
 from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
 from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
-from infuse.cache_names import CACHE_NAMES, cache_in
+from infuse.cache_names import cache_in
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
@@ -346,7 +346,7 @@ def _accepts_cache(model: Any) -> bool:
     names = set(inspect.signature(prepare).parameters)
     if not names.isdisjoint({"kwargs", "model_kwargs"}):
         names |= set(inspect.signature(model.forward).parameters)
-    return not names.isdisjoint(CACHE_NAMES)
+    return CACHE_NAME in names
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from infuse.architectures.attention import NO_ATTRIBUTE
 from infuse.authors import is_librarys
-from infuse.cache_names import CACHE, CACHE_NAMES
+from infuse.cache_names import CACHE, CACHE_NAMES, cache_in
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
@@ -66,7 +66,7 @@ def arguments_of_named(
 
     `own` are the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
-    ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(kwargs.get(CACHE))
+    ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(cache_in(kwargs))
     if ours and not more:
         return None
     by_name = calls_by_name(attention)
