@@ -7,10 +7,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 CACHE, FORMER = "cache", "past_key_values"
 CACHE_NAMES = (CACHE, FORMER, "layer_past")
+
+# Whether layers call the cache of continuous batching. Before, they pass it through to the attention function.
+LAYERS_PAGE = Version(version("transformers")) >= Version("5.24")
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 import infuse
 from infuse import architectures
+from infuse.cache_names import cache_in
 from infuse.generate import install
 from infuse.layers import parts
 from infuse.layers.block import Block
@@ -175,7 +176,7 @@ def test_answers_come_from_our_loop_and_cache(family: MadeUp, monkeypatch: pytes
     own = install.decode
 
     def decode(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs["past_key_values"])
+        seen.append(cache_in(kwargs))
         return own(*args, **kwargs)
 
     monkeypatch.setattr(install, "decode", decode)

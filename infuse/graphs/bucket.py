@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infuse.cache_names import FORMER
+from infuse.cache_names import CACHE_NAMES, FORMER
 from infuse.graphs.capture import Backend
 from infuse.graphs.runner import FirstError, GraphRunner
 from infuse.graphs.signature import Unsupported
@@ -86,6 +86,11 @@ class Bucket:
                 slot.length = tokens + 1
         return output
 
+    @property
+    def result_name(self) -> str:
+        """What the forward calls the cache that it returns."""
+        return self._step.result_name
+
     def _storage(self) -> Tensor | None:
         return next(iter(self.cache.storages()), None)
 
@@ -96,7 +101,7 @@ class _Step:
     def __init__(self, cache: KVCache, weights: Callable[[], Hashable] | None):
         self.cache = cache
         self.forward: Callable[..., Any] | None = None
-        self.cache_name = FORMER
+        self.cache_name = self.result_name = FORMER  # of the argument, and in what the forward returns
         self.addresses: tuple[int, ...] = ()  # of the cache's storages
         self._weights = weights
 
@@ -112,8 +117,10 @@ class _Step:
             output: Any = self.forward(**{self.cache_name: self.cache}, **inputs)
         finally:
             self.cache.hold_place(None)
-        names = {"logits", self.cache_name}  # others, such as hidden states, would cover empty room
-        if not isinstance(output, Mapping) or set(output) != names or output[self.cache_name] is not self.cache:
+        caches = [name for name in output if name in CACHE_NAMES] if isinstance(output, Mapping) else []
+        # Others, such as hidden states, would cover empty room.
+        if len(caches) != 1 or set(output) != {"logits", *caches} or output[caches[0]] is not self.cache:
             raise Unsupported(f"a step that returns {type(output).__name__}")
+        self.result_name = caches[0]
         kind: Any = type(output)
         return kind(logits=output["logits"])

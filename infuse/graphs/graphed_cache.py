@@ -72,7 +72,7 @@ class GraphedCache(KVCache):
             name = next(name for name in CACHE_NAMES if kwargs.get(name) is not None)
             output = bucket.replay(forward, tokens, inputs, name)
         if output is not None:
-            output[name] = self
+            output[bucket.result_name] = self
         return output
 
     def can_use_cuda_graph(self, kwargs: Mapping[str, Any]) -> bool:

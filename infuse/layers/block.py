@@ -18,7 +18,7 @@ from infuse.architectures.layer import BIASED, TUPLE, LayerShape
 from infuse.architectures.norm import NormShape
 from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, folded, merged, on_ranks, reduces
 from infuse.architectures.program import MLP as MLP_STEP
-from infuse.cache_names import CACHE, CACHE_NAMES
+from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
@@ -30,7 +30,7 @@ from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
-from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours
+from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
@@ -99,11 +99,7 @@ class Block(InferenceModule):
         self._takes_scores_mask = all(mixer.takes_scores_mask for mixer in mixers)
         self._bias_argument = next((mixer.bias_argument for mixer in mixers if mixer.bias_argument), None)
         self._index, self._layer, self._values = index, layer, shape.call.values
-        # Before 5.24, `cache` is not the layer's: continuous batching passes it through to the attention function.
-        self._cache_names = CACHE_NAMES if CACHE in shape.call.arguments else CACHE_NAMES[1:]
-        self._served = (
-            (SERVED - {*CACHE_NAMES}) | NEUTRAL | {*self._cache_names, *shape.call.repeated, *shape.call.values}
-        )
+        self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values}
         self._served |= {*filter(None, (self._bias_argument,))}
 
     def ignore(self, keywords: frozenset[str]) -> None:
@@ -149,11 +145,11 @@ class Block(InferenceModule):
             more = self._arguments_of_named(kwargs)
         given = kwargs.get
         cache = None
-        for name in self._cache_names:
+        for name in CACHE_NAMES:
             if cache is None:
                 cache = given(name)
-        if cache is not None and (self._index is None or not isinstance(cache, KVCache)) and not is_paged(cache):
-            cache = self_attention_cache(cache, self._layer, self._index)
+        if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
+            cache = paged_cache(cache) if is_paged(cache) else self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
         if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)

@@ -17,7 +17,7 @@ from torch import nn
 
 from infuse.architectures.attention import NO_ATTRIBUTE
 from infuse.authors import is_librarys
-from infuse.cache_names import CACHE, CACHE_NAMES, cache_in
+from infuse.cache_names import CACHE, CACHE_NAMES, LAYERS_PAGE, cache_in
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
@@ -79,7 +79,7 @@ def arguments_of_named(
             'never calls one by name, and its replacement supports only "eager" and "sdpa": call '
             "model.set_attn_implementation with one of these"
         )
-    consumed = _CONSUMED - {CACHE} if paged and CACHE not in served else _CONSUMED
+    consumed = _CONSUMED - {CACHE} if paged and not LAYERS_PAGE else _CONSUMED
     kept = consumed.union(name for name in own if name not in served)
     return {name: value for name, value in kwargs.items() if name not in kept}
 
@@ -87,6 +87,11 @@ def arguments_of_named(
 def is_paged(cache: Any) -> bool:
     """Whether this is the cache of continuous batching, which changes the arguments of attention functions."""
     return cache is not None and any(kind.__name__ == _PAGED_CACHE for kind in type(cache).__mro__)
+
+
+def paged_cache(cache: Any) -> Any:
+    """The cache of continuous batching if layers call it; None if the attention function does."""
+    return cache if LAYERS_PAGE else None
 
 
 def named_attention(attention: nn.Module) -> Callable:
