@@ -57,12 +57,17 @@ def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bou
             for key, value in spec.when
             if getattr(config, key, None) != value
         ]
-        arguments = inspect.signature(type(layer).forward).parameters if spec.takes else ()
+        arguments = inspect.signature(_class_of(spec, layer).forward).parameters if spec.takes else ()
         wrong += [f"its forward takes no {name}" for name in spec.takes if name not in arguments]
         if not wrong:
             return spec.bind(layer, config)
         unmet += wrong
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
+
+
+def _class_of(spec: LayerSpec, layer: nn.Module) -> Any:
+    """The class that the spec names, also where the layer is of a user's subclass with another forward."""
+    return next(cls for cls in type(layer).__mro__ if f"{cls.__module__}.{cls.__qualname__}" == spec.layer)
 
 
 __all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "register", "specs_for"]
