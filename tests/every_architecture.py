@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from infuse.architectures.model_inputs import RandomTensors, model_inputs
+from infuse.inputs.model import RandomTensors, model_inputs
 
 # The names that configs give to their numbers, by what is asked of them here.
 NUMBERS: dict[int, str] = {

@@ -10,9 +10,9 @@ from diffusion_pipelines import images, made
 from fake_graph import FakeBackend
 
 import infuse
-from infuse.architectures.component_inputs import called_inside
 from infuse.generate.install import GraphUse, install, uninstall
 from infuse.graphs.forward import Forward
+from infuse.inputs.component import called_inside
 
 
 def graphed(model: Any, backend: FakeBackend) -> Any:

@@ -14,9 +14,9 @@ from diffusion_pipelines import flux, made, unet
 from torch import nn
 
 import infuse
-from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
-from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
+from infuse.inputs.model import RandomTensors
 from infuse.plan.step import MODULE
 
 ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")

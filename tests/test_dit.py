@@ -11,10 +11,10 @@ from diffusion_pipelines import flux, made, sd3, sd35
 from torch import nn
 
 import infuse
-from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
 from infuse.architectures.diffusion import module_spec
-from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
+from infuse.inputs.model import RandomTensors
 from infuse.layers.diffusion import heads
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.step import MODULE

@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "undisturbed",
         "native",
     ),
-    ("quant", "parallel"),
+    ("quant", "parallel", "inputs"),
     ("ops", "config", "architectures"),
     ("layers", "weights", "unknown", "profile"),
     ("plan", "graphs"),

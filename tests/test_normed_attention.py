@@ -17,9 +17,9 @@ from test_unet_modules import counted, masks, replaced, run, same
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.component_inputs import GUIDED, UNEVEN
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.plan.step import MODULE
 
 

@@ -22,12 +22,12 @@ from diffusion_pipelines import controlnet, made, sdxl, unet, vae
 from torch import Tensor, nn
 
 import infuse
-from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
 from infuse.architectures.diffusion import module_spec
-from infuse.architectures.model_inputs import RandomTensors
 from infuse.architectures.unet import ConvShape
 from infuse.device import Device
 from infuse.errors import SpecMismatch, UnsupportedCall
+from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
+from infuse.inputs.model import RandomTensors
 from infuse.layers.build_context import BuildContext
 from infuse.layers.diffusion import buffers, convolution
 from infuse.layers.diffusion.block import StreamsBlock

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from infuse import interrupts
 from infuse.apply.apply import Proven
 from infuse.apply.build import Builder
-from infuse.architectures.component_inputs import is_component
-from infuse.architectures.model_inputs import answered_by, like
 from infuse.dtype_cast import in_dtype, kept_in_float32
 from infuse.errors import CheckpointError, ProofError, RankError, in_brief
+from infuse.inputs.component import is_component
+from infuse.inputs.model import answered_by, like
 from infuse.memory import channels_last
 from infuse.parallel.group import Group
 from infuse.plan.step import Left, Step

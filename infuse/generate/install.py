@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
 from infuse import interrupts
-from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
 from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
 from infuse.cache_names import cache_in
@@ -35,6 +34,7 @@ from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
+from infuse.inputs.component import is_component
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts

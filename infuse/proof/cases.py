@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 
 from infuse import interrupts
 from infuse.architectures.experts import BATCHES, EVERY, ONE_HOT, ExpertsShape
-from infuse.architectures.model_inputs import SEED, StopModel, watched
 from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
+from infuse.inputs.model import SEED, StopModel, watched
 from infuse.proof.sessions import Session, session_inputs, short_window
 
 CACHE = object()  # placeholder for the model's cache in a call; each run uses its own; the recorded one is freed

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from infuse import interrupts
-from infuse.architectures.component_inputs import called_inside
-from infuse.architectures.model_inputs import watched
-from infuse.architectures.pipeline_inputs import pipeline_inputs
 from infuse.errors import CheckpointError, RankError, in_brief
+from infuse.inputs.component import called_inside
+from infuse.inputs.model import watched
+from infuse.inputs.pipeline import pipeline_inputs
 from infuse.proof.cases import CACHE, Call, recorded_call
 from infuse.undisturbed import undisturbed
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import SEED, StopModel, answered_by, random_inputs, watched
 from infuse.errors import CheckpointError, in_brief
+from infuse.inputs.model import SEED, StopModel, answered_by, random_inputs, watched
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
 from infuse.temporary_hooks import TemporaryHooks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from infuse.architectures.model_inputs import (
+from infuse.inputs.model import (
     TOKENS,
     RandomTensors,
     first_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import like
+from infuse.inputs.model import like
 
 SEED = 2026
 _PROMPT = "a photo of a cat"

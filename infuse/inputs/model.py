@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.component_inputs import GUIDED, MakeTensor, component_inputs, is_component
-from infuse.architectures.plain import linear_shape
+from infuse.inputs.component import GUIDED, MakeTensor, component_inputs, is_component
 from infuse.temporary_hooks import TemporaryHooks
 
 BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
@@ -103,8 +102,15 @@ def _table(model: Any) -> nn.Module | None:
 def _width(model: nn.Module) -> int:
     """Width of the embeddings that the model's forward takes."""
     config: Any = getattr(model, "config", None)
-    first = (shape.inputs for module in model.modules() if (shape := linear_shape(module)) is not None)
-    return getattr(_table(model), "embedding_dim", None) or getattr(config, "hidden_size", None) or next(first, 1)
+    first = next(filter(None, map(_inputs_of, model.modules())), 1)
+    return getattr(_table(model), "embedding_dim", None) or getattr(config, "hidden_size", None) or first
+
+
+def _inputs_of(module: Any) -> int | None:
+    """Width of a linear's inputs; None for other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    return module.nx if type(module).__name__ == "Conv1D" else None  # transformers'
 
 
 def _image_shape(config: Any, batch: int) -> tuple[int, ...]:
