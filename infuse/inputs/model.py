@@ -1,22 +1,14 @@
-"""Inputs that a model accepts, and hooks that watch what its modules are called with.
-
-The proof, the trace on meta and the search for callers run models on these inputs.
-"""
-
+"""Inputs that a model accepts. The proof, the trace on meta and the search for callers run models on them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infuse.inputs.component import GUIDED, MakeTensor, component_inputs, is_component
-from infuse.temporary_hooks import TemporaryHooks
 
 BATCH, TOKENS, SEED = 2, 12, 2026  # 12 tokens split evenly into the chunks of chunked feed-forward layers
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "hidden_states")
@@ -150,44 +142,3 @@ def like(model: nn.Module) -> Tensor:
     not one that stays in float32 beside 16 bits.
     """
     return min(model.parameters(), key=lambda p: (p.is_meta, not p.is_floating_point(), max(p.dtype.itemsize, 2)))
-
-
-@contextmanager
-def answered_by(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context in which `module` runs `forward` instead of its own, which may be set on the instance."""
-    own = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
-
-
-class StopModel(Exception):
-    """Raised by the callbacks of `watched` to stop the model early."""
-
-
-@contextmanager
-def watched(
-    modules: Mapping[str, nn.Module],
-    before: Callable[[str, tuple, dict[str, Any]], None],
-    after: Callable[[str, tuple, Any], None],
-) -> Iterator[None]:
-    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules.
-
-    StopModel ends the `with` block without an error.
-    """
-
-    def enter(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        before(path, args, kwargs)
-
-    def leave(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        after(path, args, output)
-
-    with suppress(StopModel), TemporaryHooks() as hooks:
-        for path, module in modules.items():
-            hooks.before(module, partial(enter, path), with_kwargs=True)
-            hooks.after(module, partial(leave, path))
-        yield

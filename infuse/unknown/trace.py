@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from infuse.architectures.part import named
 from infuse.architectures.plain import linear_shape
-from infuse.inputs.model import model_inputs, watched
+from infuse.inputs.model import model_inputs
+from infuse.temporary_hooks import watched
 from infuse.undisturbed import undisturbed
 
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values
