@@ -1,4 +1,5 @@
 """Inputs that a model accepts. The proof, the trace on meta and the search for callers run models on them."""
+
 from __future__ import annotations
 
 import inspect
