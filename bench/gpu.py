@@ -153,7 +153,7 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
         "--no-header",
         "-p",
         "no:cacheprovider",
-        *map(str, sorted((ROOT / "tests").glob("test_gpu_*.py"))),
+        str(ROOT / "tests" / "gpu"),
     ]
     more = ["--collect-only"] if tiny else ["-n", "8"] if find_spec("xdist") else []
     try:

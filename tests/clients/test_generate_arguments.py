@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
-from families import BY_NAME
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
 import infuse
+from tests.models.families import BY_NAME
 
 Model = Any
 LETTERS = [chr(33 + i) for i in range(91)]  # each a token of its own

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
-from families import BY_NAME
-from published import empty, publish
 from transformers.generation.continuous_batching import ContinuousBatchingManager, continuous_api
 
 import infuse
+from tests.models.families import BY_NAME
+from tests.support.published import empty, publish
 
 NEW = 10
 PREFIX = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -144,7 +144,7 @@ def test_16_bits() -> None:
 
 def test_layers_that_stay() -> None:
     """Our attention hook (layers without a spec) makes room for the paged one, and comes back."""
-    from test_contract import HOOKED, original
+    from tests.layers.test_contract import HOOKED, original
 
     assert "Cohere2" in HOOKED
     engine = infuse.init_inference(original("Cohere2"), dtype="fp32")

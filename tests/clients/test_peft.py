@@ -11,16 +11,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import BY_NAME
 from packaging.version import Version
 from peft import HRAConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
-from tolerance import assert_near
 from torch import Tensor, nn
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import infuse
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
+from tests.models.families import BY_NAME
+from tests.support.tolerance import assert_near
 
 IDS = torch.tensor([[5, 17, 40, 9, 88, 23, 61, 7, 30], [12, 70, 33, 4, 91, 15, 8, 52, 66]])
 ATTENTION, MLP, ALL = ["q_proj", "v_proj"], ["gate_proj", "down_proj"], "all-linear"

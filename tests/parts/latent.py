@@ -32,7 +32,7 @@ from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.norm import Norm as NormLayer
-from parts.made_up import HEADS, HIDDEN, path_of
+from tests.parts.made_up import HEADS, HIDDEN, path_of
 
 LATENT, ROTATED, PLAIN, VALUE = 24, 8, 16, 12  # widths: the cache's two rows, a head's unrotated key, its value
 

@@ -34,8 +34,8 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
-from parts.made_up import HEADS, HIDDEN, path_of
-from parts.made_up import LAYERS as COUNT
+from tests.parts.made_up import HEADS, HIDDEN, path_of
+from tests.parts.made_up import LAYERS as COUNT
 
 WIDTH, TAPS = HIDDEN // HEADS, 4
 TYPES = ["linear_attention", "linear_attention", "full_attention"] * (COUNT // 3)
