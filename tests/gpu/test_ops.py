@@ -1,4 +1,4 @@
-"""The tests of the Triton bodies on a GPU, compiled: those of ops/triton/cases.py, which the interpreter runs on a CPU."""
+"""The tests of the Triton bodies on a GPU, compiled: those of ops/triton/cases.py, run by the interpreter on a CPU."""
 
 from __future__ import annotations
 

@@ -126,7 +126,10 @@ def fault_cases(library: ctypes.CDLL) -> None:
 @pytest.mark.skipif(NATIVE, reason="the processor executes these instructions itself")
 def test_the_emulator_does_what_the_manual_says(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", __name__, str(built_emulator(tmp_path))], cwd=Path(__file__).parents[3], capture_output=True, text=True
+        [sys.executable, "-m", __name__, str(built_emulator(tmp_path))],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,5 +1,6 @@
 """Blocks over the Triton bodies, under Triton's interpreter (test_interpreter.py runs this file so): for few tokens
-norms and sums are in the products beside them, and the result is that of separate kernels and that of the original layer.
+norms and sums are in the products beside them, and the result is that of separate kernels and that of the original
+layer.
 """
 
 from __future__ import annotations
