@@ -20,8 +20,8 @@ from torch import nn
 
 import infuse
 from tests.models.families import BY_NAME, inputs
+from tests.support.checkpoints import on_meta
 from tests.support.graphed import graphed
-from tests.weights.checkpoints.test_forms import on_meta
 
 # Lines of these files count: ours, and those of others that put hooks on and take them off for us.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -16,14 +16,9 @@ from torch import Tensor, nn
 import infuse
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from tests.models.families import BY_NAME, inputs
+from tests.support.libraries import stand_in
 
 LLAMA = BY_NAME["llama"]
-
-
-def stand_in(name: str, base: type, **members: Any) -> type:
-    """A class with the name and the module of another library's."""
-    module, _, cls = name.rpartition(".")
-    return type(cls, (base,), {"__module__": module, **members})
 
 
 class Int8Linear(nn.Module):

@@ -14,69 +14,30 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner
 
 import infuse
 from infuse.cli import model_folder
-from infuse.cli.app import app
 from infuse.cli.bench import Speed, table
 from infuse.device import Device
 from infuse.native import BINARY
+from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
 
 ROOT = Path(__file__).parents[2]
-TEXT = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, i))\n"
-PROMPT = "def add("
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved tiny Llama with its tokenizer."""
-    path = tmp_path_factory.mktemp("tiny")
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture
 def copy(folder, tmp_path):
     """The folder once more, for tests that break it."""
     return shutil.copytree(folder, tmp_path / "copy")
-
-
-def run(*arguments, code=0):
-    """Run a command; its standard output and standard error, after the exit code was checked."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exit_code == code, f"exit code {done.exit_code}\n{done.output}\n{done.exception!r}"
-    return done.stdout, done.stderr
 
 
 def changed(folder, **values):

@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import infuse
 from infuse.cli import ranks
 from infuse.cli.messages import fail
-from tests.cli.test_commands import PROMPT, folder, run  # noqa: F401  # the fixture
+from tests.support.commands import PROMPT, run
 from tests.support.forked import Program
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import os
 from transformers import BertConfig, BertModel
 
 from infuse.weights import fill
-from tests.cli.test_commands import PROMPT, folder, run  # noqa: F401  # the fixture
+from tests.support.commands import PROMPT, run
 
 
 def test_a_sharded_folder_generates_what_the_original_does(folder, tmp_path, monkeypatch):  # noqa: F811

@@ -144,13 +144,13 @@ def test_16_bits() -> None:
 
 def test_layers_that_stay() -> None:
     """Our attention hook (layers without a spec) makes room for the paged one, and comes back."""
-    from tests.layers.test_contract import HOOKED, original
+    from tests.models.unknown import HOOKED, hooked
 
     assert "Cohere2" in HOOKED
-    engine = infuse.init_inference(original("Cohere2"), dtype="fp32")
+    engine = infuse.init_inference(hooked("Cohere2"), dtype="fp32")
     hook = engine.module.config._attn_implementation
     assert hook.startswith("infuse_")
-    assert batch(engine, room=TIGHT) == batch(original("Cohere2"), room=TIGHT)
+    assert batch(engine, room=TIGHT) == batch(hooked("Cohere2"), room=TIGHT)
     assert engine.module.config._attn_implementation == hook
 
 

@@ -15,8 +15,8 @@ import infuse
 from infuse.graphs.capture import CudaBackend
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.runner import GraphRunner, LocalGraph
-from tests.graphs.test_decode import NAMES
 from tests.models.families import BY_NAME, inputs
+from tests.support.decoding import NAMES
 from tests.support.on_gpu import CUDA, moved, needs_gpu
 
 pytestmark = needs_gpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import infuse
-from tests.graphs.test_decode import ON_HOST, SAMPLING
 from tests.models.families import DECODERS, FAMILIES, Family, inputs
+from tests.support.decoding import ON_HOST, SAMPLING
 from tests.support.on_gpu import CUDA, assert_close, first_tensor, moved, needs_gpu
 
 pytestmark = needs_gpu

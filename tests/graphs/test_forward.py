@@ -17,7 +17,7 @@ import infuse
 from infuse.errors import InfuseError, OutOfMemory
 from infuse.generate.install import uninstall
 from tests.models.families import BERT_LINEAGE, BY_NAME, Family, inputs
-from tests.support.graphed import graphed
+from tests.support.graphed import Greedy, graphed
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -143,21 +143,6 @@ def test_a_forward_that_was_put_on_the_module_is_kept() -> None:
 
 
 # ---- memory
-
-
-class Greedy(nn.Module):
-    """Runs out of memory on more than 4 rows."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer, self.rows = layer, 4
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden.shape[0] > self.rows:
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 1 GiB"
-            )
-        return self.layer(hidden, *args, **kwargs)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

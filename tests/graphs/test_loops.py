@@ -22,10 +22,10 @@ from infuse.graphs.bucket import Bucket
 from infuse.graphs.graphed_cache import GraphedCache
 from infuse.layers.cache import KVCache
 from infuse.layers.slot import KVSlot
-from tests.graphs.test_decode import PROMPT, made, original, padded, rows_of, same, seeded
+from tests.models.unknown import t5
+from tests.support.decoding import PROMPT, made, original, padded, rows_of, same, seeded
 from tests.support.fake_graph import FakeBackend
 from tests.support.graphed import graphed
-from tests.unknown.test_auto_tp import t5
 
 EAGER = 2  # steps before the capture
 BEAMS: dict[str, dict[str, Any]] = {

@@ -21,11 +21,11 @@ from torch import Tensor
 import infuse
 from infuse.generate.install import GraphUse, install, uninstall
 from infuse.graphs.rank_backend import RankBackend
-from tests.graphs.test_forward import Greedy
 from tests.models.families import BY_NAME, inputs
-from tests.parallel.test_rank_faults import engine_of
 from tests.support import fake_nccl
 from tests.support.fake_graph import FakeBackend
+from tests.support.graphed import Greedy
+from tests.support.over_ranks import engine_of
 from tests.support.ranks import Ranks, same
 
 NEW = 14

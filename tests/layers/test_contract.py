@@ -15,23 +15,8 @@ from transformers.cache_utils import StaticCache
 import infuse
 from infuse.layers.block import Block
 from tests.models.families import BY_NAME, GQA, enlarge
+from tests.models.unknown import HOOKED, hooked
 from tests.support.tolerance import assert_near
-
-# Families without a spec whose attention goes through transformers' interface, where ours takes its place.
-HOOKED: dict[str, dict[str, Any]] = {
-    "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA,
-    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12),
-    "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12),
-    "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
-}  # fmt: skip
-
-
-def original(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = getattr(t, f"{name}ForCausalLM")(getattr(t, f"{name}Config")(**HOOKED[name])).eval()
-    enlarge(model)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +204,14 @@ def generated(model: Any, cache: str, **more: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", HOOKED)
 def test_layers_that_stay_fill_a_static_cache_as_before(name: str) -> None:
-    model = original(name)
+    model = hooked(name)
     wanted = generated(model, "static")
     engine = infuse.init_inference(model, dtype="fp32")
     assert "attention" in {step.depth for step in engine.plan.steps}, str(engine.plan)
     assert torch.equal(generated(engine.module, "static"), wanted)
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
-    padded = generated(original(name), "static", attention_mask=mask)
+    padded = generated(hooked(name), "static", attention_mask=mask)
     assert torch.equal(generated(engine.module, "static", attention_mask=mask), padded)
 
 

@@ -22,9 +22,8 @@ from infuse.layers.moe import MoE
 from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from infuse.routing import Routing
-from tests.layers.test_one_call import decoded, listening
 from tests.models.families import BY_NAME, MIXTURES, Family, inputs
-from tests.support.one_calls import blocks, calls_noted, part_by_part
+from tests.support.one_calls import blocks, calls_noted, decoded, listening, part_by_part
 from tests.support.side_by_side import assert_close, original
 from tests.support.tolerance import assert_near
 

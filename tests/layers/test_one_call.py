@@ -4,8 +4,7 @@ against the original: test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
@@ -23,7 +22,7 @@ from infuse.layers.mlp import MLP
 from infuse.layers.one_call import StepCall
 from infuse.native import kernels
 from tests.models.families import DECODERS, Family, inputs
-from tests.support.one_calls import blocks, calls_noted, part_by_part
+from tests.support.one_calls import blocks, calls_noted, decoded, listening, part_by_part
 from tests.support.tolerance import assert_near
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
@@ -34,21 +33,6 @@ BY_NAME = {family.name: family for family in DECODERS}
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each block that was asked to make a step, whether it did it in one call."""
     return calls_noted(StepCall, monkeypatch)
-
-
-@torch.no_grad()
-def decoded(
-    engine: infuse.InferenceEngine, family: Family, padding: str | None = None, tokens: int = 1, batch: int = 2
-) -> list[Tensor]:
-    """Logits of three calls with `tokens` new tokens each, on a cache with a prompt; then its keys and values."""
-    given = inputs(family, batch=batch, padding=padding)
-    mask, cache, found = given["attention_mask"], KVCache(), []
-    engine(**given, past_key_values=cache, use_cache=True)
-    for call in range(3):
-        ids = torch.randint(3, 90, (batch, tokens), generator=torch.Generator().manual_seed(call))
-        mask = torch.cat((mask, mask.new_ones(batch, tokens)), dim=1)
-        found.append(engine(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits)
-    return found + [cache.slot(0).keys, cache.slot(0).values]  # type: ignore[list-item]
 
 
 def compare(engine: infuse.InferenceEngine, family: Family, dtype: torch.dtype, **how: object) -> None:
@@ -89,27 +73,6 @@ def test_few_tokens_of_few_rows_go_together(batch: int, tokens: int, together: b
     taken.clear()
     compare(engine, BY_NAME["qwen3"], torch.float32, batch=batch, tokens=tokens)
     assert taken.count(True) == (9 if together else 0)
-
-
-@contextmanager
-def listening(part: nn.Module, way: str, tell: Callable[[], None]) -> Iterator[None]:
-    """While the `with` runs, `tell` is called with each call of the part: by a hook after it, one before it, or its own
-    forward.
-    """
-    forward = part.forward
-    if way == "forward":
-
-        def told(*args: object) -> object:
-            tell()
-            return forward(*args)
-
-        part.forward = told  # type: ignore[method-assign]
-        yield
-        del part.forward
-        return
-    handle = getattr(part, way)(lambda *_: tell())
-    yield
-    handle.remove()
 
 
 @pytest.mark.parametrize("way", ["register_forward_hook", "register_forward_pre_hook", "forward"])

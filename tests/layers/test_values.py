@@ -20,12 +20,11 @@ import infuse
 from infuse.errors import CheckpointError, UnsupportedCall
 from infuse.graphs.pool import BucketPool
 from infuse.layers.cache import KVCache
-from tests.models.diffusion.test_pipelines import distance, original
-from tests.models.diffusion.test_unet_modules import replaced
+from tests.models.diffusion.side_by_side import distance, original, replaced
 from tests.models.diffusion.tiny_pipelines import images, made
 from tests.models.families import BY_NAME
 from tests.support.fake_graph import FakeBackend
-from tests.weights.test_mapped_experts import MMAP, loaded, logits, model, with_kernels
+from tests.support.mapped_experts import MMAP, loaded, logits, model, with_kernels
 
 
 def one_value_less(weight: torch.Tensor) -> None:

@@ -20,44 +20,16 @@ from infuse.layers.experts import Experts
 from infuse.parallel.mesh import Mesh
 from infuse.weights.fill import fill_module
 from infuse.weights.reader import LiveReader
-from tests.models.families import GQA, Family
+from tests.models.families import Family
+from tests.models.mixtures import FOUR_EXPERTS, NOT_ROUTED, SEQ2SEQ
 from tests.support.ranks import Ranks, same
 
-_MOE = dict(GQA, num_local_experts=4, num_experts_per_tok=2)
-_SEQ2SEQ = dict(vocab_size=96, num_experts=4, decoder_start_token_id=2, pad_token_id=0, eos_token_id=1)
-FAMILIES = {
-    one.name: one
-    for one in (
-        Family(
-            "llama4", t.Llama4TextConfig, t.Llama4ForCausalLM,
-            values=dict(
-                _MOE, head_dim=12, intermediate_size=40, intermediate_size_mlp=80, interleave_moe_layer_step=1,
-                num_hidden_layers=2,
-            ),
-        ),
-        Family(
-            "dbrx", t.DbrxConfig, t.DbrxForCausalLM,
-            values=dict(
-                d_model=48, n_heads=4, n_layers=2, max_seq_len=128, vocab_size=96,
-                attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1e4),
-                ffn_config=dict(hidden_size=48, ffn_hidden_size=40, moe_num_experts=4, moe_top_k=2),
-            ),
-        ),
-        Family(
-            "switch", t.SwitchTransformersConfig, t.SwitchTransformersForConditionalGeneration, "seq2seq",
-            dict(
-                _SEQ2SEQ, d_model=48, d_kv=12, d_ff=40, num_heads=4, num_layers=2, num_decoder_layers=2,
-                num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=3,
-            ),
-        ),
-    )
-}  # fmt: skip
 STAY = {
     "nllb": (
         Family(
             "nllb", t.NllbMoeConfig, t.NllbMoeForConditionalGeneration, "seq2seq",
             dict(
-                _SEQ2SEQ, d_model=48, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
+                SEQ2SEQ, d_model=48, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
                 encoder_attention_heads=4, decoder_attention_heads=4, encoder_sparse_step=2, decoder_sparse_step=2,
                 max_position_embeddings=64,
             ),
@@ -65,7 +37,7 @@ STAY = {
         "its router passes a mask in place of the numbers of experts",
     ),
     "jetmoe": (
-        Family("jetmoe", t.JetMoeConfig, t.JetMoeForCausalLM, values=dict(_MOE, kv_channels=12)),
+        Family("jetmoe", t.JetMoeConfig, t.JetMoeForCausalLM, values=dict(FOUR_EXPERTS, kv_channels=12)),
         "it holds one of its experts' two products",
     ),
     "longcat": (
@@ -84,7 +56,7 @@ STAY = {
 
 @cache
 def original(name: str) -> nn.Module:
-    return FAMILIES[name].make()
+    return NOT_ROUTED[name].make()
 
 
 def given(family: Family) -> dict[str, Tensor]:
@@ -111,9 +83,9 @@ def replaced(engine: infuse.InferenceEngine) -> list[Experts]:
     return [module for module in engine.module.modules() if isinstance(module, Experts)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_logits_tokens_and_weights_are_the_originals(name: str) -> None:
-    family, model = FAMILIES[name], copy.deepcopy(original(name))
+    family, model = NOT_ROUTED[name], copy.deepcopy(original(name))
     held = {key: value.clone() for key, value in model.state_dict().items()}
     engine = infuse.init_inference(model, dtype="fp32", verify="strict")
     assert len(replaced(engine)) == 2
@@ -126,17 +98,17 @@ def test_logits_tokens_and_weights_are_the_originals(name: str) -> None:
     assert state.keys() == held.keys() and all(torch.equal(state[key], held[key]) for key in held)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_16_bits_by_the_rule_of_the_proof(name: str) -> None:
     engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="bf16", verify="strict")
-    assert len(replaced(engine)) == 2 and bool(torch.isfinite(logits(engine.module, FAMILIES[name])).all())
+    assert len(replaced(engine)) == 2 and bool(torch.isfinite(logits(engine.module, NOT_ROUTED[name])).all())
 
 
 @pytest.mark.parametrize("format", ["int8:8", "int4:8"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_quantized(name: str, format: str) -> None:
     """The values of the original with the same weights, rounded to the format."""
-    family = FAMILIES[name]
+    family = NOT_ROUTED[name]
     engine = infuse.init_inference(copy.deepcopy(original(name)), dtype="fp32", quant=format)
     assert [str(experts.up.format) for experts in replaced(engine)] == [format] * 2
     with infuse.dequantized(engine.module):
@@ -148,9 +120,9 @@ def test_quantized(name: str, format: str) -> None:
     torch.testing.assert_close(logits(engine.module, family), logits(rounded, family), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_checkpoints_of_transformers_and_of_ours(name: str, tmp_path: Path) -> None:
-    family = FAMILIES[name]
+    family = NOT_ROUTED[name]
     original(name).save_pretrained(tmp_path / "theirs")
     for folder, keys in (("theirs", dict(save_mp_checkpoint_path=str(tmp_path / "ours"))), ("ours", {})):
         with torch.device("meta"):
@@ -161,7 +133,7 @@ def test_checkpoints_of_transformers_and_of_ours(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ep=2), Mesh(tp=3), Mesh(tp=2, ep=2)], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_the_parts_of_ranks_add_up(name: str, mesh: Mesh) -> None:
     path = next(iter(experts_in(original(name))))
     experts = original(name).get_submodule(path)
@@ -187,16 +159,16 @@ def test_the_parts_of_ranks_add_up(name: str, mesh: Mesh) -> None:
 
 
 def on_rank(name: str) -> tuple[Tensor, list[str]]:
-    engine = infuse.init_inference(FAMILIES[name].make(), dtype="fp32", progress=False, ep_size=2)
+    engine = infuse.init_inference(NOT_ROUTED[name].make(), dtype="fp32", progress=False, ep_size=2)
     told = [step.why for step in engine.plan.steps if step.depth == "experts" and "2 of 4 experts" in step.why]
-    return logits(engine.module, FAMILIES[name]), told
+    return logits(engine.module, NOT_ROUTED[name]), told
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NOT_ROUTED)
 def test_ranks_with_whole_experts(name: str, ranks: Ranks) -> None:
     results = ranks.run(2, on_rank, name)
     assert same([found for found, _ in results]) and len(results[0][1]) == 2
-    assert_near(results[0][0], logits(original(name), FAMILIES[name]))
+    assert_near(results[0][0], logits(original(name), NOT_ROUTED[name]))
 
 
 @pytest.mark.parametrize("name", STAY)

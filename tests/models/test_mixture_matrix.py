@@ -25,12 +25,10 @@ import infuse
 from infuse.architectures.experts import experts_in
 from infuse.layers.experts import Experts
 from tests.models.every_architecture import architectures
+from tests.models.experts import classes
 from tests.models.families import BY_NAME, GQA, MIXTURES, Family, inputs
-from tests.models.test_called_experts import FAMILIES as CALLED
-from tests.models.test_experts import classes
-from tests.models.test_mixtures_that_see import SEEING
+from tests.models.mixtures import CONVERTED, NOT_ROUTED, SEEING
 from tests.support.ranks import Ranks, same
-from tests.weights.checkpoints.test_converted import FAMILIES as CONVERTED
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 _MOE: dict[str, Any] = dict(GQA, num_hidden_layers=2, num_experts_per_tok=2, moe_intermediate_size=24, num_experts=4)
@@ -192,7 +190,7 @@ def rounded(engine: infuse.InferenceEngine, model: nn.Module) -> nn.Module:
 @pytest.mark.slow  # imports every model of transformers
 def test_every_mixture_is_made_tiny() -> None:
     """In this file, in those of other families, or by test_experts.py from the names of its config's numbers."""
-    here = (*ALONE.values(), *TEXT.values(), *MIXTURES, *CALLED.values(), *CONVERTED.values(), *SEEING.values())
+    here = (*ALONE.values(), *TEXT.values(), *MIXTURES, *NOT_ROUTED.values(), *CONVERTED.values(), *SEEING.values())
     made = {family.model.__module__.split(".")[2] for family in here}
     made |= {model.__module__.split(".")[2] for _, model in architectures().values()}
     assert {module.split(".")[2] for module in classes().values()} - made == set(LEFT)

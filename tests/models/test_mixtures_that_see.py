@@ -9,64 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
 
 import infuse
 from infuse.layers.block import Block
-from tests.models.families import DEEPSEEK_OCR2_TEXT, GLM4V_TEXT, QWEN3_OMNI_TEXT, QWEN3_VL_TEXT, Family, inputs
+from tests.models.families import inputs
+from tests.models.mixtures import SEEING
 from tests.support.side_by_side import assert_close
-
-_QWEN_VISION = dict(
-    depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=48, num_position_embeddings=16,
-    deepstack_visual_indexes=[0], patch_size=8,
-)  # fmt: skip
-_IDS = dict(vision_start_token_id=90, vision_end_token_id=91, image_token_id=92, video_token_id=93)
-SEEING = {
-    one.name: one
-    for one in (
-        Family(
-            "qwen3-vl-moe", t.Qwen3VLMoeConfig, t.Qwen3VLMoeForConditionalGeneration,
-            values=dict(text_config=QWEN3_VL_TEXT, vision_config=_QWEN_VISION, **_IDS),
-        ),
-        Family(
-            "qwen3-omni-thinker", t.Qwen3OmniMoeThinkerConfig, t.Qwen3OmniMoeThinkerForConditionalGeneration,
-            values=dict(
-                text_config=QWEN3_OMNI_TEXT, vision_config=_QWEN_VISION,
-                audio_config=dict(
-                    d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, num_mel_bins=8,
-                    output_dim=48, downsample_hidden_size=8,
-                ),
-                audio_token_id=94, **_IDS,
-            ),
-        ),
-        Family(
-            "glm4v-moe", t.Glm4vMoeConfig, t.Glm4vMoeForConditionalGeneration,
-            values=dict(
-                text_config=GLM4V_TEXT,
-                vision_config=dict(
-                    depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=48, image_size=16,
-                    patch_size=4,
-                ),
-            ),
-        ),
-        Family(
-            "deepseek-ocr2", t.DeepseekOcr2Config, t.DeepseekOcr2ForConditionalGeneration,
-            values=dict(
-                text_config=DEEPSEEK_OCR2_TEXT, image_token_id=92,
-                vision_config=dict(
-                    sam_config=dict(
-                        hidden_size=32, output_channels=8, num_hidden_layers=1, num_attention_heads=2, image_size=32,
-                        patch_size=8, mlp_dim=32, downsample_channels=[8, 32], global_attn_indexes=[0], window_size=2,
-                    ),
-                    encoder_config=dict(
-                        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                        num_key_value_heads=2, vocab_size=8,
-                    ),
-                ),
-            ),
-        ),
-    )
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SEEING)

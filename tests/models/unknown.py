@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers as t
 from torch import Tensor, nn
 
-from tests.models.families import enlarge
+from tests.models.families import GQA, enlarge
 
 WIDTH, HEADS, INNER, VOCABULARY, LAYERS = 48, 4, 80, 96, 2
 
@@ -132,4 +133,57 @@ def make(name: str) -> Unknown:
     torch.manual_seed(0)
     model = Unknown(MAKERS[name]).eval()
     enlarge(model)
+    return model
+
+
+def bart() -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    small = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    wide = {
+        "encoder_ffn_dim": 80,
+        "decoder_ffn_dim": 80,
+        "vocab_size": 96,
+        "d_model": 48,
+        "max_position_embeddings": 64,
+    }
+    return BartForConditionalGeneration(BartConfig(**small, **wide)).eval()
+
+
+NEW_TOKENS = 8
+T5 = dict(d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+
+
+def t5(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = t.T5ForConditionalGeneration(t.T5Config(**(T5 | changes))).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def continued(model: Any) -> tuple[Tensor, Tensor]:
+    """Logits of a prompt, and the tokens that greedy search appends."""
+    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        logits = model(ids)
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
+    return logits, ids
+
+
+# Families without a spec whose attention goes through transformers' interface, where ours takes its place.
+HOOKED: dict[str, dict[str, Any]] = {
+    "Glm": dict(GQA, head_dim=12), "Glm4": dict(GQA, head_dim=12), "Olmo": GQA, "Cohere2": GQA, "Exaone4": GQA,
+    "Ernie4_5": dict(GQA, head_dim=12), "Helium": dict(GQA, head_dim=12),
+    "HunYuanDenseV1": dict(GQA, head_dim=12), "Arcee": GQA, "SeedOss": dict(GQA, head_dim=12),
+    "Lfm2": dict(GQA, layer_types=["full_attention", "conv", "full_attention"]),
+}  # fmt: skip
+
+
+def hooked(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = getattr(t, f"{name}ForCausalLM")(getattr(t, f"{name}Config")(**HOOKED[name])).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model

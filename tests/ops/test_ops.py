@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +21,13 @@ from infuse import ops
 from infuse.device import Device
 from infuse.errors import ConfigError
 from infuse.ops import HELD, PREFERENCE, REFERENCE, Case, Op, registered
+from tests.support.op_cases import cases, in_float32, own, planted, results, widened, written
 from tests.support.prepared import run_body
 from tests.support.tolerance import assert_near, assert_same_quantization
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = sorted(registered())
 BODIES = [(name, body) for name in OPS for body in registered()[name].bodies if body != REFERENCE]
-
-
-def cases(name: str, dtype: torch.dtype) -> list[Case]:
-    maker = registered()[name].case_maker
-    assert maker is not None
-    return list(maker(dtype, CPU))
 
 
 def runs(name: str, body: str, dtype: torch.dtype) -> None:
@@ -42,37 +35,6 @@ def runs(name: str, body: str, dtype: torch.dtype) -> None:
     reason = registered()[name].bodies[body].needs(Device.of("cpu"), dtype)
     if reason is not None:
         pytest.skip(f"{name}, {body}: {reason}")
-
-
-def written(name: str) -> list[int]:
-    """The positions of the arguments that the op writes to, from its schema."""
-    arguments = getattr(torch.ops.infuse, name).default._schema.arguments
-    return [
-        i for i, argument in enumerate(arguments) if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def own(args: tuple, poisoned: list[int]) -> tuple:
-    """The arguments as copies; those at `poisoned` full of NaN, or of 77 if they hold integers."""
-    copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
-    for i in poisoned:
-        copies[i].fill_(float("nan") if copies[i].is_floating_point() else 77)
-    return tuple(copies)
-
-
-def results(function: Any, args: tuple, mutated: list[int]) -> list[Tensor]:
-    """What it returns (but None), then what it has written."""
-    out = function(*args)
-    return [*(t for t in (out if isinstance(out, tuple) else (out,)) if t is not None), *(args[i] for i in mutated)]
-
-
-def in_float32(name: str, args: tuple, dtype: torch.dtype) -> tuple:
-    """The arguments with those in `dtype` widened, but for scales: they are bfloat16 whatever the activations are."""
-    arguments = getattr(torch.ops.infuse, name).default._schema.arguments
-    return tuple(
-        arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype and not argument.name.endswith("scale") else arg
-        for arg, argument in zip(args, arguments, strict=False)
-    )
 
 
 def compare(name: str, body: str, case: Case, dtype: torch.dtype) -> None:
@@ -118,24 +80,6 @@ def test_body_is_the_reference(name: str, body: str, dtype: torch.dtype) -> None
 # Bodies whose functions are PyTorch's and not as strict as the reference, see test_damage_stays_in_its_row_and_head.
 NOT_STRICT = {("attention", "torch"), ("group_norm", "torch")}
 NOT_FINITE = pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
-
-
-def planted(name: str, value: float) -> Iterator[tuple[int, Case]]:
-    """Each case with `value` in the last place of one argument, for each argument that holds real numbers and is not
-    written to. The last of a gated activation is multiplied: its first place goes through the activation.
-    """
-    for case in cases(name, torch.float32):
-        for i, arg in enumerate(case.args):
-            if isinstance(arg, Tensor) and arg.is_floating_point() and arg.numel() and i not in written(name):
-                for place in (0, -1) if name == "gated_activation" else (-1,):
-                    args = own(case.args, [])
-                    args[i][(place,) * arg.dim()] = value
-                    yield i, replace(case, args=args)
-
-
-def widened(args: tuple) -> tuple:
-    """What is in float32, in float64."""
-    return tuple(arg.double() if isinstance(arg, Tensor) and arg.dtype == torch.float32 else arg for arg in args)
 
 
 WIDE = ("linear", "quantized_linear", "experts", "quantized_experts", "router", "rms_norm", "layer_norm")

@@ -15,6 +15,7 @@ from infuse.errors import RankError
 from infuse.parallel import liveness
 from infuse.parallel.group import Group, make_group
 from infuse.parallel.liveness import SUSPENDED_S, Deadline, Heartbeat, Home, keeper_of
+from tests.support.over_ranks import meet_through
 from tests.support.ranks import RankDied, Ranks, deadlines_end_when_all_wait
 
 SUM = "all-reduce of model.layers.3.mlp"
@@ -65,20 +66,6 @@ def is_absent(who: list[int], how: str, keeper: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         meeting.wait([f"over {rank}" for rank in range(group.size) if rank not in who], timedelta(seconds=60))
-
-
-def meet_through(keeper: int) -> None:
-    """Set up torch.distributed anew, with a store that a rank keeps."""
-    rank, size, met = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.get_group_store()
-    if rank == keeper:
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        met.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(met.get("port")), None, is_master=False, wait_for_workers=False)
-    global kept  # as long as the process
-    kept = met
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("who", [[1], [0], [0, 2]], ids=lambda who: f"rank {who}")

@@ -19,10 +19,11 @@ from infuse.parallel.mesh import Mesh
 from infuse.plan.experts import balance, gain
 from infuse.weights.fill import fill_module
 from infuse.weights.reader import LiveReader
+from tests.models.experts import LEFT, classes, made
 from tests.models.families import BY_NAME
-from tests.models.test_experts import LEFT, classes, made
-from tests.parallel.test_experts_over_ranks import MIXTURES
-from tests.parallel.test_rank_faults import distance, engine_of, outputs
+from tests.models.mixtures import OVER_RANKS
+from tests.support.checkpoints import outputs
+from tests.support.over_ranks import distance, engine_of
 from tests.support.ranks import Ranks, same
 
 TOLERANCE = 5e-5
@@ -136,7 +137,7 @@ def test_the_balance_in_words(counts: list[int], slices: int, routes: int | None
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_numbers_of_experts_are_the_models(keys: dict[str, Any], text: str | None) -> None:
-    model = MIXTURES["mixtral"].make()
+    model = OVER_RANKS["mixtral"].make()
     if text is None:
         assert infuse.plan(model, dtype="fp32", **keys).model == "MixtralForCausalLM"
         return

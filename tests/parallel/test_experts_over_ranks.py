@@ -11,27 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers as t
 from torch import Tensor
 
 import infuse
 from infuse.parallel.slices import Cut, Tiling
 from infuse.weights.names import placed
-from tests.models.families import GQA, Family
+from tests.models.mixtures import OVER_RANKS
 from tests.support.ranks import Ranks, same
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
-_MOE: dict[str, Any] = dict(GQA, num_experts_per_tok=2, moe_intermediate_size=48)
-MIXTURES = {
-    "mixtral": Family("mixtral", t.MixtralConfig, t.MixtralForCausalLM, values=dict(_MOE, num_local_experts=5)),
-    "qwen2_moe": Family(
-        "qwen2_moe", t.Qwen2MoeConfig, t.Qwen2MoeForCausalLM,
-        values=dict(_MOE, num_experts=4, shared_expert_intermediate_size=32),
-    ),
-    "gpt_oss": Family(
-        "gpt_oss", t.GptOssConfig, t.GptOssForCausalLM, values=dict(_MOE, head_dim=12, num_local_experts=4),
-    ),
-}  # fmt: skip
 
 
 def given() -> Tensor:
@@ -39,7 +27,7 @@ def given() -> Tensor:
 
 
 def on_rank(name: str, tp: int, ep: int, keys: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, int], int, str]:
-    model: Any = MIXTURES[name].make()
+    model: Any = OVER_RANKS[name].make()
     engine = infuse.init_inference(
         model, dtype="fp32", progress=False, tensor_parallel={"tp_size": tp, "tp_grain_size": 8}, ep_size=ep, **keys
     )
@@ -59,13 +47,13 @@ WAYS = {"experts": (2, 1, 2), "width": (2, 2, 1), "within": (2, 2, 2), "three": 
 
 
 @pytest.mark.parametrize(("name", "way"), [
-    *((name, way) for name in MIXTURES for way in ("experts", "both")),
+    *((name, way) for name in OVER_RANKS for way in ("experts", "both")),
     ("mixtral", "width"), ("mixtral", "within"), ("mixtral", "three"), ("gpt_oss", "width"),
 ])  # fmt: skip
 def test_ranks_give_what_one_process_gives(name: str, way: str, ranks: Ranks) -> None:
     size, tp, ep = WAYS[way]
     results = ranks.run(size, on_rank, name, tp, ep, {})
-    model: Any = MIXTURES[name].make()
+    model: Any = OVER_RANKS[name].make()
     with torch.no_grad():
         exact = model(given()).logits
     wanted = model.generate(given(), max_new_tokens=6, do_sample=False)
@@ -79,7 +67,7 @@ def test_ranks_give_what_one_process_gives(name: str, way: str, ranks: Ranks) ->
 
 
 def whole(name: str, **keys: Any) -> Tensor:
-    engine = infuse.init_inference(MIXTURES[name].make(), dtype="fp32", progress=False, **keys)
+    engine = infuse.init_inference(OVER_RANKS[name].make(), dtype="fp32", progress=False, **keys)
     with torch.no_grad():
         return engine(given()).logits
 
@@ -104,8 +92,8 @@ def loads(name: str, way: str, folder: str, more: dict[str, Any]) -> tuple[Tenso
     """Logits, and the tensors that differ from those of this rank's part of the original, cut and then quantized."""
     _, tp, ep = WAYS.get(way, (1, 1, 1))
     keys = dict(progress=False, tensor_parallel={"tp_size": tp, "tp_grain_size": 8}, ep_size=ep)
-    engine = infuse.init_inference(MIXTURES[name].make(seed=1), checkpoint=folder, **keys)
-    fresh = infuse.init_inference(MIXTURES[name].make(), dtype="fp32", verify="off", **keys, **more)
+    engine = infuse.init_inference(OVER_RANKS[name].make(seed=1), checkpoint=folder, **keys)
+    fresh = infuse.init_inference(OVER_RANKS[name].make(), dtype="fp32", verify="off", **keys, **more)
     found, wanted = placed(engine.module), placed(fresh.module)
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     with torch.no_grad():
@@ -145,7 +133,7 @@ def test_shards_are_read_by_other_ranks_than_wrote_them(
 def test_slices_with_a_scale_for_each_row_are_not_merged(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(4, saves, "mixtral", "both", str(tmp_path), {"quant": "int8:row"})
     with pytest.raises(infuse.CheckpointError, match="inputs of 2 ranks, each with a scale for its rows, would be mer"):
-        infuse.init_inference(MIXTURES["mixtral"].make(), checkpoint=str(tmp_path), progress=False)
+        infuse.init_inference(OVER_RANKS["mixtral"].make(), checkpoint=str(tmp_path), progress=False)
 
 
 def test_an_index_of_parts_that_are_no_matrix_is_refused() -> None:
@@ -166,7 +154,7 @@ def test_an_index_of_parts_that_are_no_matrix_is_refused() -> None:
 
 def dies() -> None:
     """Rank 1's process ends inside of the second layer's experts."""
-    model: Any = MIXTURES["mixtral"].make()
+    model: Any = OVER_RANKS["mixtral"].make()
     engine = infuse.init_inference(model, dtype="fp32", progress=False, moe={"ep_size": 2}, verify="off")
     if dist.get_rank() == 1:
         model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: os._exit(3))

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import infuse
 from infuse.layers.cache import KVCache
 from tests.models.families import BY_NAME, inputs
-from tests.parallel.test_rank_faults import engine_of
+from tests.support.over_ranks import engine_of
 from tests.support.ranks import Ranks, same
 
 

@@ -16,24 +16,12 @@ from torch import Tensor
 
 import infuse
 from tests.models.families import BY_NAME, inputs
-from tests.parallel.test_absent_ranks import meet_through
+from tests.support.checkpoints import on_meta, outputs, state_of
 from tests.support.forked import Program
+from tests.support.over_ranks import TOLERANCE, distance, engine_of, meet_through
 from tests.support.ranks import RankDied, Ranks, same
-from tests.weights.checkpoints.test_faults import state_of
-from tests.weights.checkpoints.test_forms import on_meta, outputs
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 5e-5
-
-
-def engine_of(name: str, changes: dict | None = None, **keys: Any) -> infuse.InferenceEngine:
-    tp = {"tp_size": dist.get_world_size()}
-    given = {"dtype": "fp32", "progress": False, "verify": "off", "tensor_parallel": tp, **keys}
-    return infuse.init_inference(BY_NAME[name].make(**(changes or {})), **given)
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.square().mean().sqrt())
 
 
 # ---- ranks that differ ----
@@ -322,7 +310,7 @@ assert ctypes.CDLL(None, use_errno=True).setns(namespace, 0x40000000) == 0, os.s
 sys.path.insert(0, {root!r})
 import torch
 from tests.models.families import BY_NAME
-from tests.weights.checkpoints.test_forms import outputs
+from tests.support.checkpoints import outputs
 import infuse
 
 torch.set_num_threads(1)

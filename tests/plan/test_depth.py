@@ -27,7 +27,7 @@ from infuse.ops import Body, registered
 from infuse.plan.plan import Plan
 from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 from tests.models.families import BY_NAME, inputs
-from tests.plan.test_plan import PLAIN, UNKNOWN, applied, outputs, plan_of
+from tests.support.plans import PLAIN, UNKNOWN, applied, outputs, plan_of
 from tests.support.tolerance import assert_near
 
 PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function

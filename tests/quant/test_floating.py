@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infuse.quant.floating import ERRORS, FloatFormat, pack_fp6, unpack_fp6
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
-from tests.quant.test_formats import normal, relative_error, round_trip, weights
+from tests.support.round_trips import normal, relative_error, round_trip, weights
 
 NAMES = ("fp8", "fp6")
 # exponent bits, mantissa bits, bias, largest value, as the formats' definitions have them (fp8: OCP FP8 E4M3; fp6: OCP

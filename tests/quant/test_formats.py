@@ -10,41 +10,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infuse.errors import ConfigError
-from infuse.quant.format import ERROR_LENGTHS, QuantFormat
+from infuse.quant.format import ERROR_LENGTHS
 from infuse.quant.integer import pack_int4, unpack_int4
 from infuse.quant.parse import quant_format
+from tests.support.round_trips import normal, relative_error, round_trip, weights
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
 KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
-
-
-def normal(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
-
-def round_trip(weight: torch.Tensor, format: QuantFormat, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return format.dequantize(format.quantize(weight), dtype)
-
-
-def relative_error(weight: torch.Tensor, result: torch.Tensor) -> float:
-    return ((weight.float() - result.float()).norm() / weight.float().norm()).item()
-
-
-@st.composite
-def weights(draw: st.DrawFn, length: int) -> torch.Tensor:
-    """A few rows of two groups: normal values, hand-picked ones (zeros, ties, outliers, one sign, tiny, huge) between
-    them.
-    """
-    rows = draw(st.integers(1, 3))
-    weight = normal(rows, 2 * length, draw(st.integers(0, 2**31)))
-    if draw(st.booleans()):
-        weight = weight.abs() + draw(st.sampled_from([0.0, 0.5, 100.0]))
-    picked = st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e-30, -1e-42, 1e30]))
-    for index, value in draw(st.dictionaries(st.integers(0, weight.numel() - 1), picked, max_size=4)).items():
-        weight.view(-1)[index] = value
-    return weight * draw(st.sampled_from([1.0, -1.0, 0.02, 1e-20, 1e-39]))
 
 
 # ---- texts ----

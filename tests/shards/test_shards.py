@@ -19,13 +19,12 @@ from infuse.layers.linear import QuantizedLinear
 from infuse.plan.bytes import parameter_bytes
 from infuse.quant.integer import IntegerFormat
 from infuse.shards.files import Bundle, write_safetensors
-from infuse.shards.index import FORMAT, SEAL, seal
+from infuse.shards.index import FORMAT, SEAL
 from infuse.weights import safetensors_file
 from infuse.weights.names import placed
 from infuse.weights.safetensors_file import SafetensorsFile, block_checksums, bytes_of
 from tests.models.families import BY_NAME
-from tests.weights.checkpoints.test_faults import refused, state_of, truncate
-from tests.weights.checkpoints.test_forms import on_meta, outputs
+from tests.support.checkpoints import changed, on_meta, outputs, refused, state_of, truncate
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 FORMATS = [
@@ -160,14 +159,6 @@ def test_activations_are_as_they_are_asked_for(written: str, asked: str | None, 
 
 
 # ---- what is refused ----
-
-
-def changed(folder: Path, **changes: Any) -> None:
-    """Write these entries of the index, and its checksum anew."""
-    path = folder / "infuse.json"
-    index = {**json.loads(path.read_text()), **changes}
-    del index[SEAL]
-    path.write_text(json.dumps({**index, SEAL: seal(index)}))
 
 
 def test_another_format_is_refused_and_another_dtype_casts(tmp_path: Path) -> None:

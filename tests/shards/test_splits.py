@@ -18,12 +18,10 @@ import infuse
 from infuse.plan.step import SPLIT
 from infuse.weights.names import placed
 from tests.models.families import BY_NAME, inputs
-from tests.models.unknown import make
-from tests.shards.test_shards import changed
+from tests.models.unknown import continued, make, t5
+from tests.support.checkpoints import bart_by_rank, changed, state_of
+from tests.support.over_ranks import distance
 from tests.support.ranks import Ranks, same
-from tests.unknown.test_auto_tp import continued, t5
-from tests.weights.checkpoints.test_degrees import bart_by_rank, distance
-from tests.weights.checkpoints.test_faults import state_of
 
 TOLERANCE = 5e-5  # over the root mean square of what the engine gave that saved
 SPLITTING = ["blocks", "per head", "per group", "grouped", "one key head"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import infuse
 from infuse.generate.install import GraphUse, install, uninstall
@@ -26,3 +27,18 @@ def graphed(
     graphs = GraphUse(backend, steps=True, forward=forward)
     engine._handles = install(model, limit_tokens=limit_tokens, min_new_tokens=1, caches=True, graphs=graphs)
     return engine, backend
+
+
+class Greedy(nn.Module):
+    """Runs out of memory on more than 4 rows."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.rows = layer, 4
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.shape[0] > self.rows:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 1 GiB"
+            )
+        return self.layer(hidden, *args, **kwargs)

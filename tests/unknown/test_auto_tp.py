@@ -19,22 +19,12 @@ import infuse
 from infuse.deepspeed import module_inject
 from infuse.plan.step import SPLIT
 from tests.models.families import BY_NAME, enlarge, inputs
-from tests.models.unknown import VOCABULARY, Apart, Unknown, make
+from tests.models.unknown import NEW_TOKENS, T5, Apart, Unknown, continued, make, t5
 from tests.support.ranks import Ranks, same
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 SIZES = (2, 3, 4)
-NEW_TOKENS = 8
 T5_POLICY = {T5Block: ("SelfAttention.o", "EncDecAttention.o", "DenseReluDense.wo")}
-T5 = dict(d_model=48, d_kv=12, d_ff=80, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
-
-
-def t5(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    model = t.T5ForConditionalGeneration(t.T5Config(**(T5 | changes))).eval()
-    enlarge(model)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def text() -> dict[str, Tensor]:
@@ -206,16 +196,6 @@ def unknown_on_rank(name: str, settings: dict[str, Any]) -> tuple[Tensor, Tensor
     engine = infuse.init_inference(model, dtype="fp32", tensor_parallel=size(), **settings)
     split = [step.path for step in engine.plan.steps if step.depth == SPLIT]
     return *continued(engine), str(engine.plan), split, sum(p.nbytes for p in model.layers.parameters())
-
-
-def continued(model: Any) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt, and the tokens that greedy search appends."""
-    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        logits = model(ids)
-        for _ in range(NEW_TOKENS):
-            ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
-    return logits, ids
 
 
 @pytest.mark.parametrize(("name", "ranks_used"), [

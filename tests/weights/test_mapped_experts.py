@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as t
-from torch import nn
 
 import infuse
 from infuse import ops
@@ -20,30 +18,10 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError
 from infuse.layers.experts import Experts, mapped_bytes
-from infuse.native import needs
 from infuse.plan.decide import make_plan
-from tests.models.families import GQA
 from tests.support.forked import Program
+from tests.support.mapped_experts import MMAP, loaded, logits, model, with_kernels
 from tests.support.ranks import Ranks
-
-SHAPE = dict(GQA, hidden_size=64, head_dim=16, intermediate_size=64, num_hidden_layers=2, num_local_experts=8)
-MMAP = dict(experts="mmap", progress=False, verify="off")
-with_kernels = pytest.mark.skipif(needs(Device.of("cpu"), torch.float32) is not None, reason="needs the C++ kernels")
-
-
-def model(device: str = "cpu", **shape: Any) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return t.MixtralForCausalLM(t.MixtralConfig(**{**SHAPE, **shape})).eval()
-
-
-@torch.no_grad()
-def logits(engine: Any) -> torch.Tensor:
-    return engine(torch.arange(3, 17).view(2, 7)).logits
-
-
-def loaded(folder: Path, **keys: Any) -> infuse.InferenceEngine:
-    return infuse.init_inference(model("meta"), checkpoint=str(folder), **{**MMAP, **keys})
 
 
 @pytest.fixture
@@ -149,7 +127,7 @@ def test_panels_without_kernels(saved: tuple[infuse.InferenceEngine, Path], monk
 RESIDENT = """
 import sys, torch, transformers, infuse
 from infuse.layers.experts import Experts, mapped_bytes
-from tests.weights.test_mapped_experts import MMAP, logits, model
+from tests.support.mapped_experts import MMAP, logits, model
 torch.set_num_threads(1)
 
 def resident():

@@ -17,7 +17,7 @@ import infuse
 from infuse.plan.bytes import parameter_bytes
 from tests.models.families import BY_NAME, inputs
 from tests.models.unknown import make
-from tests.parallel.test_rank_faults import TOLERANCE, distance
+from tests.support.over_ranks import TOLERANCE, distance
 from tests.support.ranks import Ranks, same
 
 LLAMA = BY_NAME["llama"]

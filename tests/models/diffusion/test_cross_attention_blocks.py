@@ -17,8 +17,8 @@ from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion.block import StreamsBlock
 from infuse.plan.step import MODULE
-from tests.models.diffusion.test_normed_attention import MODELS, cos_sin
-from tests.models.diffusion.test_unet_modules import masks, replaced, run, same
+from tests.models.diffusion.side_by_side import masks, replaced, run, same
+from tests.models.diffusion.tiny_models import MODELS, cos_sin
 from tests.support.ranks import Ranks
 
 NAMES = ("LTX-Video", "Wan", "Hunyuan-DiT")

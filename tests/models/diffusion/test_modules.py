@@ -14,9 +14,9 @@ from torch import nn
 
 import infuse
 from infuse.errors import SpecMismatch, UnsupportedCall
-from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
-from infuse.inputs.model import RandomTensors
+from infuse.inputs.component import UNEVEN
 from infuse.plan.step import MODULE
+from tests.models.diffusion.side_by_side import run
 from tests.models.diffusion.tiny_pipelines import flux, made, unet
 
 ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
@@ -31,11 +31,6 @@ def feed_forwards() -> Any:
     model = unet()
     model.set_attn_processor(Own())
     return model
-
-
-def run(model: nn.Module, size: Any = GUIDED) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**component_inputs(model, RandomTensors(model), size)).sample.float()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -13,14 +13,15 @@ from diffusers.models.attention_processor import Attention, HunyuanAttnProcessor
 from diffusers.models.transformers.sana_transformer import SanaAttnProcessor2_0
 from diffusers.models.transformers.transformer_ltx import LTXAttention
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
-from torch import Tensor, nn
+from torch import nn
 
 import infuse
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
 from infuse.plan.step import MODULE
-from tests.models.diffusion.test_unet_modules import counted, masks, replaced, run, same
+from tests.models.diffusion.side_by_side import counted, masks, replaced, run, same
+from tests.models.diffusion.tiny_models import MODELS, cos_sin
 
 
 def ltx(**settings: Any) -> Any:
@@ -43,11 +44,6 @@ def weighted(module: nn.Module) -> nn.Module:
         if "norm" in name:
             nn.init.normal_(parameter)
     return module
-
-
-def cos_sin(*shape: int) -> tuple[Tensor, Tensor]:
-    angles = torch.randn(*shape[:-1], shape[-1] // 2).repeat_interleave(2, dim=-1)
-    return angles.cos(), angles.sin()
 
 
 def test_over_itself() -> None:
@@ -120,36 +116,6 @@ def fused(module: Any) -> Any:
 
 def sana(**settings: Any) -> Any:
     return Attention(query_dim=24, heads=2, dim_head=12, processor=SanaAttnProcessor2_0(), **settings)
-
-
-MODELS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
-    "LTX-Video": (
-        lambda: diffusers.LTXVideoTransformer3DModel(
-            in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=12, cross_attention_dim=48,
-            num_layers=2, caption_channels=16,
-        ), {"LTXVideoTransformerBlock": 2},
-    ),
-    "Wan": (
-        lambda: diffusers.WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=16,
-            ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=64,
-        ), {"WanTransformerBlock": 2},
-    ),
-    "Sana": (
-        lambda: diffusers.SanaTransformer2DModel(
-            in_channels=4, out_channels=4, num_layers=2, num_attention_heads=2, attention_head_dim=12,
-            num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=8,
-            sample_size=8, patch_size=1,
-        ), {"Attention": 2},
-    ),
-    "Hunyuan-DiT": (
-        lambda: diffusers.HunyuanDiT2DModel(
-            sample_size=8, num_layers=4, patch_size=2, attention_head_dim=8, num_attention_heads=3, in_channels=4,
-            cross_attention_dim=16, cross_attention_dim_t5=16, pooled_projection_dim=4, hidden_size=24, text_len=4,
-            text_len_t5=4, activation_fn="gelu-approximate",
-        ), {"HunyuanDiTBlock": 4},
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(MODELS))

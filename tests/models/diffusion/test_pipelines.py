@@ -7,7 +7,6 @@ import gc
 import pickle
 import re
 import weakref
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,35 +19,14 @@ import infuse
 from infuse.deepspeed import module_inject
 from infuse.engine import PipelineEngine
 from infuse.errors import ConfigError, InfuseError, NotAvailable, ProofError
+from tests.models.diffusion.side_by_side import CLOSE, distance, injected, original, pristine
 from tests.models.diffusion.tiny_pipelines import NEGATIVE, PIPELINES, PROMPT, images, inputs, made, saved_and_loaded
-
-CLOSE = 1e-4  # of the range of a pixel, which is 1
-
-
-def injected(pipe: Any, **settings: Any) -> Any:
-    return infuse.init_inference(pipe, **{"dtype": torch.float32, "verify": "strict", **settings})
-
-
-@cache
-def original(name: str, **options: Any) -> torch.Tensor:
-    """The images of the pipeline `name` of diffusers."""
-    return images(pristine(name), name, **options)
-
-
-@cache
-def pristine(name: str) -> Any:
-    return made(name)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
     """SD 1.5 in float32; tests leave it as it is."""
     return injected(made("sd15"))
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a - b).abs().max())
 
 
 @pytest.mark.parametrize("name", [*PIPELINES, "img2img"])

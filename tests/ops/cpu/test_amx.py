@@ -20,11 +20,18 @@ from infuse.device import cpu_features
 from infuse.native import described, isa, kernels
 from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.linear import takes_tiles
-from tests.ops.cpu import test_attention as test_cpu_attention
-from tests.ops.cpu import test_linear as test_cpu_linear
-from tests.ops.cpu.test_linear import assert_product, check_quantized, exact, poison
 from tests.support.amx.programs import NATIVE, build, built_emulator, compiled, loaded, shown_configuration
+from tests.support.attention import check, check_many_queries, check_not_finite_tiles, check_tiles_with_masks
 from tests.support.levels import run_at_level
+from tests.support.products import (
+    assert_product,
+    check_quantized,
+    check_tiled,
+    exact,
+    poison,
+    quantized,
+    quantized_args,
+)
 from tests.support.tolerance import assert_near
 
 LEVEL = "avx512_amx"
@@ -71,7 +78,7 @@ def product_cases() -> None:
     for rows in (1, 15, 16, 17, 32, 33):
         for inputs in (2, 30, 32, 34, 66):
             poison_scratch()
-            test_cpu_linear.test_tiled_is_the_exact_product_and_activates_it(torch.bfloat16, rows, inputs)
+            check_tiled(torch.bfloat16, rows, inputs)
     for outputs in (270, 1030):  # several tiles for a thread at once, the last ones fewer
         x, weight, bias = (
             torch.randn(49, 98).bfloat16(),
@@ -89,12 +96,12 @@ def quantized_cases() -> None:
         for inputs in (96, 192):
             for outputs in (1, 17, 64, 100):
                 check_quantized(torch.bfloat16, text, inputs, outputs)
-    (data, scale, zero), weight = test_cpu_linear.quantized_args("int8:8", 72, 300)  # inputs that are no whole steps
+    (data, scale, zero), weight = quantized_args("int8:8", 72, 300)  # inputs that are no whole steps
     for rows in (49, 64, 81):
         poison_scratch()
         x = torch.randn(rows, 72).bfloat16()
         assert_product(
-            test_cpu_linear.quantized(x, data, scale, zero, None, 300, 72, "int8:8"),
+            quantized(x, data, scale, zero, None, 300, 72, "int8:8"),
             x,
             weight,
             None,
@@ -116,36 +123,36 @@ def not_finite_cases() -> None:
         assert_near(
             kernels().tiled_linear(x, weight, None, -1, False), ops.linear.reference(x, weight, None), torch.bfloat16
         )
-        (data, scale, zero), _ = test_cpu_linear.quantized_args("int8:32:asymmetric", 96, 50)
+        (data, scale, zero), _ = quantized_args("int8:32:asymmetric", 96, 50)
         scale[49, 1] = value
         args = (torch.randn(75, 96).bfloat16(), data, scale, zero, None, 50, 96, "int8:32:asymmetric")
-        assert_near(test_cpu_linear.quantized(*args), ops.quantized_linear.reference(*args), torch.bfloat16)
-        test_cpu_attention.test_what_is_not_finite_passes_through_tiles(value, torch.bfloat16)
+        assert_near(quantized(*args), ops.quantized_linear.reference(*args), torch.bfloat16)
+        check_not_finite_tiles(value, torch.bfloat16)
 
 
 def thread_cases() -> None:
     x, weight = torch.randn(70, 128).bfloat16(), torch.randn(515, 128).bfloat16()
-    buffers, values = test_cpu_linear.quantized_args("int4:32", 128, 515)
+    buffers, values = quantized_args("int4:32", 128, 515)
     q, k, v = (torch.randn(2, heads, 50, 64).bfloat16() for heads in (4, 2, 2))
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert_product(kernels().tiled_linear(x, weight, None, -1, False), x, weight, None, f"{threads} threads")
         assert_product(
-            test_cpu_linear.quantized(x, *buffers, None, 515, 128, "int4:32"),
+            quantized(x, *buffers, None, 515, 128, "int4:32"),
             x,
             values,
             None,
             f"int4, {threads} threads",
         )
-        test_cpu_attention.check(torch.bfloat16, q, k, v, None, None, 0.125, True, 0, 0.0)
+        check(torch.bfloat16, q, k, v, None, None, 0.125, True, 0, 0.0)
     torch.set_num_threads(1)
 
 
 def attention_cases() -> None:
     for width in (1, 32, 33, 80):
         poison_scratch()
-        test_cpu_attention.test_many_queries_go_by_tiles(width, torch.bfloat16, 1)
-    test_cpu_attention.test_tiles_with_masks(torch.bfloat16, 1)
+        check_many_queries(width, torch.bfloat16)
+    check_tiles_with_masks(torch.bfloat16)
 
 
 CASES = {

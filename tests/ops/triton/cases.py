@@ -23,8 +23,8 @@ from infuse.ops.triton import configurations, experts, linear, quantized_linear
 from infuse.ops.triton.configurations import Tiles
 from infuse.quant.format import QuantizedWeight
 from infuse.quant.parse import quant_format
-from tests.ops.test_ops import cases as cases_on_cpu
-from tests.ops.test_ops import in_float32, own, planted, results, widened, written
+from tests.support.op_cases import cases as cases_on_cpu
+from tests.support.op_cases import in_float32, own, planted, results, widened, written
 from tests.support.prepared import run_body
 from tests.support.tolerance import assert_near
 

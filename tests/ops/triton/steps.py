@@ -18,7 +18,7 @@ import tests.ops.triton.quick_interpreter  # noqa: F401
 from infuse import ops
 from infuse.layers.attention import Attention
 from infuse.layers.experts import Experts
-from tests.graphs.test_decode import made, padded, same
+from tests.support.decoding import made, padded, same
 from tests.support.fake_graph import RunAgainBackend, forbidding
 from tests.support.graphed import graphed
 

@@ -15,48 +15,14 @@ import infuse
 from infuse.errors import CheckpointError
 from infuse.layers.experts import Experts
 from tests.models.every_architecture import tiny_model
-from tests.models.families import GQA, Family
-from tests.models.test_mixtures_that_see import SEEING
+from tests.models.mixtures import CONVERTED, SEEING
 from tests.support.side_by_side import assert_close
-
-_MOE = dict(GQA, num_experts_per_tok=2, moe_intermediate_size=24)
-FAMILIES = {
-    one.name: one
-    for one in (
-        Family(  # text and image experts, which the checkpoint has in one list
-            "ernie4_5_vl_moe", t.Ernie4_5_VLMoeConfig, t.Ernie4_5_VLMoeForConditionalGeneration,
-            values=dict(
-                text_config=dict(
-                    GQA, moe_num_experts=4, moe_k=2, moe_intermediate_size=[24, 16], num_hidden_layers=2,
-                    mlp_layer_types=["dense", "sparse"],
-                    rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 2]),
-                ),
-                vision_config=dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32),
-            ),
-        ),
-        Family(
-            "step3p7", t.Step3p7Config, t.Step3p7ForConditionalGeneration,
-            values=dict(
-                text_config=dict(
-                    _MOE, n_routed_experts=4, num_local_experts=4, share_expert_dim=24, head_dim=12,
-                    num_hidden_layers=2, mlp_layer_types=["dense", "sparse"],
-                    layer_types=["full_attention", "sliding_attention"], sliding_window=5,
-                ),
-                vision_config=dict(
-                    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-                    patch_size=14, max_position_embeddings=4,
-                ),
-                image_token_id=95,
-            ),
-        ),
-    )
-}  # fmt: skip
 
 
 def made(name: str) -> nn.Module:
     if name == "inkling2":  # gate and up by turns
         return tiny_model(t.Inkling2TextConfig, t.Inkling2ForCausalLM)
-    return FAMILIES[name].make()
+    return CONVERTED[name].make()
 
 
 @torch.no_grad()

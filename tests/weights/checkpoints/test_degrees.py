@@ -18,47 +18,38 @@ import infuse
 from infuse.plan.bytes import parameter_bytes
 from infuse.weights.names import placed
 from tests.models.families import BY_NAME
-from tests.support.ranks import Ranks, same
-from tests.weights.checkpoints.test_faults import state_of
-from tests.weights.checkpoints.test_forms import (
+from tests.support.checkpoints import (
+    bart_by_rank,
     bin_shards,
     description,
+    engine_from,
     file_glob,
     on_meta,
     outputs,
     safetensors,
     save,
+    saved,
+    shards,
+    state_of,
     training,
 )
-from tests.weights.checkpoints.test_ranks import shards
+from tests.support.over_ranks import TOLERANCE, distance
+from tests.support.ranks import Ranks, same
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
-TOLERANCE = 5e-5  # over the root mean square of the original's
 WHOLE = {
     "safetensors": safetensors, "bin": bin_shards, "glob": file_glob, "description": description, "training": training,
 }  # fmt: skip
 
 
-def engine_of(name: str, source: Any, grain: int = 64, **keys: Any) -> infuse.InferenceEngine:
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    given = {"dtype": "fp32", "progress": False, "tensor_parallel": {"tp_size": size, "tp_grain_size": grain}, **keys}
-    if source is None:
-        return infuse.init_inference(BY_NAME[name].make(), **given)
-    return infuse.init_inference(on_meta(name), checkpoint=source, **{**given, "dtype": keys.get("dtype")})
-
-
 def loaded_by_rank(name: str, source: Any, keys: dict) -> tuple[Tensor, int]:
-    engine = engine_of(name, source, **{"dtype": "fp32", **keys})
+    engine = engine_from(name, source, **{"dtype": "fp32", **keys})
     assert not [n for n, x in (*engine.module.named_parameters(), *engine.module.named_buffers()) if x.is_meta]
     return outputs(engine, name), parameter_bytes(engine.module)
 
 
 def original(name: str) -> Tensor:
     return outputs(BY_NAME[name].make(), name)
-
-
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.square().mean().sqrt())
 
 
 @pytest.mark.parametrize(
@@ -96,26 +87,11 @@ DEGREES = [
 ]  # fmt: skip
 
 
-def saved_by_rank(name: str, folder: str, keys: dict) -> Tensor:
-    return outputs(engine_of(name, None, save_mp_checkpoint_path=folder, **{"verify": "off", **keys}), name)
-
-
-def saved(name: str, folder: Path, size: int, ranks: Ranks, **keys: Any) -> Tensor:
-    """What the engine gives whose shards are in `folder` now."""
-    found = (
-        ranks.run(size, saved_by_rank, name, str(folder), keys)
-        if size > 1
-        else [saved_by_rank(name, str(folder), keys)]
-    )
-    assert same(found)
-    return found[0]
-
-
 def read_by_rank(name: str, folder: str, keys: dict) -> tuple[Tensor, list[str]]:
     """Outputs, and the names of tensors that differ by a bit from those that are cut, then quantized, from the live
     model.
     """
-    engine, fresh = engine_of(name, folder), engine_of(name, None, **{"verify": "off", **keys})
+    engine, fresh = engine_from(name, folder), engine_from(name, None, **{"verify": "off", **keys})
     state, wanted = placed(engine.module), placed(fresh.module)
     assert state.keys() == wanted.keys()
     return outputs(engine, name), [key for key in state if not torch.equal(state[key], wanted[key])]
@@ -195,7 +171,7 @@ def test_what_did_not_fit_then_stays_as_it_was_saved(tmp_path: Path, ranks: Rank
     plain.
     """
     first = saved("llama", tmp_path, 2, ranks, quant="int8:16")
-    found = engine_of("llama", str(tmp_path))
+    found = engine_from("llama", str(tmp_path))
     assert all("self_attn.out.weight" not in step.formats for step in found.plan.steps if step.depth == "block")
     assert distance(outputs(found, "llama"), first) < TOLERANCE
 
@@ -243,7 +219,7 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, int]:
     before, infuse.shards.save.SavedShards = infuse.shards.save.SavedShards, Counted
     quantize, IntegerFormat.quantize = IntegerFormat.quantize, refuse
     try:
-        engine = engine_of(name, str(own))
+        engine = engine_from(name, str(own))
     finally:
         infuse.shards.save.SavedShards, IntegerFormat.quantize = before, quantize
     assert not any(left.why.startswith("refused") for left in engine.plan.left)
@@ -288,7 +264,7 @@ def bytes_by_rank(name: str, folder: str, keys: dict) -> int:
 
     Checkpoint.__init__, load.sampled_sums = counted, counted_sums  # type: ignore[method-assign]
     try:
-        engine_of(name, folder, verify="off", **{"dtype": "fp32", **keys})
+        engine_from(name, folder, verify="off", **{"dtype": "fp32", **keys})
     finally:
         Checkpoint.__init__, load.sampled_sums = check, sums  # type: ignore[method-assign]
     (checkpoint,) = opened
@@ -311,34 +287,6 @@ def test_a_rank_touches_the_bytes_of_its_part(tied: bool, keys: dict, tmp_path: 
 
 
 # ---- layers without a spec ----
-
-
-def bart() -> Any:
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    small = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    wide = {
-        "encoder_ffn_dim": 80,
-        "decoder_ffn_dim": 80,
-        "vocab_size": 96,
-        "d_model": 48,
-        "max_position_embeddings": 64,
-    }
-    return BartForConditionalGeneration(BartConfig(**small, **wide)).eval()
-
-
-def bart_by_rank(folder: str, write: bool, keys: dict) -> Tensor:
-    torch.manual_seed(0)
-    given = {"dtype": "fp32", "progress": False, "tensor_parallel": {"tp_size": dist.get_world_size()}, **keys}
-    if write:
-        engine = infuse.init_inference(bart(), save_mp_checkpoint_path=folder, **given)
-    else:
-        with torch.device("meta"):
-            model = bart()
-        engine = infuse.init_inference(model, checkpoint=folder, **given)
-    ids = torch.arange(5, 15)[None]
-    with torch.no_grad():
-        return engine(input_ids=ids, decoder_input_ids=ids).logits
 
 
 def test_layers_that_are_split_in_place(tmp_path: Path, ranks: Ranks) -> None:

@@ -23,44 +23,21 @@ from infuse.architectures.attention import NoPosition, Rotary
 from infuse.layers.block import Block
 from infuse.weights.names import ModelReader
 from tests.models.families import BY_NAME
-from tests.weights.checkpoints.test_forms import (
+from tests.support.checkpoints import (
     bin_shards,
     loaded,
     on_meta,
     outputs,
+    refused,
     safetensors_shards,
     save,
+    state_of,
     training,
+    truncate,
     wanted,
 )
 
 PLAN = importlib.import_module("infuse.plan.decide")
-
-
-def state_of(model: nn.Module) -> list[tuple]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return [(path, id(module), type(module)) for path, module in model.named_modules()] + [
-        (name, id(x), x.dtype) for name, x in tensors
-    ]
-
-
-def refused(source: Any, match: str, name: str = "llama", **keys: Any) -> str:
-    """The text of the error, for a live model and for one on meta, both of which must be left as they were."""
-    live, meta = BY_NAME[name].make(), on_meta(name)
-    wanted = outputs(live, name)
-    for model in (live, meta):
-        before = state_of(model)
-        with pytest.raises(infuse.CheckpointError, match=match) as caught:
-            infuse.init_inference(
-                model, checkpoint=source, **{"dtype": "bf16", "progress": False, "verify": "off", **keys}
-            )
-        assert state_of(model) == before
-    assert torch.equal(outputs(live, name), wanted) and all(parameter.is_meta for parameter in meta.parameters())
-    return str(caught.value)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size * 2 // 3)
 
 
 def empty(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -14,135 +13,37 @@ import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import infuse
-import infuse.deepspeed as deepspeed
 from infuse.layers.block import Block
 from infuse.layers.linear import Quantized
 from infuse.weights import fill
 from infuse.weights.loader import CheckpointLoader
-from tests.models.families import BY_NAME, inputs
+from tests.models.families import BY_NAME
+from tests.support.checkpoints import (
+    bin_shards,
+    bin_single,
+    description,
+    description_dict,
+    file_glob,
+    file_list,
+    loaded,
+    on_meta,
+    one_file,
+    outputs,
+    safetensors,
+    safetensors_shards,
+    save,
+    training,
+    training_nested,
+    wanted,
+)
 
 FAMILIES = ["llama", "gpt2", "bloom", "falcon-40b", "bert"]
 
 
-def on_meta(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """The family's model without values, as DeepSpeed's users make it."""
-    family = BY_NAME[name]
-    with deepspeed.OnDevice(dtype, device="meta"):
-        return family.model(family.config(**{**family.values, **changes})).eval()
-
-
-def loaded(name: str, source: Any, **keys: Any) -> infuse.InferenceEngine:
-    return infuse.init_inference(
-        on_meta(name), checkpoint=source, **{"dtype": "fp32", "progress": False, "verify": "off", **keys}
-    )
-
-
-def outputs(model: nn.Module, name: str) -> Tensor:
-    with torch.no_grad():
-        return model(**inputs(BY_NAME[name]))[0]
-
-
-def wanted(name: str, **keys: Any) -> Tensor:
-    """What the live model gives, replaced in the same way from its own memory."""
-    live = infuse.init_inference(BY_NAME[name].make(), **{"dtype": "fp32", "progress": False, "verify": "off", **keys})
-    return outputs(live, name)
-
-
-def save(tensors: dict[str, Tensor], path: Path) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tensors, path)
-    return path.name
-
-
 # ---- the forms: each writes a model to a folder and gives what `checkpoint` (and base_dir) are to be ----
-
-
-def safetensors(model: Any, folder: Path) -> Any:
-    model.save_pretrained(folder)
-    assert (folder / "model.safetensors").is_file()
-    return str(folder)
-
-
-def safetensors_shards(model: Any, folder: Path) -> Any:
-    model.save_pretrained(folder, max_shard_size="30KB")
-    assert (folder / "model.safetensors.index.json").is_file() and len(list(folder.glob("*.safetensors"))) > 2
-    return str(folder)
-
-
-def bin_single(model: Any, folder: Path) -> Any:
-    save(model.state_dict(), folder / "pytorch_model.bin")
-    return str(folder)
-
-
-def split(model: Any, folder: Path, parts: int = 3) -> dict[str, str]:
-    """The state dict over several files; name → file."""
-    state = model.state_dict()
-    names = list(state)
-    where = {name: f"part-{i * parts // len(names)}.bin" for i, name in enumerate(names)}
-    for file in dict.fromkeys(where.values()):
-        save({name: state[name].clone() for name in names if where[name] == file}, folder / file)
-    return where
-
-
-def bin_shards(model: Any, folder: Path) -> Any:
-    index = {"metadata": {}, "weight_map": split(model, folder)}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    return str(folder)
-
-
-def file_list(model: Any, folder: Path) -> Any:
-    return [folder / file for file in sorted(set(split(model, folder).values()))]
-
-
-def file_glob(model: Any, folder: Path) -> Any:
-    model.save_pretrained(folder, max_shard_size="30KB")
-    return str(folder / "model-*.safetensors")
-
-
-def one_file(model: Any, folder: Path) -> Any:
-    return str(folder / save(model.state_dict(), folder / "weights.pt"))
-
-
-def description(model: Any, folder: Path) -> Any:
-    files = sorted(set(split(model, folder).values()))
-    (folder / "checkpoints.json").write_text(json.dumps({"type": "BLOOM", "checkpoints": files, "version": 1.0}))
-    return str(folder / "checkpoints.json")
-
-
-def description_dict(model: Any, folder: Path) -> Any:
-    files = sorted(set(split(model, folder).values()))
-    return {
-        "type": "ds_model",
-        "checkpoints": {"non_tp": files, "tp": []},
-        "base_dir": str(folder),
-        "parallelization": "tp",
-        "tp_size": 1,
-    }
-
-
-def training(model: Any, folder: Path) -> Any:
-    (folder / "latest").parent.mkdir(exist_ok=True)
-    (folder / "latest").write_text("global_step7\n")
-    state = {
-        f"module.{name}": tensor for name, tensor in model.state_dict().items()
-    }  # as DistributedDataParallel wraps
-    save(
-        {"module": state, "optimizer": None, "global_steps": 7}, folder / "global_step7" / "mp_rank_00_model_states.pt"
-    )
-    return str(folder)
-
-
-def training_nested(model: Any, folder: Path) -> Any:
-    """As Megatron nests: {"model": {first part: {...}}}."""
-    nested: dict[str, Any] = {}
-    for name, tensor in model.state_dict().items():
-        first, _, rest = name.partition(".")
-        nested.setdefault(first, {})[rest] = tensor
-    save({"model": nested, "iteration": 7}, folder / "mp_rank_00_model_states.pt")
-    return str(folder)
 
 
 FORMS = [

@@ -29,10 +29,9 @@ from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.names import model_reader
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
+from tests.support.checkpoints import bin_shards, on_meta, refused, safetensors_shards, state_of
+from tests.support.checkpoints import saved as saved_by
 from tests.support.ranks import Ranks
-from tests.weights.checkpoints.test_degrees import saved as saved_by
-from tests.weights.checkpoints.test_faults import refused, state_of
-from tests.weights.checkpoints.test_forms import bin_shards, on_meta, safetensors_shards
 
 DEEP = 100_000  # levels of JSON, beyond every parser's recursion limit
 JUNK = [

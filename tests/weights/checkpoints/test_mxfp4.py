@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.errors import CheckpointError, ConfigError
 from infuse.quant.microscaling import MicroscalingFormat, from_blocks
-from tests.architectures.test_quantized_elsewhere import stand_in
+from tests.support.libraries import stand_in
 from tests.support.published import empty, publish, tensors
 from tests.support.ranks import Ranks, same
 

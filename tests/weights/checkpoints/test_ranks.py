@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import infuse
 from infuse.parallel.slices import Span, taken
@@ -19,59 +18,16 @@ from infuse.weights.names import model_reader
 from infuse.weights.pieces import Packed, tiling
 from infuse.weights.sources import find_files
 from tests.models.families import BY_NAME
-from tests.weights.checkpoints.test_forms import loaded, on_meta, outputs, save, wanted
-
-ROWS, COLUMNS = 0, 1
-# Parts of names → the axis along which ranks cut the matrix; a bias is cut where its matrix is cut by rows; the rest is
-# on each rank.
-CUT = {
-    "llama": {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "o_proj": COLUMNS, "gate_proj": ROWS, "up_proj": ROWS,
-              "down_proj": COLUMNS, "embed_tokens": ROWS, "lm_head": ROWS},
-    "gpt2": {"attn.c_attn": COLUMNS, "attn.c_proj": ROWS, "c_fc": COLUMNS, "mlp.c_proj": ROWS, "wte": ROWS,
-             "lm_head": ROWS},
-    "bloom": {"query_key_value": ROWS, "self_attention.dense": COLUMNS, "h_to_4h": ROWS, "4h_to_h": COLUMNS,
-              "word_embeddings.w": ROWS, "lm_head": ROWS},
-    "bert": {"query": ROWS, "key": ROWS, "value": ROWS, "attention.output.dense": COLUMNS, "intermediate.dense": ROWS,
-             "output.dense": COLUMNS, "word_embeddings": ROWS},
-    "phi3": {"qkv_proj": ROWS, "o_proj": COLUMNS, "gate_up_proj": ROWS, "down_proj": COLUMNS, "embed_tokens": ROWS,
-             "lm_head": ROWS},
-}  # fmt: skip
-CUT["falcon-40b"] = CUT["falcon-7b"] = CUT["bloom"]
-TRANSPOSED = {"gpt2"}
-HEADS, WIDTH = 4, 12
-
-
-def piece(family: str, name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
-    """What `rank` of `size` saves of a tensor: written without a word of the code under test."""
-    axis = next((axis for part, axis in CUT[family].items() if part in name), None)
-    if axis is None:
-        return tensor
-    if tensor.dim() == 1:
-        if axis == (ROWS if family in TRANSPOSED else COLUMNS):
-            return tensor
-        axis = 0
-    if "c_attn" in name or (family == "phi3" and "gate_up" in name):
-        parts = tensor.chunk(3 if "c_attn" in name else 2, dim=axis)
-        return torch.cat([part.chunk(size, dim=axis)[rank] for part in parts], dim=axis)
-    grouped = family in ("llama", "falcon-40b") and size > 2  # two key heads: neighbours have the same
-    if family == "llama" and ("k_proj" in name or "v_proj" in name) and grouped:
-        return tensor[rank // 2 * WIDTH : (rank // 2 + 1) * WIDTH]
-    if family == "phi3" and "qkv" in name:
-        q, k, v = tensor.split((HEADS * WIDTH, 2 * WIDTH, 2 * WIDTH))
-        return torch.cat([part.chunk(size)[rank] for part in (q, k, v)])
-    if family == "falcon-40b" and "query_key_value" in name and grouped:
-        heads = tensor.view(2, 4, WIDTH, *tensor.shape[1:])[rank // 2]  # (q, q, k, v)
-        return torch.cat((heads[rank % 2], heads[2], heads[3]))
-    if family == "falcon-7b" and "query_key_value" in name:
-        heads = tensor.view(6, WIDTH, *tensor.shape[1:])  # (q, q, q, q, k, v)
-        mine = [heads[i] for i in range(rank * 4 // size, (rank + 1) * 4 // size)]
-        return torch.cat([*mine, heads[4], heads[5]])
-    return tensor.chunk(size, dim=axis)[rank].clone()
-
-
-def shards(family: str, size: int) -> list[dict[str, Tensor]]:
-    state = BY_NAME[family].make().state_dict()
-    return [{name: piece(family, name, tensor, rank, size) for name, tensor in state.items()} for rank in range(size)]
+from tests.support.checkpoints import (
+    CUT,
+    loaded,
+    on_meta,
+    outputs,
+    piece,
+    save,
+    shards,
+    wanted,
+)
 
 
 @pytest.mark.parametrize("size", [2, 4])
