@@ -18,10 +18,10 @@ from tests.support.forked import Program
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))  # its programs import each other as they lie there
 
-import gpu_diffusion  # noqa: E402
-import gpu_models  # noqa: E402
 import infuse  # noqa: E402
-from gpu_runs import Bounds, Budget, read_bytes  # noqa: E402
+from on_gpu import diffusion as gpu_diffusion  # noqa: E402
+from on_gpu import models as gpu_models  # noqa: E402
+from on_gpu.runs import Bounds, Budget, read_bytes  # noqa: E402
 
 
 def benchmark(*arguments: str) -> tuple[int | None, str]:

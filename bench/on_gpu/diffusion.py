@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import infuse
-from gpu_models import Plan, Row, emptied
-from gpu_runs import Bounds, Budget, wall_seconds
+from on_gpu.models import Plan, Row, emptied
+from on_gpu.runs import Bounds, Budget, wall_seconds
 
 EAGER = "diffusers eager"
 SECONDS_TO_RUN = {"sd15": 8.0, "sdxl": 15.0, "flux": 8.0}  # a guess, for the budget alone

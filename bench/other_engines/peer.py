@@ -1,6 +1,6 @@
 """One peer in a process of its own, for bench/peers.py: it reads prompts as lines of JSON and answers with seconds.
 
-    PYTHON bench/peer.py openvino int4 MODEL FOLDER
+    PYTHON bench/other_engines/peer.py openvino int4 MODEL FOLDER
 
 PYTHON may be of another environment than infuse's, because peers ask for other versions of transformers. MODEL is a
 folder of transformers; the converted model is written to FOLDER once, and read from there.
@@ -68,7 +68,7 @@ def open_openvino(folder: Path, rows: int, tokens: int) -> Generate:
 
 
 def export_llama_cpp(model: Path, format: str, folder: Path) -> None:
-    from llama_cpp_peer import write
+    from llama import write
 
     folder.mkdir(parents=True, exist_ok=True)
     write(json.loads((model / "config.json").read_text()), format, folder / "model.gguf")
@@ -76,8 +76,7 @@ def export_llama_cpp(model: Path, format: str, folder: Path) -> None:
 
 def open_llama_cpp(folder: Path, rows: int, tokens: int) -> Generate:
     import torch
-
-    from llama_cpp_peer import LlamaCpp
+    from llama import LlamaCpp
 
     torch.set_num_threads(THREADS)
     model = LlamaCpp(folder / "model.gguf", rows, tokens)

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import infuse
-from gpu_runs import Bounds, Budget, read_bytes, wait, wall_seconds
+from on_gpu.runs import Bounds, Budget, read_bytes, wait, wall_seconds
 
 LLAMA_8B = dict(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_runs import Bounds, device_seconds
 from infuse.layers.linear import Linear, QuantizedLinear
+from on_gpu.runs import Bounds, device_seconds
 
 
 @dataclass(frozen=True)
