@@ -1,5 +1,5 @@
 """Models that no spec knows, as users write them: layers with q, k, v in one matrix or apart, and layers that ranks
-cannot share.
+cannot share; and some of transformers.
 """
 
 from __future__ import annotations

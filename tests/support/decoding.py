@@ -17,8 +17,6 @@ NAMES = (
     "llama", "gpt2", "bloom", "gemma2", "qwen3", "falcon-7b", "falcon-rw", "mistral", "opt", "gpt-neo", "gptj",
     "llama-yarn", "phi", "bigcode", "bert-decoder",
 )  # fmt: skip
-
-
 PROMPT = 9
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),

@@ -22,6 +22,7 @@ from infuse.ops import registered
 from infuse.weights.fill import fill_module
 from tests.models.diffusion.tiny_pipelines import images, made
 
+CPU = Device.of("cpu")
 CLOSE = 1e-4  # of the range of a pixel, which is 1
 
 
@@ -43,9 +44,6 @@ def pristine(name: str) -> Any:
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape
     return float((a - b).abs().max())
-
-
-CPU = Device.of("cpu")
 
 
 class Live:

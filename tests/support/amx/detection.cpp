@@ -36,7 +36,7 @@ long made_up_syscall(long number, long command, long state) {
 #define __get_cpuid_count made_up_cpuid
 #define syscall made_up_syscall
 #define __builtin_cpu_supports(feature) true
-#include "../infuse/ops/cpu/src/detect.cpp"
+#include "../../../infuse/ops/cpu/src/detect.cpp"
 
 namespace infuse {
 
