@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
+from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.inputs.model import (
     TOKENS,
     RandomTensors,
@@ -23,7 +24,6 @@ from infuse.inputs.model import (
     most_tokens,
     reads_images,
 )
-from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
 from infuse.layers.cache import KVCache
 
 PADDING = 3
