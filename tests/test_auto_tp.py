@@ -20,7 +20,7 @@ from unknown_models import VOCABULARY, Apart, Unknown, make
 
 import infuse
 from infuse.deepspeed import module_inject
-from infuse.plan.step import SPLIT
+from infuse.plan.kinds import SPLIT
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 SIZES = (2, 3, 4)

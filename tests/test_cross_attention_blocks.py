@@ -19,7 +19,7 @@ import infuse
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion.block import StreamsBlock
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 NAMES = ("LTX-Video", "Wan", "Hunyuan-DiT")
 C, T, L = 24, 9, 7  # width, tokens of the image and of the text

@@ -27,8 +27,8 @@ from infuse.layers import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.ops import Body, registered
+from infuse.plan.kinds import ATTENTION, BLOCK, LINEAR
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 
 PLAN = importlib.import_module("infuse.plan.decide")  # `infuse.plan` as an attribute is the function
 LAYERS = {f"model.layers.{i}" for i in range(3)}

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from test_diffusion_pipelines import CLOSE, distance, injected, original
 
 from infuse.errors import UnsupportedCall
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 

@@ -17,7 +17,7 @@ import infuse
 from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
 from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 ACTIVATIONS = ("geglu", "gelu", "gelu-approximate", "geglu-approximate", "swiglu", "linear-silu")
 

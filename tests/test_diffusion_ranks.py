@@ -10,7 +10,7 @@ from diffusion_pipelines import images, made
 from ranks import Ranks
 
 import infuse
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 DENOISERS = {"sd15": ("unet", "Transformer2DModel"), "sd3": ("transformer", "JointTransformerBlock"),
              "flux": ("transformer", "FluxSingleTransformerBlock")}  # fmt: skip

@@ -17,7 +17,7 @@ from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion import heads
 from infuse.layers.diffusion.block import StreamsBlock
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 BLOCKS = ("JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")
 NAMES = ("sd3", "sd35", "flux")

@@ -16,7 +16,7 @@ import infuse
 from infuse.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.formats import linears_of
-from infuse.plan.step import BLOCK, LINEAR
+from infuse.plan.kinds import BLOCK, LINEAR
 from infuse.quant.parse import quant_format
 
 FAMILIES = ("llama", "gpt2", "bloom", "falcon-7b", "falcon-40b", "bert")

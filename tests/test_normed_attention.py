@@ -20,7 +20,7 @@ import infuse
 from infuse.architectures.component_inputs import GUIDED, UNEVEN
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 
 
 def ltx(**settings: Any) -> Any:

@@ -29,8 +29,8 @@ from infuse.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.decide import make_plan
 from infuse.plan.digest import digest_of
+from infuse.plan.kinds import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.quant.parse import quant_format
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,7 +22,7 @@ from torch import Tensor
 from unknown_models import make
 
 import infuse
-from infuse.plan.step import SPLIT
+from infuse.plan.kinds import SPLIT
 from infuse.weights.names import placed
 
 TOLERANCE = 5e-5  # over the root mean square of what the engine gave that saved

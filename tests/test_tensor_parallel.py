@@ -24,7 +24,7 @@ from torch import Tensor
 import infuse
 from infuse.parallel import join
 from infuse.parallel.group import make_group
-from infuse.plan.step import BLOCK, SPLIT
+from infuse.plan.kinds import BLOCK, SPLIT
 
 TOLERANCE = 5e-5  # of logits, over the root mean square of the original's
 NEW_TOKENS = 8

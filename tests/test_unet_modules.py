@@ -36,7 +36,7 @@ from infuse.layers.diffusion.derived import Derived
 from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.layers.parts import make_part
 from infuse.ops import registered
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from infuse.weights.fill import fill_module
 
 CPU = Device.of("cpu")

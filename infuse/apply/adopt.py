@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
+from infuse.layers.contract import ignored_keywords
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 
 
-def adopt(new: nn.Module, old: nn.Module) -> None:
+def adopt(new: nn.Module, old: nn.Module, model: nn.Module | None = None, path: str = "") -> None:
     """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
     transformers records hidden states, attentions and router logits by the class of layers, attention modules and
@@ -40,6 +41,26 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
     for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
         experts.named = NamedExperts.of(original := old.get_submodule(path))
         _settle(experts, original)
+
+
+def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """Like `adopt`; and let the block take the keywords that the layer at `path` of `model` ignores."""
+    assert isinstance(new, Block), new
+    parts, kind = path.split("."), cast(Any, type(old))
+    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    new.ignore(ignored_keywords(kind, frozenset(map(type, old.modules())), frozenset(map(type, above))))
+    adopt(new, old)
+
+
+def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """Like `adopt`, for a whole module of diffusers, which looks up blocks by their class."""
+    adopt(new, old)
+    new.replaces = type(old)  # type: ignore[assignment]
+    settle_parts(new, old)
+
+
+def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """The layer keeps its forward, or makes no new module; its new linears adopt the old ones when they are put in."""
 
 
 def settle_parts(new: nn.Module, old: nn.Module) -> None:
