@@ -143,6 +143,8 @@ def _proven(
     builder = Builder(source, plan.dtype, group, work_of)
     source.begin(progress)
     proofs = Proofs(Trial(plan, config, builder, calls))
-    proofs.run(progress)
-    plan.close()
+    try:
+        proofs.run(progress)
+    finally:
+        plan.close()  # else it would hold the old modules while they are replaced
     return Proven(plan, source, builder, proofs.verdict(), proofs.trial.modules)
