@@ -72,7 +72,11 @@ def test_candidates_do_not_depend_on_what_was_asked_before() -> None:
     assert forward == backward[::-1] and forward == [list(place) for place in plans[0].places]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["copy", "pickle"])
+def pickled(plan: Plan) -> Any:
+    return pickle.loads(pickle.dumps(plan))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies_of_a_plan_hold_all_candidates(copied: Callable[[Plan], Plan]) -> None:
     plan = planned(BY_NAME["llama"].make(), dtype="fp32", **INT8)
     same = copied(plan)
@@ -99,9 +103,7 @@ def test_what_the_next_candidate_leaves_is_told(no_kernels: None, monkeypatch: p
     assert "left  model.layers.{0-2}.mlp.up_proj: nothing to gain" in text
 
 
-def test_formats_that_do_not_fit_the_next_candidate_are_told(
-    no_kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formats_that_do_not_fit_the_next_candidate_are_told(no_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_spec(monkeypatch)
     formats = {"o_proj": "int4", "down_proj": "int8:row"}  # groups of int4 do not divide the width
     model = BY_NAME["llama"].make()
