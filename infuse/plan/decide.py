@@ -1,7 +1,7 @@
 """Decide which modules are replaced, from which weights and with which kernels, which are left alone, and why.
 
-`make_plan` is pure: it creates no tensors and does not change the model, which may be live or on meta.
-`str(plan)` is the table that users read.
+`make_plan` is pure: it does not change the model, which may be live or on meta. It makes no tensors except to try code
+out: gates of experts on a few numbers, and layers without a spec on meta. `str(plan)` is the table that users read.
 """
 
 from __future__ import annotations

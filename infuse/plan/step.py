@@ -9,7 +9,7 @@ from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix
 from infuse.architectures.ranks import Shape
 from infuse.architectures.split import SplitShape
-from infuse.plan.formats import held_bytes, matrices_made
+from infuse.plan.formats import matrices_made, quantized_bytes
 from infuse.plan.kinds import KINDS, Kind, shape_class
 
 
@@ -94,7 +94,7 @@ class Step:
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
         """Target, format and bytes of each matrix. Bytes include scales and zeros, and are 0 without a format."""
-        sizes = held_bytes(self.fills, self.shape, self.bodies)
+        sizes = quantized_bytes(self.fills, self.shape, self.bodies)
         return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in self.made)
 
 

@@ -60,7 +60,7 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Devic
 def _at_saved_depth(plan: Plan, model: nn.Module, index: SavedIndex) -> Plan:
     """Return `plan` with each layer at its saved depth; layers that ranks split keep the saved interpretation.
 
-    What the candidates that were not saved left and declined does not count.
+    Of the candidates only the steps count, because formats are those of the shards.
     """
     steps, left, notes = plan.steps, list(plan.left), plan.notes
     candidates = Candidates(model, steps, plan.places)
