@@ -55,7 +55,7 @@ from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 
 ALREADY_REPLACED = "already replaced"  # by an earlier init_inference
-_NO_BLOCK, _INSIDE, _LINEARS = "not as a whole block", "not what is inside", "not its linears"
+_NO_BLOCK = "not as a whole block"
 
 
 def make_plan(
@@ -135,8 +135,15 @@ class _Table:
     why_left: str
 
 
-# Takes a candidate for a place into a walk, or returns why it does not fit.
-_Way = Callable[["_Walk"], str | None]
+@dataclass(frozen=True)
+class _Way:
+    """A way to replace what is at a place. `decide` takes it into a walk, or returns why it does not fit.
+
+    `without`: what the plan says if it does not fit.
+    """
+
+    decide: Callable[[_Walk], str | None]
+    without: str = ""
 
 
 class _Walk:
@@ -179,18 +186,16 @@ class _Walk:
             return self.embedding(table.path)
         return Left(table.path, table.why_left)
 
-    def take(self, path: str, ways: Mapping[str, _Way]) -> dict[str, _Way]:
-        """Take the first of `ways` that fits, which are named by what is said of one that does not; return the rest."""
-        rest = dict(ways)
-        for name, way in ways.items():
-            del rest[name]
-            reason = way(self)
+    def take(self, path: str, ways: tuple[_Way, ...]) -> tuple[_Way, ...]:
+        """Take the first of `ways` that fits, and return those after it."""
+        for number, way in enumerate(ways):
+            reason = way.decide(self)
             if reason is None:
-                break
-            self.leave(path, f"{name}: {reason}")
-        return rest
+                return ways[number + 1 :]
+            self.leave(path, f"{way.without}: {reason}")
+        return ()
 
-    def place(self, path: str, ways: Mapping[str, _Way]) -> None:
+    def place(self, path: str, *ways: _Way) -> None:
         """Take the first of `ways` that fits; the others are the further candidates for the place."""
         if rest := self.take(path, ways):
             self.places.append(Place(path, _further(self.facts, path, rest)))
@@ -210,10 +215,7 @@ class _Walk:
         if id(module) in self.decided:
             return
         self.decided.add(id(module))
-        specs, linears = specs_for(module), {_LINEARS: partial(_Walk.linears, module=module, path=path)}
-        as_split: dict[str, _Way] = {}
-        if self.facts.mesh.tp > 1:
-            as_split = {"whole on each rank": partial(_Walk.split, module=module, path=path, config=config)}
+        specs = specs_for(module)
         if isinstance(module, (Block, Experts)):
             self.leave(path, ALREADY_REPLACED)
         elif is_experts(module) or is_routed(module):
@@ -222,17 +224,16 @@ class _Walk:
             self.leave(path, f"{_NO_BLOCK}: has adapters (peft) at {', '.join(adapters)}")
             self.linears(module, path)
         elif (spec := module_spec(module)) is not None and path:
-            whole = partial(_Walk.module, module=module, path=path, spec=spec)
-            inside = partial(_Walk.inside, module=module, path=path, config=config)
-            self.place(path, {"not as a whole module": whole, _INSIDE: inside})
+            whole = _Way(partial(_Walk.module, module=module, path=path, spec=spec), "not as a whole module")
+            self.place(path, whole, _Way(partial(_Walk.inside, module=module, path=path, config=config)))
         elif self.facts.splits.takes(path) and not adapted(module):
-            self.place(path, as_split | linears)
+            self.place(path, *self.without_block(module, path, config))
         elif specs and not self.facts.config.replace_with_kernel_inject:
             self.leave(path, f"{_NO_BLOCK}: replace_with_kernel_inject is False")
             self.linears(module, path)
         elif specs:
-            block = partial(_Walk.block, module=module, path=path, specs=specs, config=config)
-            self.place(path, {_NO_BLOCK: block} | as_split | linears)
+            block = _Way(partial(_Walk.block, module=module, path=path, specs=specs, config=config), _NO_BLOCK)
+            self.place(path, block, *self.without_block(module, path, config))
         elif linear_shape(module) is not None:
             self.linears(module, path)
         elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
@@ -244,6 +245,13 @@ class _Walk:
                 own = ", ".join(module._parameters)
                 self.leave(path, f"{type(module).__name__} has parameters of its own: {own}")
             self.inside(module, path, config)
+
+    def without_block(self, module: nn.Module, path: str, config: Any) -> tuple[_Way, ...]:
+        """The ways to replace a layer that keeps its forward."""
+        linears = _Way(partial(_Walk.linears, module=module, path=path))
+        if self.facts.mesh.tp == 1:
+            return (linears,)
+        return _Way(partial(_Walk.split, module=module, path=path, config=config), "whole on each rank"), linears
 
     def leaf(self, module: nn.Module, path: str) -> None:
         """Leave a module without children, except an embedding that ranks share or that may share a head's weight."""
@@ -567,7 +575,7 @@ class _Walk:
         return tuple((name, self.choices[name].body) for name in dict.fromkeys(names))
 
 
-def _further(facts: Facts, path: str, ways: dict[str, _Way]) -> Iterator[Candidate]:
+def _further(facts: Facts, path: str, ways: tuple[_Way, ...]) -> Iterator[Candidate]:
     """Decide the candidates for a place one after the other, each as if it were the only one."""
     while ways:
         walk = _Walk(facts)
