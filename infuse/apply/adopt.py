@@ -17,7 +17,7 @@ from infuse.layers.moe import MoE
 from infuse.layers.named_experts import NamedExperts
 
 
-def adopt(new: nn.Module, old: nn.Module, model: nn.Module | None = None, path: str = "") -> None:
+def adopt(new: nn.Module, old: nn.Module) -> None:
     """Give `new` the attributes, hooks, requires_grad and, for a block, the class of `old`.
 
     transformers records hidden states, attentions and router logits by the class of layers, attention modules and
@@ -50,8 +50,13 @@ def _parts(new: Block, old: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Modu
         yield new.get_submodule(part), [old.get_submodule(path) for path in paths]
 
 
+def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """`adopt`, for a linear, an embedding or experts."""
+    adopt(new, old)
+
+
 def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """Like `adopt`; and let the block take the keywords that the layer at `path` of `model` ignores."""
+    """`adopt`, and let the block take the keywords that the layer at `path` of `model` ignores."""
     assert isinstance(new, Block), new
     parts, kind = path.split("."), cast(Any, type(old))
     above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
@@ -60,7 +65,7 @@ def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> Non
 
 
 def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
-    """Like `adopt`, for a whole module of diffusers, which looks up blocks by their class."""
+    """`adopt`, for a whole module of diffusers, which looks up blocks by their class."""
     adopt(new, old)
     new.replaces = type(old)  # type: ignore[assignment]
     originals = dict(old.named_modules())

@@ -44,10 +44,10 @@ WORK: Mapping[type, Work] = MappingProxyType(
         SplitShape: Work(
             empty.rank_part, adopt.nothing, recording.of_split_layers, mismatch.of_split_layer, Swaps.split, _FEW
         ),
-        LinearShape: Work(empty.linear, adopt.adopt, recording.of_matrices, mismatch.of_called),
-        EmbeddingShape: Work(empty.embedding, adopt.adopt, recording.of_matrices, mismatch.of_result),
-        ExpertsShape: Work(empty.experts, adopt.adopt, recording.of_experts, mismatch.of_called),
-        RoutedShape: Work(empty.experts, adopt.adopt, recording.of_routed, mismatch.of_routed),
+        LinearShape: Work(empty.linear, adopt.as_part, recording.of_matrices, mismatch.of_called),
+        EmbeddingShape: Work(empty.embedding, adopt.as_part, recording.of_matrices, mismatch.of_result),
+        ExpertsShape: Work(empty.experts, adopt.as_part, recording.of_experts, mismatch.of_called),
+        RoutedShape: Work(empty.experts, adopt.as_part, recording.of_routed, mismatch.of_routed),
         type(None): Work(empty.nothing, adopt.nothing, recording.of_attention, mismatch.of_attention, Swaps.hook),
     }
 )
