@@ -79,7 +79,7 @@ def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None
 
 
 def _experts(module: nn.Module) -> list[Experts]:
-    return [one for one in module.modules() if isinstance(one, Experts)]
+    return [part for part in module.modules() if isinstance(part, Experts)]
 
 
 def _settle(new: Any, *originals: nn.Module) -> None:

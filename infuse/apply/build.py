@@ -37,16 +37,16 @@ class Made:
         left, proven = [], self._proven.pop((step.path, step.depth), None)
         for fill in step.fills:
             owner, leaf = place_of(module, fill.target)
-            held = self._held.get(key := self._sharing.key(step, fill))
+            place = self._held.get(key := self._sharing.key(step, fill))
             is_made = not moves(fill) and (fill.format is not None or leaf in owner._parameters)
-            if held is None and proven is not None and is_made:
-                held = place_of(proven, fill.target)
+            if place is None and proven is not None and is_made:
+                place = place_of(proven, fill.target)
                 if key is not None:
-                    self._held[key] = held
-            if held is None:
+                    self._held[key] = place
+            if place is None:
                 left.append(fill)
                 continue
-            other, its = held
+            other, its = place
             if isinstance(owner, Quantized) and fill.format is not None:
                 assert isinstance(other, Quantized), fill
                 owner.share(other)

@@ -88,8 +88,8 @@ class Candidates:
             candidate = next(self._places.get(step.path, iter(())), None)
             if candidate is None:
                 continue
-            steps = [one for one in candidate.steps if self._key(one) not in self._taken]
-            self._taken |= {self._key(one) for one in steps}
+            steps = [inner for inner in candidate.steps if self._key(inner) not in self._taken]
+            self._taken |= {self._key(inner) for inner in steps}
             self._places = {place.path: iter(place) for place in candidate.places} | self._places
             yield step, replace(candidate, steps=tuple(steps))
 

@@ -242,8 +242,8 @@ class _Walk:
             self.leaf(module, path)
         else:
             if module._parameters:
-                own = ", ".join(module._parameters)
-                self.leave(path, f"{type(module).__name__} has parameters of its own: {own}")
+                names = ", ".join(module._parameters)
+                self.leave(path, f"{type(module).__name__} has parameters of its own: {names}")
             self.inside(module, path, config)
 
     def without_block(self, module: nn.Module, path: str, config: Any) -> tuple[_Way, ...]:
@@ -367,11 +367,11 @@ class _Walk:
 
     def chosen(self, parts: list[RankShare], whole: Shape, path: str) -> tuple[Any, tuple[Fill, ...], Shape | None]:
         """This rank's shape, its fills with formats, and the whole shape if ranks share the module."""
-        own = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
+        part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
         shapes = [part.shape for part in parts]
-        formatted = [self.with_format(fill, whole, shapes, path) for fill in own.fills]
+        formatted = [self.with_format(fill, whole, shapes, path) for fill in part.fills]
         fills = tuple(replace(fill, exact=bool(self.facts.kept(path, fill))) for fill in formatted)
-        return own.shape, fills, whole if len(parts) > 1 else None
+        return part.shape, fills, whole if len(parts) > 1 else None
 
     def linears(self, module: nn.Module, path: str) -> None:
         """Add steps for the experts and the plain linears in `module` that gain from a replacement."""
@@ -406,15 +406,15 @@ class _Walk:
             if not split:
                 return
         parts = [plain_part(shape, rank, facts.grain) for rank in ranks]
-        own, fills, whole = self.chosen(parts, shape, name)
+        part, fills, whole = self.chosen(parts, shape, name)
         if unlike:  # the embedding stays whole, and the head copies its rows
             fills, others = tuple(replace(fill, format=None) for fill in fills), []
-        bodies = self.bodies(matrix_ops(fills, own))
+        bodies = self.bodies(matrix_ops(fills, part))
         caller = facts.model.get_submodule(name.rpartition(".")[0])
         if shape.transposed and not fills[0].format and is_adapter(caller):
             self.leave(name, "its adapter (peft) merges into a transposed weight")
         elif split or any(body != ops.REFERENCE for _, body in bodies) or any(fill.format for fill in fills):
-            step = Step(name, "Linear", own, fills, bodies, "a linear outside of blocks", whole=whole)
+            step = Step(name, "Linear", part, fills, bodies, "a linear outside of blocks", whole=whole)
             self.entries.append(step)
             if split or fills[0].format:
                 self.entries += [self.embedding(other, name, fills[0].format) for other in others]
@@ -448,10 +448,10 @@ class _Walk:
         if exact := [source for fill in bound.fills for source in self.facts.kept(path, fill)]:
             self.leave(path, f"its experts stay: {exact[0]} stays in float32, as transformers loads it")
             return
-        given = {matrix.target: self.facts.formats.of_fill(fill, path) for fill, matrix in made}
-        format = given["up"]
-        if format != given["down"]:
-            self.leave(path, f"in {self.facts.dtype}: up in {format} and down in {given['down']} need one format")
+        asked = {matrix.target: self.facts.formats.of_fill(fill, path) for fill, matrix in made}
+        format = asked["up"]
+        if format != asked["down"]:
+            self.leave(path, f"in {self.facts.dtype}: up in {format} and down in {asked['down']} need one format")
             format = None
         if format is None and self.facts.formats.left_alone(linears_of(bound.fills[0], path)[0]):
             self.leave(path, f"in {self.facts.dtype}: quant.weight.post_init_quant leaves it alone")
@@ -464,16 +464,17 @@ class _Walk:
         formats: dict[str, QuantFormat] = {}
         if format is not None:
             shared = len(parts) > 1
-            formats = {one.weight: format.of_part(one.inputs) if shared else format for one in bound.shape.matrices}
-            matrices = [matrix for shape in shapes for matrix in shape.matrices]
-            tried = [(one.target, formats[one.weight].fits(one.inputs)) for one in matrices]
+            matrices = bound.shape.matrices
+            formats = {matrix.weight: format.of_part(matrix.inputs) if shared else format for matrix in matrices}
+            parts_of = [matrix for shape in shapes for matrix in shape.matrices]
+            tried = [(matrix.target, formats[matrix.weight].fits(matrix.inputs)) for matrix in parts_of]
             misfits = dict.fromkeys(f"{target}: {reason}" for target, reason in tried if reason)
             if misfits:
                 self.leave(path, f"in {self.facts.dtype}: {'; '.join(misfits)}")
                 formats = {}
-        own = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
-        texts = {weight: str(one) for weight, one in formats.items()}
-        fills = tuple(replace(fill, format=texts.get(fill.target)) for fill in own.fills)
+        part = parts[self.facts.mesh.rank if len(parts) > 1 else 0]
+        texts = {weight: str(format) for weight, format in formats.items()}
+        fills = tuple(replace(fill, format=texts.get(fill.target)) for fill in part.fills)
         bodies = self.bodies(matrix_ops(fills, bound.shape))
         if formats:
             bodies = self.fitting(bodies, shapes, formats)
@@ -484,7 +485,7 @@ class _Walk:
         why, whole = "experts of a mixture; the model routes to them", bound.shape if len(parts) > 1 else None
         if whole is not None:
             why += f"; {self.facts.expert_share(bound.shape.expert_count)}"
-        self.entries.append(Step(path, type(module).__name__, own.shape, fills, bodies, why, whole=whole))
+        self.entries.append(Step(path, type(module).__name__, part.shape, fills, bodies, why, whole=whole))
 
     def expert_parts(self, bound: BoundExperts, path: str) -> list[RankShare]:
         """Every rank's part of the experts at `path`. SpecMismatch if there are too few."""
@@ -502,12 +503,13 @@ class _Walk:
         layout = ops.quantized_experts.bodies[chosen["quantized_experts"]].layout
         if layout is None:
             return bodies
-        reasons = [layout.declines(formats[one.weight], one.inputs) for shape in shapes for one in shape.matrices]
+        matrices = [matrix for shape in shapes for matrix in shape.matrices]
+        reasons = [layout.declines(formats[matrix.weight], matrix.inputs) for matrix in matrices]
         part = layout.part_rows or 1
         uneven = [rows for shape in shapes for rows in (shape.rows, shape.hidden) if rows % part]
         reasons += [f"{rows} rows of an expert are no multiple of {part}" for rows in uneven]
-        if found := next(filter(None, reasons), None):
-            self.unfit["quantized_experts", chosen["quantized_experts"], found] = None
+        if reason := next(filter(None, reasons), None):
+            self.unfit["quantized_experts", chosen["quantized_experts"], reason] = None
             chosen["quantized_experts"] = ops.REFERENCE
         return tuple(chosen.items())
 
@@ -556,9 +558,10 @@ class _Walk:
             return fill
         format = format.of_part(matrix.inputs) if fill.cut is not None and fill.cut.axis == 1 else format
         # Experts take a format in both of their matrices or in none.
-        of_experts = [one.weight for one in whole.matrices if one.op == "experts"]
+        of_experts = [other.weight for other in whole.matrices if other.op == "experts"]
         targets = of_experts if matrix.op == "experts" else [fill.target]
-        widths = [own.inputs for shape in shapes for one in targets if (own := matrix_of(shape, one)) is not None]
+        made = [matrix_of(shape, target) for shape in shapes for target in targets]
+        widths = [part.inputs for part in made if part is not None]
         if reason := next((reason for width in widths if (reason := format.fits(width))), None):
             self.leave(f"{path}: {fill.target}", f"in {self.facts.dtype}: {reason}")
             return fill

@@ -22,11 +22,11 @@ def check_counts(model: nn.Module, config: InferenceConfig) -> None:
     asked = config.expert_counts
     counts = {path: int(getattr(model.get_submodule(path), "num_experts", 0)) for path in experts_in(model)}
     counts |= {path: len(model.get_parameter(f"{path}.gate.wg.weight")) for path in routed_in(model)}
-    found = tuple(counts.values())
-    if not asked or asked == found or set(found) == set(asked):
+    experts = tuple(counts.values())
+    if not asked or asked == experts or set(experts) == set(asked):
         return
     key = f"moe.moe_experts: found {asked[0] if len(asked) == 1 else list(asked)}"
-    if not found:
+    if not experts:
         raise ConfigError(f"{key}; {type(model).__name__} has no experts that infuse knows: leave it out")
     rows = grouped([(path, str(count)) for path, count in counts.items()], path_column=0)
     there = "; ".join(f"{count} in {path}" for path, count in rows)
