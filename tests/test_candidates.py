@@ -112,6 +112,13 @@ def test_formats_that_do_not_fit_the_next_candidate_are_told(no_kernels: None, m
     assert "left  model.layers.{0-2}.self_attn.o_proj: weight: in torch.float32: int4:64: " in str(plan)
 
 
+def test_settings_that_the_next_candidate_makes_idle_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_spec(monkeypatch)
+    plan = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32", kv_cache="int8").plan
+    assert plan.kv_cache is None and "\n  cache  " not in str(plan)
+    assert "note  kv_cache: no effect here: no decoder layer is replaced as a block" in str(plan)
+
+
 def test_a_plan_that_was_carried_out_holds_no_old_module() -> None:
     model = BY_NAME["llama"].make()
     config = InferenceConfig(dtype="fp32")

@@ -19,6 +19,7 @@ from infuse.device import Device
 from infuse.errors import ProofError
 from infuse.plan.candidates import Candidate, Candidates
 from infuse.plan.dequantized import without_kernels
+from infuse.plan.effects import without_effect
 from infuse.plan.packed import packed_paths
 from infuse.plan.step import Left, Step
 from infuse.proof import compare
@@ -86,9 +87,16 @@ class Proofs:
             else:
                 refused.append(Left(step.path, f"refused: {reason}"))
         instead = list(self.instead.values())
+        return Verdict(accepted, refused, instead, [*self.notes, *self._notes_of(accepted, instead)])
+
+    def _notes_of(self, accepted: Sequence[Step], instead: Sequence[Candidate]) -> list[str]:
+        """What the plan says of the candidates that were taken instead of refused steps."""
+        if not instead:
+            return []
+        device = Device.of(self.trial.builder.source.device)
         choices = {op: choice for candidate in instead for op, choice in candidate.choices.items()}
-        device = Device.of(trial.builder.source.device)
-        return Verdict(accepted, refused, instead, [*self.notes, *without_kernels(choices, accepted, device)])
+        unused = without_effect(self.trial.model, self.trial.config, device, accepted)
+        return [*unused, *without_kernels(choices, accepted, device)]
 
     def _was_proven(self, step: Step) -> bool:
         """True if the step was proven when saved; a tensor split across ranks is not read whole just for a proof."""

@@ -44,6 +44,7 @@ from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.bytes import bytes_after, parameter_bytes, state_bytes, token_bytes
 from infuse.plan.candidates import Candidate, Place
 from infuse.plan.dequantized import without_kernels
+from infuse.plan.effects import without_effect
 from infuse.plan.experts import check_counts, idle_ranks
 from infuse.plan.facts import Facts
 from infuse.plan.formats import linears_of, matrices_made, matrix_ops
@@ -100,7 +101,7 @@ def make_plan(
             *config.notes(device),
             *idle_ranks(mesh, steps),
             *notes,
-            *_without_effect(model, config, device, steps),
+            *without_effect(model, config, device, steps),
             *sharing.notes(),
             *facts.formats.idle(device, dtype),
             *adapter_notes(model),
@@ -114,17 +115,6 @@ def make_plan(
         state_bytes=state_bytes(steps),
         places=candidate.places,
     )
-
-
-def _without_effect(model: nn.Module, config: InferenceConfig, device: Device, steps: Iterable[Step]) -> Iterator[str]:
-    """Notes on settings that change nothing in this model."""
-    if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in steps):
-        yield "skip_padding: no effect here: no encoder layer is replaced as a block"
-    if config.kv_cache and not any(step.decodes for step in steps):
-        why = "no decoder layer is replaced as a block"
-        if any(isinstance(module, Block) for module in model.modules()):
-            why = "layers that are replaced already keep the format of the cache that they were replaced with"
-        yield f"kv_cache: no effect here: {why}"
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,15 @@ class Plan:
         """The plan as executed: with these `steps`, some of them from the candidates taken `instead` of `refused`."""
         left = [*self.left, *refused, *(left for candidate in instead for left in candidate.left)]
         declined = [*self.declined, *(one for candidate in instead for one in candidate.declined)]
+        steps = tuple(steps)
         return replace(
             self,
-            steps=tuple(steps),
+            steps=steps,
             left=tuple(dict.fromkeys(left)),
             declined=tuple(dict.fromkeys(declined)),
             notes=tuple(dict.fromkeys((*self.notes, *notes))),
             after_bytes=after_bytes,
+            kv_cache=self.kv_cache if any(step.decodes for step in steps) else None,
             places=(),
         )
 
