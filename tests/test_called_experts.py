@@ -21,7 +21,7 @@ from infuse.layers.called_experts import CALLED
 from infuse.layers.experts import Experts
 from infuse.parallel.mesh import Mesh
 from infuse.weights.fill import fill_module
-from infuse.weights.reader import LiveReader
+from infuse.weights.lazy import live
 
 _MOE = dict(GQA, num_local_experts=4, num_experts_per_tok=2)
 _SEQ2SEQ = dict(vocab_size=96, num_experts=4, decoder_start_token_id=2, pad_token_id=0, eos_token_id=1)
@@ -181,7 +181,7 @@ def test_the_parts_of_ranks_add_up(name: str, mesh: Mesh) -> None:
             assert isinstance(part.shape, ExpertsShape)
             new = CALLED[part.shape.call](part.shape, {}, {})
             new.num_experts = 4
-            fill_module(new, part.fills, LiveReader(experts), torch.float32, {})
+            fill_module(new, part.fills, live(experts), torch.float32, {})
             found += new(*call)
     assert_near(found, wanted)
 

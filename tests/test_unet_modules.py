@@ -38,23 +38,11 @@ from infuse.layers.parts import make_part
 from infuse.ops import registered
 from infuse.plan.step import MODULE
 from infuse.weights.fill import fill_module
+from infuse.weights.lazy import live
 
 CPU = Device.of("cpu")
 LAST = torch.channels_last
 LAYOUTS = (torch.contiguous_format, LAST)
-
-
-class Live:
-    """Reads the parameters of a module."""
-
-    def __init__(self, module: nn.Module):
-        self.held = dict(module.named_parameters())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.held[name].shape)
-
-    def read(self, name: str, part: Any = ()) -> Tensor:
-        return self.held[name].detach()[part] if part else self.held[name].detach()
 
 
 def replaced(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -66,7 +54,8 @@ def replaced(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module
     bodies = {name: registered()[name].choose(CPU, dtype).body for name in names}
     with torch.device("meta"):
         new = make_part(bound.shape, BuildContext("", {}, bodies))
-    fill_module(new, bound.fills, Live(module), dtype, bodies)
+    with torch.no_grad():
+        fill_module(new, bound.fills, live(module), dtype, bodies)
     assert not any(parameter.is_meta for parameter in new.parameters())
     return new.eval()
 

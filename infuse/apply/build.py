@@ -33,8 +33,8 @@ from infuse.plan.shared import Sharing
 from infuse.plan.step import Step
 from infuse.shards.save import packed_fill
 from infuse.weights.fill import fill_module, fill_saved, is_there, moves
+from infuse.weights.lazy import place_of
 from infuse.weights.loader import LayerSource
-from infuse.weights.reader import place_of
 
 
 class Made:
@@ -119,7 +119,7 @@ class Builder:
         if self.source.holds_replaced:
             stored = [fill for fill in fills if packed_fill(step, fill) and not is_there(fill, old)]
         computed = [fill for fill in fills if fill not in stored]
-        fill_module(module, computed, self.source.reader(step.path), dtype, dict(step.bodies))
+        fill_module(module, computed, self.source.tensors(step.path), dtype, dict(step.bodies))
         fill_saved(module, step.path, stored, self.source, self.dtype)
 
     def _ignored(self, path: str, layer: nn.Module) -> frozenset[str]:
