@@ -129,6 +129,7 @@ class CheckpointLoader(LayerSource):
         self._spots: dict[int, list[_Spot]] = {}
         self._room_bytes = int(KEPT_BYTES * sum(math.prod(tensor.shape) for tensor in self._tensors.values()))
         self._kept: dict[tuple[str, torch.dtype | None], Tensor] = {}
+        self._loaded: set[int] = set()  # ids of the parameters of layers that have their values for now
 
     def __enter__(self) -> CheckpointLoader:
         names: dict[int, str] = {}
@@ -210,6 +211,8 @@ class CheckpointLoader(LayerSource):
                     if id(parameter) not in made:
                         value = self._for_proofs(self._names[id(parameter)], parameter.dtype if as_placed else None)
                         made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                        self._loaded.add(id(made[id(parameter)]))
+                        undo.callback(self._loaded.discard, id(made[id(parameter)]))
                     undo.callback(owner._parameters.__setitem__, leaf, parameter)
                     owner._parameters[leaf] = made[id(parameter)]
             yield
@@ -230,12 +233,17 @@ class CheckpointLoader(LayerSource):
         stack.enter_context(self.loaded(path, as_placed=True))
 
     def tensors(self, path: str) -> Lookup:
-        """Look up a layer's tensors by their names in it: in the model if already placed, else in the checkpoint."""
+        """Look up a layer's tensors by their names in it: in the model if already placed, else in the checkpoint.
+
+        Coded tensors are also taken from the checkpoint while the model has their values for a proof.
+        """
         module = self.model.get_submodule(path)
 
         def lookup(name: str) -> LazyTensor:
-            placed = tensor_at(module, name)
-            return self._tensors[f"{path}.{name}"] if placed.is_meta else InMemory(placed)
+            tensor, stored = tensor_at(module, name), self._tensors.get(f"{path}.{name}")
+            if stored is not None and (tensor.is_meta or (id(tensor) in self._loaded and stored.coded is not None)):
+                return stored
+            return InMemory(tensor)
 
         return lookup
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from infuse.errors import in_brief
-from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.foreign.merged import numbers_in
-from infuse.weights.lazy import FileTensor, LazyTensor, Shape, Slices
+from infuse.weights.lazy import LazyTensor, Shape, Slices
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,9 @@ def _conversions(unread: Unread, names: Iterable[str]) -> Iterator[tuple[Convers
             members.setdefault(key, {}).setdefault(converter.pattern, []).append(name)
     for key, by_pattern in members.items():
         sources = {
-            pattern: [_whole(unread.checkpoint, name) for name in sorted(names, key=numbers_in)]
+            pattern: [unread.whole(name) for name in sorted(names, key=numbers_in)]
             for pattern, names in by_pattern.items()
         }
         every = {name for names in by_pattern.values() for name in names}
         yield Conversion(converters[key], sources, key[1], unread.model), every
 
-
-def _whole(checkpoint: Checkpoint, name: str) -> LazyTensor:
-    """The tensor as it is stored in one file."""
-    return FileTensor(checkpoint.pieces[name].files[0], name)

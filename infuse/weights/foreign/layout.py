@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from infuse.weights.checkpoint import Checkpoint
-from infuse.weights.lazy import LazyTensor, Shape
+from infuse.weights.lazy import FileTensor, LazyTensor, Shape
 from infuse.weights.names import Naming
 
 
@@ -31,6 +31,10 @@ class Unread:
     def missing(self) -> dict[str, Shape]:
         """Shapes of the model's tensors that names alone do not find."""
         return {name: shape for name, shape in self.shapes.items() if name not in self.by_name}
+
+    def whole(self, name: str) -> LazyTensor:
+        """A tensor of the checkpoint as it is stored; of one that ranks saved in pieces, the first rank's."""
+        return FileTensor(self.checkpoint.pieces[name].files[0], name)
 
     def stored(self, name: str) -> str:
         """Dtype and shape of a tensor of the checkpoint, for an error."""
