@@ -117,7 +117,7 @@ def loaded(folder: str, **keys: Any) -> infuse.InferenceEngine:
 
 
 def parts(engine: infuse.InferenceEngine) -> dict[str, tuple[dict[str, Tensor], Cut | None, list[str]]]:
-    """The tensors of each quantized linear in the blocks, its cut, and the sources in the model that it is made from."""
+    """The tensors of each quantized linear in the blocks, its cut, and the model's matrices that it is made from."""
     made = {}
     for step in engine.plan.steps:
         for fill in step.fills if step.depth == "block" else ():

@@ -123,4 +123,3 @@ def _conversions(unread: Unread, names: Iterable[str]) -> Iterator[tuple[Convers
         }
         every = {name for names in by_pattern.values() for name in names}
         yield Conversion(converters[key], sources, key[1], unread.model), every
-
