@@ -17,7 +17,7 @@ from test_checkpoints import on_meta
 from torch import Tensor
 
 import infuse
-from infuse.architectures.packing import PER_HEAD, Fill, Heads
+from infuse.architectures.packing import PER_HEAD, Fill, Heads, StackedExperts
 from infuse.errors import CheckpointError
 from infuse.layers.linear import QuantizedLinear
 from infuse.parallel.slices import Cut
@@ -26,6 +26,7 @@ from infuse.quant.parse import quant_format
 from infuse.weights import foreign
 from infuse.weights.fill import filled, quantized, target_of
 from infuse.weights.foreign.layout import Recognised, Unread
+from infuse.weights.foreign.merged import Merged
 from infuse.weights.lazy import Coded, CodedTensor, InMemory, LazyTensor, Transposed, coded_fault
 
 # The layout: PATH.codes [out, width] as ours, PATH.steps [groups, out] and, if asymmetric, PATH.offsets [groups, out].
@@ -246,6 +247,21 @@ def test_codes_are_taken_where_no_group_is_cut(label: str, format: str) -> None:
     pieces = list(quantized(fill, sources.__getitem__, refuse, 1))
     back = torch.cat([piece.format.dequantize(piece) for piece in pieces])
     assert torch.equal(back, wanted)
+
+
+@pytest.mark.parametrize("cut", [None, Cut(0, ((36, 108),), (144,)), Cut(1, ((8, 24),), (32,), (72, 144))], ids=str)
+def test_codes_of_experts_in_files_of_their_own(cut: Cut | None) -> None:
+    """Gate and up of two experts, each coded on its own."""
+    weights = [[quant_format("int8:8").quantize(torch.randn(36, 32)) for _ in range(2)] for _ in range(2)]
+    stored = [[{key: InMemory(tensor) for key, tensor in weight.tensors.items()} for weight in row] for row in weights]
+    parts = [[CodedTensor((36, 32), torch.float32, Coded("int8:8", buffers)) for buffers in row] for row in stored]
+    fill = Fill("up.weight", ("experts",), stacked=StackedExperts(), format="int8:8", cut=cut)
+    (part,) = quantized(fill, lambda name: Merged(parts), lambda *_: None, None)
+    whole = {key: torch.cat([weight.tensors[key] for row in weights for weight in row]) for key in part.tensors}
+    for buffer in part.format.buffers(32):
+        rows = slice(*(cut.rows or cut.ranges[0])) if cut is not None else slice(None)
+        columns = buffer.of_inputs(*cut.ranges[0]) if cut is not None and cut.axis == 1 else slice(None)
+        assert torch.equal(part.tensors[buffer.name], whole[buffer.name][rows, columns])
 
 
 def test_parts_of_a_coded_tensor_are_read_alone() -> None:

@@ -6,6 +6,7 @@ another kind or a part that would cut a group of inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -92,12 +93,12 @@ def _as_interpreted(steps: Iterable[Step], index: SavedIndex) -> tuple[Step, ...
     """Return the steps, using for layers without a spec the interpretation that the index names."""
     chosen, faults = [], []
     for step in steps:
-        found = [step]
+        readings = [step]
         if step.keeps_forward:
             names = set(index.interpretations[step.path])
-            found = [one for one in (step, *step.others) if not names.isdisjoint(one.interpretations)]
-        if len(found) == 1:
-            chosen.append(replace(found[0], others=()))
+            readings = [other for other in (step, *step.others) if not names.isdisjoint(other.interpretations)]
+        if len(readings) == 1:
+            chosen.append(replace(readings[0], others=()))
         else:
             faults.append(step.path)
     if faults:
@@ -189,11 +190,13 @@ def _group_faults(
     else:
         needed = [(0, bands[0].tiling.length)] if cut is None else cut.ranges
         parts = [taken(band.tiling.spans(), needed) for band in bands]
-    unit, most = format.group_size or format.pack, max(len({span.source for span in spans}) for spans in parts)
+    most = max(len({span.source for span in spans}) for spans in parts)
     ends = {end for spans in parts for span in spans for end in (span.start, span.stop)}
-    if format.group_size is None and most > 1:
+    shared = [buffer.inputs for buffer in format.buffers(cut.whole_length if cut else bands[0].tiling.length)]
+    unit = math.lcm(format.group_size or 1, *(inputs for inputs in shared if inputs is not None))
+    if None in shared and format.group_size is None and most > 1:
         what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
         yield f"{name}: {format}: {what}; formats with groups can be"
     elif cut_at := sorted(end for end in ends if end % unit):
-        what = f"groups of {unit} inputs" if format.group_size else f"bytes of {unit} inputs"
+        what = f"groups of {unit} inputs" if unit > format.pack else f"bytes of {unit} inputs"
         yield f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}"

@@ -53,15 +53,15 @@ class Pieces:
         """Join the pieces into a tensor of shape `wanted`; None if they do not fit together."""
         if all(shape == wanted for shape in self.shapes):  # a single piece, or a replica on each rank
             return FileTensor(self.files[0], self.name)
-        found = tiling(self.shapes, wanted, packed)
-        if found is None:
+        fit = tiling(self.shapes, wanted, packed)
+        if fit is None:
             return None
         pieces: dict[int, LazyTensor] = {rank: FileTensor(file, self.name) for rank, file in enumerate(self.files)}
-        return Joined.of(pieces, found.spans(), found.axis)
+        return Joined.of(pieces, fit.spans(), fit.axis)
 
-    def _alike(self, one: TensorFile, other: TensorFile) -> bool:
-        is_like = one.stored[self.name] == other.stored[self.name]
-        return is_like and same_values(FileTensor(one, self.name), FileTensor(other, self.name))
+    def _alike(self, file: TensorFile, other: TensorFile) -> bool:
+        is_like = file.stored[self.name] == other.stored[self.name]
+        return is_like and same_values(FileTensor(file, self.name), FileTensor(other, self.name))
 
 
 class Checkpoint:
@@ -90,10 +90,10 @@ class Checkpoint:
         differing = []
         for group in groups:
             for name in dict.fromkeys(name for file in group for name in file.stored):
-                found = Pieces(name, tuple(file for file in group if name in file.stored))
-                kept = self.pieces.setdefault(name, found)
-                if name not in files.where and not kept.equals(found):
-                    differing.append(f"{name} in {kept.files[0].path} and {found.files[0].path}")
+                pieces = Pieces(name, tuple(file for file in group if name in file.stored))
+                first = self.pieces.setdefault(name, pieces)
+                if name not in files.where and not first.equals(pieces):
+                    differing.append(f"{name} in {first.files[0].path} and {pieces.files[0].path}")
         if differing:
             raise CheckpointError(
                 f"{files.form}: {len(differing)} tensors have other values in another file: {'; '.join(differing)}; "
@@ -101,7 +101,7 @@ class Checkpoint:
             )
         if not self.pieces:
             raise CheckpointError(f"{files.form}: holds no tensors: {', '.join(str(path) for path in opened)}")
-        self.in_pieces = any(len(one.files) > 1 for one in self.pieces.values())
+        self.in_pieces = any(len(pieces.files) > 1 for pieces in self.pieces.values())
 
     @property
     def bytes_read(self) -> int:
@@ -119,11 +119,11 @@ def open_file(path: Path) -> TensorFile:
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 
-def same_values(one: LazyTensor, other: LazyTensor) -> bool:
+def same_values(tensor: LazyTensor, other: LazyTensor) -> bool:
     """True if two tensors of one shape and dtype have the same bytes; they are read part by part."""
-    rows = one.shape[0] if one.shape else 0
+    rows = tensor.shape[0] if tensor.shape else 0
     parts: list[Slices] = [(slice(i, i + _COMPARED_ROWS),) for i in range(0, rows, _COMPARED_ROWS)] or [()]
-    both = ([tensor.read(part).reshape(-1).view(torch.uint8) for tensor in (one, other)] for part in parts)
+    both = ([source.read(part).reshape(-1).view(torch.uint8) for source in (tensor, other)] for part in parts)
     return all(torch.equal(*pair) for pair in both)
 
 

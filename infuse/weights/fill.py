@@ -56,10 +56,10 @@ def filled(fill: Fill, source: Lookup, dtype: torch.dtype | None) -> Tensor:
 
 
 def target_of(fill: Fill, source: Lookup) -> Joined:
-    """The target of `fill`, made of its sources but not cast or quantized: nothing is read yet."""
+    """Assemble the target of `fill` lazily; it is neither cast nor quantized."""
     sources = [_stacked(fill, source(name)) for name in fill.sources]
     if fill.transposed:
-        sources = [Transposed(one) for one in sources]
+        sources = [Transposed(matrix) for matrix in sources]
     if fill.cut is None or fill.cut.axis == 0:
         return Joined.of(dict(enumerate(sources)), spans(fill))
     whole: LazyTensor = sources[0] if len(sources) == 1 else Joined.of(dict(enumerate(sources)))
@@ -201,7 +201,7 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
                 place.hold_stored(matrix.tensors, matrix.layout, matrix.device, matrix.first_use)
                 continue
         wanted = saved_tensors(module, path, [fill])
-        tensors = {name.rpartition(".")[2]: source.saved(name, one).read() for name, one in wanted.items()}
+        tensors = {name.rpartition(".")[2]: source.saved(name, part).read() for name, part in wanted.items()}
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
             place.hold([QuantizedWeight.of(tensors, shape, quant_format(fill.format))])

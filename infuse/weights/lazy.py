@@ -1,7 +1,7 @@
-"""LazyTensor: a tensor with a known shape and dtype, whose values are read part by part; and the wrappers of one.
+"""LazyTensor: a tensor with a known shape and dtype, whose values are read part by part; and its wrappers.
 
-Whoever needs a layer's tensors gets a `Lookup`: name → LazyTensor. Files, modules in memory, joined pieces, transposed
-matrices and tensors stored in a number format all answer through the same protocol.
+The source of a layer's tensors is a `Lookup`: name → LazyTensor. Files, modules in memory, joined pieces, transposed
+matrices and tensors in a number format all implement the same protocol.
 """
 
 from __future__ import annotations
@@ -251,12 +251,12 @@ class CodedTensor:
         start, stop, _ = columns.indices(self.shape[-1])
         unit = math.lcm(*(buffer.inputs for buffer in buffers if buffer.inputs is not None))
         first, last = start // unit * unit, -(-stop // unit) * unit
-        found = {
+        parts = {
             buffer.name: self.coded.buffers[buffer.name].read((*outer, buffer.of_inputs(first, last)))
             for buffer in buffers
         }
-        sizes = next(iter(found.values())).shape[:-1]
-        matrices = {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in found.items()}
+        sizes = next(iter(parts.values())).shape[:-1]
+        matrices = {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in parts.items()}
         weight = QuantizedWeight.of(matrices, (math.prod(sizes), last - first), format)
         values = format.dequantize(weight, self.dtype)
         return values[:, start - first : stop - first].reshape(*sizes, stop - start)
@@ -274,11 +274,11 @@ def coded_fault(shape: Shape, coded: Coded) -> str | None:
     except ConfigError as error:
         return str(error)
     wanted = {buffer.name: (buffer.dtype, (*shape[:-1], buffer.width(shape[-1]))) for buffer in buffers}
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in coded.buffers.items()}
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in coded.buffers.items()}
     lines = [
-        f"{name} is {_in_words(found.get(name))}, not {_in_words(wanted.get(name))}"
-        for name in dict.fromkeys(chain(wanted, found))
-        if found.get(name) != wanted.get(name)
+        f"{name} is {_in_words(stored.get(name))}, not {_in_words(wanted.get(name))}"
+        for name in dict.fromkeys(chain(wanted, stored))
+        if stored.get(name) != wanted.get(name)
     ]
     return f"{coded.format}: {'; '.join(lines)}" if lines else None
 
@@ -287,9 +287,9 @@ def _in_words(tensor: tuple[torch.dtype, Shape] | None) -> str:
     return "absent" if tensor is None else f"{tensor[0]} {tensor[1]}"
 
 
-def stored_alike(one: str, other: str) -> bool:
+def stored_alike(format: str, other: str) -> bool:
     """True if both formats store weights in the same way: they may round activations differently."""
-    return replace(quant_format(one), activation_bits=16) == replace(quant_format(other), activation_bits=16)
+    return replace(quant_format(format), activation_bits=16) == replace(quant_format(other), activation_bits=16)
 
 
 def _with_buffers(coded: Coded | None, wrap: Callable[[LazyTensor], LazyTensor]) -> Coded | None:

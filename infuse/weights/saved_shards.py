@@ -87,7 +87,7 @@ class SavedTensor:
         """The whole tensor, whose parts are read from the files that have them. For tensors that are not coded."""
         if not self.bands:
             return self.piece
-        (band,) = self.bands  # only experts have several, and these are never read under the model's names
+        (band,) = self.bands
         pieces = _RankTensors(self.files, self.name)
         return Joined(pieces, band.tiling.spans(self.first), band.tiling.axis, self.shape, self.dtype)
 
@@ -120,36 +120,30 @@ class SavedTensor:
             stored = self.files[rank].stored[self.name]
             if stored.dtype != wanted.dtype if wanted.dtype else not stored.dtype.is_floating_point:
                 return f"{stored.dtype}, the model has {wanted.dtype or 'floating values'}"
-            if not self._is_piece(stored.shape, rank, wanted):
+            if stored.shape != self._piece_shape(rank, wanted):
                 return f"{stored.shape}, the model has {wanted.shape}"
         return None
 
-    def _is_piece(self, shape: Shape, rank: int, wanted: Wanted) -> bool:
-        """Whether a file's `shape` is that of its rank's piece, so that the pieces give the `wanted` shape."""
-        cut, expected = wanted.cut, list(wanted.shape)
-        if len(shape) != len(expected) or (self.is_own and self.bands):
-            return shape == wanted.shape
-        if not self.bands:
-            if cut is None:
-                return shape == wanted.shape
-            if cut.axis == 0:
-                return shape == (cut.whole_length, *expected[1:])
-            rows = expected[0] if cut.rows is None else max(cut.rows[1], shape[0])
-            return shape == (rows, _width(wanted.buffer, cut.whole_length))
-        axis, length = self.bands[0].tiling.axis, self.bands[0].tiling.length
-        if cut is None and axis == 0 and length != expected[0]:
-            return False
-        if axis == 0:
-            return shape == (self.bands[0].tiling.part_length(rank), *expected[1:])
-        rows = self.bands[-1].rows[1] if self.bands[-1].rows else expected[0]
-        if rows != expected[0] or (cut is None and _width(wanted.buffer, length) != expected[1]):
-            return False
+    def _piece_shape(self, rank: int, wanted: Wanted) -> tuple[int | None, ...] | None:
+        """Shape of a rank's piece of the tensor that is `wanted`; None if the index cuts a tensor of another shape."""
+        cut, shape = wanted.cut, list[int | None](wanted.shape)
+        if (self.bands and self.is_own) or not (self.bands or cut):
+            return wanted.shape
+        if cut is not None and not self.bands:
+            shape[cut.axis] = _length(cut.axis, cut.whole_length, wanted.buffer)
+            if cut.rows is not None:  # of how many rows is not known
+                shape[0] = max(cut.rows[1], self.piece.shape[0])
+            return tuple(shape)
+        axis, length, rows = self.bands[0].tiling.axis, self.bands[0].tiling.length, self.bands[-1].rows
+        if axis >= len(shape) or (rows is not None and rows[1] != shape[0]):
+            return None
+        if cut is None and _length(axis, length, wanted.buffer) != shape[axis]:
+            return None
         for band in self.bands:
-            own = band.tiling.part_length(rank)
-            if own or len(self.bands) == 1:
-                rows = expected[0] if band.rows is None else band.rows[1] - band.rows[0]
-                return shape == (rows, _width(wanted.buffer, own))
-        return True
+            if band.tiling.parts[rank] or len(self.bands) == 1:
+                shape[axis] = _length(axis, band.tiling.part_length(rank), wanted.buffer)
+                shape[0] = shape[0] if band.rows is None else band.rows[1] - band.rows[0]
+        return tuple(shape)
 
 
 def _joined(pieces: Mapping[int, LazyTensor], spans: Sequence[Span], axis: int, buffer: Buffer) -> LazyTensor:
@@ -166,12 +160,14 @@ def _cut(whole: LazyTensor, cut: Cut, buffer: Buffer) -> LazyTensor:
     """A rank's part of a tensor that one file has."""
     if cut.rows is not None:
         whole = Joined.of({0: whole}, [Span(0, *cut.rows)])
-    return _joined({0: whole}, [Span(0, *one) for one in cut.ranges], cut.axis, buffer)
+    return _joined({0: whole}, [Span(0, start, stop) for start, stop in cut.ranges], cut.axis, buffer)
 
 
-def _width(buffer: Buffer, inputs: int) -> int | None:
-    """Columns for so many inputs; None if they cut what several inputs share."""
-    return None if buffer.inputs is not None and inputs % buffer.inputs else buffer.width(inputs)
+def _length(axis: int, positions: int, buffer: Buffer) -> int | None:
+    """Rows, or columns of `buffer`, for so many positions; None if they cut what several inputs share."""
+    if axis == 0:
+        return positions
+    return None if buffer.inputs is not None and positions % buffer.inputs else buffer.width(positions)
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,8 @@ class SavedShards:
 
     def joined(self, name: str, wanted: Shape, packed: Packed | None = None) -> LazyTensor | None:
         tensor = self.pieces[name]
-        return tensor.whole() if tensor.shape == wanted else None
+        # Only experts have several bands, and they are never read under the model's names.
+        return tensor.whole() if tensor.shape == wanted and len(tensor.bands) < 2 else None
 
     def part(self, name: str, wanted: Wanted) -> LazyTensor:
         """A tensor as stored, or a rank's part of it."""
@@ -254,9 +251,9 @@ class SavedShards:
         if self._rank is None:
             return "the ranks that saved it cut it otherwise"
         for name, wanted in tensors.items():
-            found = self.pieces[name].dtype
-            if wanted.dtype not in (None, found):
-                return f"it is stored in {found}, and the model runs in {wanted.dtype}"
+            dtype = self.pieces[name].dtype
+            if wanted.dtype not in (None, dtype):
+                return f"it is stored in {dtype}, and the model runs in {wanted.dtype}"
         return None
 
     def fault(self, name: str, wanted: Wanted) -> str | None:

@@ -32,7 +32,9 @@ class TallMatrix:
         coded = self._source.coded
         if coded is None:
             return None
-        buffers: dict[str, LazyTensor] = {name: TallMatrix(self._stacked, one) for name, one in coded.buffers.items()}
+        buffers: dict[str, LazyTensor] = {
+            name: TallMatrix(self._stacked, buffer) for name, buffer in coded.buffers.items()
+        }
         return Coded(coded.format, buffers)
 
     def read(self, part: Slices = ()) -> Tensor:
@@ -45,7 +47,8 @@ class TallMatrix:
         if (start, stop) == (0, count * rows):
             whole = self._source.read((slice(None), slice(None), part[1]) if len(part) > 1 else ())
             return whole.flatten(0, 1)
-        return _joined([self._source.read((slice(expert, expert + 1), own, *part[1:]))[0] for expert, own in runs])
+        experts = ((slice(expert, expert + 1), within) for expert, within in runs)
+        return _joined([self._source.read((*slices, *part[1:]))[0] for slices in experts])
 
     @property
     def _sizes(self) -> Shape:

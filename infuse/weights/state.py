@@ -63,9 +63,9 @@ class Original:
         names = self.stored[fill.target]
         if prefix + names[0] not in state:
             return None
-        found, *_ = [state.pop(prefix + name, None) for name in names]
+        target, *_ = [state.pop(prefix + name, None) for name in names]
         if fill.format is None:
-            return found
+            return target
         if self.dequantized is None:
             raise UnsupportedCall(
                 f"{self.path or 'the model'}: the weights are quantized ({fill.format}), so a state dict cannot have "
@@ -94,8 +94,7 @@ class Original:
         given = {name: state.pop(prefix + name) for name in self.shapes if prefix + name in state}
         for name, wanted in self.shapes.items():
             if name in given and tuple(given[name].shape) != wanted:
-                found = given.pop(name)
-                shapes = f"the given shape is {tuple(found.shape)}, the model's is {wanted}"
+                shapes = f"the given shape is {tuple(given.pop(name).shape)}, the model's is {wanted}"
                 errors.append(f"size mismatch for {prefix}{name}: {shapes}.")
             elif name not in given and not self._is_given_as_ours(name, state, prefix):
                 missing.append(prefix + name)
@@ -111,8 +110,8 @@ class Original:
         """Put the target of `fill` into `state`; sources that are not given keep the module's current values."""
         place, _ = place_of(module, fill.target)
         if any(name not in given for name in fill.sources):
-            held = module.get_parameter(fill.target) if fill.format is None else self._values(place)
-            given = {**source_tensors(fill, held, self.shapes), **given}
+            target = module.get_parameter(fill.target) if fill.format is None else self._values(place)
+            given = {**source_tensors(fill, target, self.shapes), **given}
         if fill.format is None:
             state[prefix + fill.target] = filled(fill, _in_memory(given, None), None)
             return
@@ -130,9 +129,9 @@ class Original:
         """Put the module's current target of `fill` into `state` unless it is already present."""
         for name in self.stored[fill.target]:
             place, leaf = place_of(module, name)
-            held = place._parameters.get(leaf, place._buffers.get(leaf))
-            if held is not None:
-                state.setdefault(prefix + name, held.detach())
+            tensor = place._parameters.get(leaf, place._buffers.get(leaf))
+            if tensor is not None:
+                state.setdefault(prefix + name, tensor.detach())
 
     def _is_given_as_ours(self, name: str, state: Mapping[str, Tensor], prefix: str) -> bool:
         """True if `state` has, under our own name, the target made from `name`."""

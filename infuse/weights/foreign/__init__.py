@@ -32,15 +32,15 @@ def recognised(unread: Unread) -> Recognised:
     used: set[str] = set()
     faults: dict[str, str] = {}
     for recogniser in (*_registered, *RECOGNISERS):
-        found = recogniser(unread)
-        tensors |= found.tensors
-        used |= found.used
-        faults |= found.faults
-        known = found.tensors.keys() | found.faults.keys()
+        result = recogniser(unread)
+        tensors |= result.tensors
+        used |= result.used
+        faults |= result.faults
+        known = result.tensors.keys() | result.faults.keys()
         unread = replace(
             unread,
-            names=tuple(name for name in unread.names if name not in found.used),
-            by_name={name: stored for name, stored in unread.by_name.items() if stored not in found.used},
+            names=tuple(name for name in unread.names if name not in result.used),
+            by_name={name: stored for name, stored in unread.by_name.items() if stored not in result.used},
             shapes={name: shape for name, shape in unread.shapes.items() if name not in known},
         )
     return Recognised(tensors, used, faults)

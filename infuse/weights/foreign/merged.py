@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infuse.weights.foreign.layout import Recognised, Unread
-from infuse.weights.lazy import LazyTensor, Shape, Slices
+from infuse.weights.lazy import Coded, LazyTensor, Shape, Slices
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,18 @@ class Merged:
 
     parts: Sequence[Sequence[LazyTensor]]
 
-    coded = None
+    @property
+    def coded(self) -> Coded | None:
+        """The buffers of all experts, if all parts are stored in one format."""
+        stored = [[part.coded for part in parts] for parts in self.parts]
+        formats = {coded.format if coded else None for row in stored for coded in row}
+        first = stored[0][0]
+        if first is None or len(formats) != 1:
+            return None
+        buffers = {
+            name: Merged([[coded.buffers[name] for coded in row if coded] for row in stored]) for name in first.buffers
+        }
+        return Coded(first.format, buffers)
 
     @property
     def shape(self) -> Shape:
