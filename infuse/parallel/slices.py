@@ -118,7 +118,7 @@ def bands_of(cuts: Sequence[Cut | None]) -> tuple[Band, ...]:
 
 
 def are_along(bands: Sequence[Band], cut: Cut) -> bool:
-    """True if ranks share the tensor along the axis of `cut` alone, or not at all: ranges of theirs make up the part."""
+    """True if ranks share the tensor along the axis of `cut` alone, or not at all, so that ranges make up the part."""
     return not bands or (cut.rows is None and bands[0].rows is None and bands[0].tiling.axis == cut.axis)
 
 

@@ -190,13 +190,18 @@ def _group_faults(
     else:
         needed = [(0, bands[0].tiling.length)] if cut is None else cut.ranges
         parts = [taken(band.tiling.spans(), needed) for band in bands]
-    most = max(len({span.source for span in spans}) for spans in parts)
-    ends = {end for spans in parts for span in spans for end in (span.start, span.stop)}
-    shared = [buffer.inputs for buffer in format.buffers(cut.whole_length if cut else bands[0].tiling.length)]
-    unit = math.lcm(format.group_size or 1, *(inputs for inputs in shared if inputs is not None))
-    if None in shared and format.group_size is None and most > 1:
+    length = cut.whole_length if cut is not None else bands[0].tiling.length
+    if why := format.fits(length):
+        yield f"{name}: {why}"
+        return
+    buffers, most = format.buffers(length), max(len({span.source for span in spans}) for spans in parts)
+    shared = [buffer.inputs for buffer in buffers if buffer.inputs is not None]
+    unit, ends = math.lcm(*shared), {end for spans in parts for span in spans for end in (span.start, span.stop)}
+    if most > 1 and len(shared) < len(buffers):
         what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
         yield f"{name}: {format}: {what}; formats with groups can be"
     elif cut_at := sorted(end for end in ends if end % unit):
-        what = f"groups of {unit} inputs" if unit > format.pack else f"bytes of {unit} inputs"
+        what = f"groups of {unit} inputs" if len(shared) > 1 else f"bytes of {unit} inputs"
         yield f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}"
+    elif cut is not None and (why := format.fits(cut.length)):
+        yield f"{name}: {why}"

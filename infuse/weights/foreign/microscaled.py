@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from infuse.errors import CheckpointError, ConfigError
-from infuse.quant.format import SCALE_DTYPE
 from infuse.quant.microscaling import BLOCK, from_blocks
 from infuse.weights.foreign.layout import Recognised, Unread
 from infuse.weights.lazy import Coded, CodedTensor, LazyTensor, Shape, Slices, Transposed, of_all_axes
@@ -46,7 +45,7 @@ class _Scales:
     exponents: LazyTensor
     name: str
 
-    dtype, coded = SCALE_DTYPE, None
+    dtype, coded = torch.bfloat16, None
 
     @property
     def shape(self) -> Shape:
