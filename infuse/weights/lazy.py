@@ -193,7 +193,8 @@ class Joined:
         slices = list(of_all_axes(part, max(len(part), self.axis + 1)))
         start, stop, _ = slices[self.axis].indices(self.shape[self.axis])
         pieces = []
-        for span in taken(self.spans, [(start, stop)]) or [Span(next(iter(self.sources)), 0, 0)]:
+        any_source = self.spans[0].source if self.spans else next(iter(self.sources))
+        for span in taken(self.spans, [(start, stop)]) or [Span(any_source, 0, 0)]:
             slices[self.axis] = slice(span.start, span.stop)
             pieces.append(self.sources[span.source].read(tuple(slices)))
         return pieces

@@ -105,6 +105,7 @@ class SavedTensor:
         tiling = band.tiling
         assert cut is None or are_along(self.bands, cut), (self.name, cut)
         spans = taken(tiling.spans(self.first), ((0, tiling.length),) if cut is None else cut.ranges)
+        spans = spans or [Span(self.first, 0, 0)]  # a rank without a part
         return _joined(_RankTensors(self.files, self.name), spans, tiling.axis, buffer)
 
     def fault(self, wanted: Wanted, ranks: int) -> str | None:
