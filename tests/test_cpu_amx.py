@@ -131,7 +131,7 @@ def thread_cases() -> None:
         torch.set_num_threads(threads)
         assert_product(kernels().tiled_linear(x, weight, None, -1, False), x, weight, None, f"{threads} threads")
         assert_product(
-            test_cpu_linear.quantized(x, *buffers, None, 515, 128, "int4:32"),
+            test_cpu_linear.quantized(x, buffers, None, 515, 128, "int4:32"),
             x,
             values,
             None,

@@ -26,7 +26,7 @@ from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.layer import CosSin, HeldLayers
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
-from infuse.quant.format import SCALE_DTYPE
+from infuse.ops.cpu.quantized_linear import SCALE_DTYPES
 
 
 class StackCall(OneCall):
@@ -199,4 +199,4 @@ def _multiplies(head: nn.Module, x_BTC: Tensor) -> bool:
 
 
 def _streams(quantized: Quantized) -> bool:
-    return quantized.prepared and quantized._chosen.body == "cpu" and quantized.scale.dtype is SCALE_DTYPE
+    return quantized.prepared and quantized._chosen.body == "cpu" and quantized.scale.dtype in SCALE_DTYPES

@@ -16,10 +16,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from infuse.architectures.part import named
 from infuse.config.quant import Quant
 from infuse.config.values import Format, parse_dtype, parse_format
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Cut, Range, Tiling
+from infuse.quant.parse import quant_format
 from infuse.weights.sources import SAVED, inside, read_json
 
 FORMAT = "infuse-5"
@@ -132,6 +134,21 @@ class SavedIndex(_Record):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         return found
+
+    @property
+    def tilings_of_buffers(self) -> dict[str, Tiling]:
+        """The tilings of quantized matrices, by the names of their buffers."""
+        formats = {
+            f"{path}.{target}": quant_format(format)
+            for path, step in self.steps.items()
+            for target, format in step.formats.items()
+        }
+        return {
+            named(name.rpartition(".")[0], buffer): self.tilings[name]
+            for name, format in formats.items()
+            if name in self.tilings
+            for buffer in format.names
+        }
 
     @model_validator(mode="after")
     def _files_make_up_the_tensors(self) -> SavedIndex:

@@ -161,11 +161,12 @@ def _cut_faults(step: Step, formats: Mapping[str, str], tilings: Mapping[str, Ti
         bands = range(max(len(saved.bands), 1))
         of_bands = [taken(saved.spans(), saved.in_band(band, inputs)) for band in bands]
         most, parts = max(map(len, of_bands)), [part for of_band in of_bands for part in of_band]
-        unit = format.group_size or format.pack
-        if format.group_size is None and most > 1:
+        buffers, unit = format.buffers(saved.width), format.unit(saved.width)
+        if most > 1 and any(buffer.inputs is None for buffer in buffers):
             what = f"inputs of {most} ranks, each with a scale for its rows, would be merged"
             faults.append(f"{name}: {format}: {what}; formats with groups can be")
         elif cut_at := sorted({end for part in parts for end in (part.start, part.stop) if end % unit}):
-            what = f"groups of {unit} inputs" if format.group_size else f"bytes of {unit} inputs"
+            sharing = [buffer for buffer in buffers if buffer.inputs is not None]
+            what = f"groups of {unit} inputs" if len(sharing) > 1 else f"bytes of {unit} inputs"
             faults.append(f"{name}: {format}: {what} would be cut at {cut_at}; possible: a multiple of {unit}")
     return faults

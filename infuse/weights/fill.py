@@ -18,7 +18,8 @@ from infuse.architectures.packing import STACK, Fill, StackedExperts, spans
 from infuse.architectures.part import named
 from infuse.errors import ConfigError
 from infuse.parallel.slices import Cut, Span, taken
-from infuse.quant.format import BUFFERS, QuantFormat, QuantizedWeight
+from infuse.quant.format import QuantFormat, QuantizedWeight
+from infuse.quant.microscaling import BLOCK
 from infuse.quant.parse import quant_format
 from infuse.weights.mapped import StoredMatrix
 from infuse.weights.reader import Coded, Reader, place_of, tensor_at
@@ -78,23 +79,23 @@ def quantized(fill: Fill, reader: Reader, quantize: Callable, rows: int | None) 
     for limits, pieces in _parts(fill, stacked_reader(fill, reader), rows):
         part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=_axis(fill))
         try:
-            data, scale, zero = quantize(part, fill.format)
+            tensors = quantize(part, fill.format)
         except ConfigError as error:
             raise ConfigError(f"{' + '.join(fill.sources)}, from row {limits.start} on: {error}") from error
-        yield QuantizedWeight(data, scale, zero, (len(part), part.shape[1]), format)
+        yield QuantizedWeight.listed(tensors, (len(part), part.shape[1]), format)
 
 
 def _as_stored(fill: Fill, coded: Coded, format: QuantFormat, rows: int | None) -> Iterator[QuantizedWeight]:
     """The target's codes and scales as its source has them, in parts as those of `quantized`."""
-    group = format.group_size
-    assert group is not None and fill.packing is None and fill.stacked is not None, fill
+    assert fill.packing is None and fill.stacked is not None, fill
     parts = [
         _parts(_narrowed(fill, per), stacked_reader(fill, reader), rows, PART_VALUES // per)
-        for reader, per in ((coded.data, 8 // format.bits), (coded.scale, group))
+        for reader, per in ((coded.data, 8 // format.bits), (coded.scale, BLOCK))
     ]
     for both in zip(*parts, strict=True):
         data, scale = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, _axis(fill)) for _, pieces in both)
-        yield QuantizedWeight(data.contiguous(), scale.contiguous(), None, (len(data), scale.shape[1] * group), format)
+        tensors = [data.contiguous(), scale.contiguous()]
+        yield QuantizedWeight.listed(tensors, (len(data), scale.shape[1] * BLOCK), format)
 
 
 def _narrowed(fill: Fill, per: int) -> Fill:
@@ -238,7 +239,7 @@ def fill_saved(module: nn.Module, path: str, fills: Iterable[Fill], source: Save
         if fill.format is not None:
             shape = (place.out_features, place.in_features)
             format = quant_format(fill.format)
-            place.hold([QuantizedWeight(values["data"], values["scale"], values.get("zero"), shape, format)])
+            place.hold([QuantizedWeight.of(values, shape, format)])
         elif values:
             value = values[leaf].to(torch.float32 if fill.exact else dtype)
             place._parameters[leaf] = nn.Parameter(value, requires_grad=False)
@@ -262,11 +263,9 @@ def saved_tensors(
         place, leaf = place_of(module, fill.target)
         at = named(path, fill.target).rpartition(".")[0]
         if fill.format is not None:
-            like = torch.empty((place.out_features, place.in_features), device="meta")
-            weight = quant_format(fill.format).quantize(like)
-            for name in BUFFERS:
-                if (tensor := getattr(weight, name)) is not None:
-                    wanted[named(at, name)] = Wanted(tuple(tensor.shape), tensor.dtype, fill.cut)
+            for buffer in quant_format(fill.format).buffers(place.in_features):
+                shape = place.out_features, buffer.width(place.in_features)
+                wanted[named(at, buffer.name)] = Wanted(shape, buffer.dtype, fill.cut)
         elif leaf in place._parameters:
             wanted[named(at, leaf)] = Wanted(tuple(place.get_parameter(leaf).shape), plain, fill.cut)
     return wanted

@@ -64,7 +64,7 @@ class Microscaled:
 
     def _scales(self, experts: slice, groups: slice, rows: slice) -> Tensor:
         weight, sizes = self._weight(experts, rows, groups, without_codes=True)
-        return weight.scale.unflatten(0, sizes).transpose(1, 2)
+        return weight.tensors["scale"].unflatten(0, sizes).transpose(1, 2)
 
     def _weight(
         self, experts: slice, rows: slice, groups: slice, *, without_codes: bool = False

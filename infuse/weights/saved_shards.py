@@ -15,7 +15,6 @@ from torch import Tensor
 
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Cut, Range, Tiling, total
-from infuse.quant.format import BUFFERS
 from infuse.weights.checkpoint import Joined, TensorFile
 from infuse.weights.fill import Wanted
 from infuse.weights.mapped import FirstUse, StoredMatrix
@@ -150,6 +149,8 @@ class SavedTensor(Joined):
 class SavedShards:
     """The files of all ranks, or of `rank` alone; in that case other files are opened on demand.
 
+    `of_buffers`: the tilings of quantized matrices, in rows and inputs, by the names of their buffers.
+
     `layouts`: the layouts of the matrices of experts that are stored as kernels read them, by the paths of the
     matrices. `maps`: experts are mapped where possible; otherwise `unmapped` says of each matrix why not.
     """
@@ -159,6 +160,7 @@ class SavedShards:
     def __init__(
         self, form: str, paths: Sequence[Path], tilings: Mapping[str, Tiling], checksums: Sequence[Checksums],
         rank: int | None, layouts: Mapping[str, str] = MappingProxyType({}), maps: bool = False,
+        of_buffers: Mapping[str, Tiling] = MappingProxyType({}),
     ):  # fmt: skip
         self.maps, self._rank, self._layouts = maps, rank, layouts
         self.unmapped: dict[str, str] = {}
@@ -168,8 +170,7 @@ class SavedShards:
         opened = {number: self._opened[number] for number in range(len(paths)) if rank in (None, number)}
         for name in dict.fromkeys(name for file in opened.values() for name in file.stored):
             found = {number: file for number, file in opened.items() if name in file.stored}
-            owner, _, leaf = name.rpartition(".")
-            cut = tilings.get(name) or tilings.get(f"{owner}.weight" if leaf in BUFFERS else name)
+            cut = tilings.get(name) or of_buffers.get(name)
             if cut is None:
                 first, file = next(iter(found.items()))
                 whole = _of_one(0, next(iter(file.stored[name].shape), 1), first)

@@ -21,7 +21,7 @@ from infuse import ops
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import named
 from infuse.errors import UnsupportedCall
-from infuse.quant.format import BUFFERS
+from infuse.quant.parse import quant_format
 from infuse.weights.fill import filled, quantized, source_tensors
 from infuse.weights.names import placed
 from infuse.weights.reader import Coded, Slices, place_of
@@ -73,7 +73,7 @@ class Original:
                 "that they have: `with infuse.dequantized(model): model.save_pretrained(FOLDER)`"
             )
         place, _ = place_of(module, fill.target)
-        address = place.data.data_ptr()
+        address = place.listed()[0].data_ptr()
         value = self.dequantized.get(address)
         if value is None:
             value = self.dequantized[address] = self._values(place)
@@ -117,8 +117,8 @@ class Original:
             return
         before = dict(place._buffers)
         quantize = ops.quantize.body(self.bodies.get("quantize", ops.REFERENCE))
-        place.hold(quantized(fill, _Given(given, place.data.device), quantize, place.part_rows))
-        for name in BUFFERS:  # reuse the memory: tied embeddings and CUDA graphs refer to it
+        place.hold(quantized(fill, _Given(given, place.listed()[0].device), quantize, place.part_rows))
+        for name in place.tensors:  # reuse the memory: tied embeddings and CUDA graphs refer to it
             old, new = before[name], place._buffers[name]
             if old is not None and new is not None and old.shape == new.shape:
                 place._buffers[name] = old.copy_(new)
@@ -149,7 +149,8 @@ class Original:
 def _stored(fill: Fill) -> tuple[str, ...]:
     """Names of the target in our module's own state dict; a quantized weight has several, codes first."""
     owner = fill.target.rpartition(".")[0]
-    return (fill.target,) if fill.format is None else tuple(named(owner, leaf) for leaf in BUFFERS)
+    leaves = () if fill.format is None else quant_format(fill.format).names
+    return tuple(named(owner, leaf) for leaf in leaves) or (fill.target,)
 
 
 def _refuse_offloading() -> None:

@@ -42,8 +42,9 @@ void arrange_groups(const LinearArgs& a, int64_t begin_block, int64_t end_block,
 // ---- single codes ----
 
 struct PanelRow {
+  const LinearArgs& a;
   const uint8_t* codes;
-  const bf16* scale;
+  const uint16_t* scale;
   const int8_t* zero;  // or null
 
   template <Code C>
@@ -51,7 +52,7 @@ struct PanelRow {
     const int64_t panel = o / kPanelRows, lane = o % kPanelRows, scales = panel * a.groups * kPanelRows + lane;
     const uint8_t* codes = static_cast<const uint8_t*>(a.weight) + panel * (a.inputs / kUnit<C>) * kUnitBytes<C> +
                            4 * lane;
-    return {codes, reinterpret_cast<const bf16*>(a.scale) + scales, a.zero ? a.zero + scales : nullptr};
+    return {a, codes, a.scale + scales, a.zero ? a.zero + scales : nullptr};
   }
   template <Code C>
   float value(int64_t i, int64_t g) const {
@@ -59,7 +60,7 @@ struct PanelRow {
     for (int w = 0; w < kUnitWords<C>; ++w) std::memcpy(words + w,
         codes + i / kUnit<C> * kUnitBytes<C> + w * kWordBytes, 4);
     const float shift = zero ? float(zero[g * kPanelRows]) * kZeroUnit<C> : 0.0f;
-    return (value_in<C>(words, int(i % kUnit<C>)) - shift) * widen(scale[g * kPanelRows]);
+    return (value_in<C>(words, int(i % kUnit<C>)) - shift) * scale_at(a, scale + g * kPanelRows);
   }
 };
 
@@ -73,7 +74,7 @@ void dequantize_rows(const LinearArgs& a, int64_t begin, int64_t end) {
       const int64_t o = panel * kPanelRows + lane;
       for (int64_t u = 0; u < units; ++u, p += kUnitBytes<C>) {
         const int64_t at = (panel * a.groups + u / in_group) * kPanelRows + lane;
-        const Vec scale = load(reinterpret_cast<const bf16*>(a.scale) + at, Vec::width);
+        const Vec scale = load_scales(a, a.scale + at);
         const Vec shift = a.zero ? load_zeros(a.zero + at) * Vec(kZeroUnit<C>) : Vec();
         alignas(64) float value[kUnit<C>][Vec::width];
         const Unit<C> d = load_unit<C>(p);
@@ -136,7 +137,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
   const Into into = R > 1 ? Into::all : a.once ? Into::once : Into::outer;
   const int64_t units = a.inputs / kUnit<C>, in_group = units / a.groups;
   const float* sums = group_sums(a, arranged_bytes<P>(a)) + first * a.groups;
-  const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
+  const uint16_t* scales = a.scale + panel * a.groups * kPanelRows;
   const int8_t* zeros = a.zero ? a.zero + panel * a.groups * kPanelRows : nullptr;
   for (int lane = 0; lane < kPanelRows; lane += Vec::width) {
     const int64_t o = panel * kPanelRows + lane;
@@ -146,7 +147,7 @@ void few_rows(const LinearArgs& a, int64_t panel, int64_t first) {
     const typename P::X* x = static_cast<const typename P::X*>(a.scratch) + first * P::words(a);
     Vec acc[R];
     for (int64_t g = 0; g < a.groups; ++g) {
-      const Vec scale = load(scales + g * kPanelRows + lane, Vec::width);
+      const Vec scale = load_scales(a, scales + g * kPanelRows + lane);
       for (int64_t left = in_group; left > 0; left -= kChunkUnits) {
         typename P::template Sums<R> sums_of_chunk(x);
         constexpr int at_once = decltype(sums_of_chunk)::units;

@@ -179,6 +179,15 @@ Vec codes(const Unit<C>& d, int j) {
 
 #endif
 
+// The scale at `p`, and those of Vec::width rows. A scale is read once for a group, so that its type is asked here.
+inline float scale_at(const LinearArgs& a, const uint16_t* p) {
+  return a.half_scales ? widen(*reinterpret_cast<const f16*>(p)) : widen(*reinterpret_cast<const bf16*>(p));
+}
+[[gnu::always_inline]] inline Vec load_scales(const LinearArgs& a, const uint16_t* p) {
+  if (a.half_scales) [[unlikely]] return load(reinterpret_cast<const f16*>(p), Vec::width);
+  return load(reinterpret_cast<const bf16*>(p), Vec::width);
+}
+
 template <Code C>
 constexpr float kZeroUnit = C == Code::int4 ? 1.0f / 16 : 1.0f;  // one unit of `zero`, in steps of the scale
 

@@ -46,11 +46,11 @@ void fill_tile(const LinearArgs& a, int64_t panel, int half, int64_t begin, int6
     }
     return;
   }
-  const bf16* scales = reinterpret_cast<const bf16*>(a.scale) + panel * a.groups * kPanelRows;
+  const uint16_t* scales = a.scale + panel * a.groups * kPanelRows;
   for (int64_t u = begin / kUnit<C>; u < last;) {
     const int64_t g = u / in_group, stop = (g + 1) * in_group < last ? (g + 1) * in_group : last;
     const uint8_t* p = static_cast<const uint8_t*>(a.weight) + (panel * units + u) * kUnitBytes<C>;
-    const Vec scale = load(scales + g * kPanelRows, kPanelRows);
+    const Vec scale = load_scales(a, scales + g * kPanelRows);
     const Vec shift = zeros ? load_zeros(a.zero + (panel * a.groups + g) * kPanelRows) * Vec(kZeroUnit<C>) : Vec();
     for (; u < stop; ++u, p += kUnitBytes<C>) {
       prefetch_unit<C>(p + kAhead);
