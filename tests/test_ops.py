@@ -199,7 +199,7 @@ def test_reference_in_16_bits_is_the_reference_in_float32_rounded(name: str, dty
     op, mutated = registered()[name], written(name)
     for case in cases(name, dtype):
         given = own(case.args, mutated)
-        wide = in_float32(name, given, dtype)
+        wide = in_float32(given, dtype)
         found, wanted = results(op.reference, given, mutated), results(op.reference, wide, mutated)
         for a, b in zip(found, wanted, strict=True):
             assert a.dtype == (dtype if b.is_floating_point() and name != "quantize" else b.dtype), case.label
