@@ -28,7 +28,7 @@ SHAPES = (
     (1, 5, 6, 64, 40, True),
     (1300, 1, 1, 1024, 32, True),  # more than a core's cache holds
 )
-FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric")
+FORMATS = ("mxfp4", "int8:8", "int4:8", "fp8:row", "int8:8:asymmetric", "int4:8:asymmetric:f16")
 REAL = runner("experts", "cpu")
 CODES = runner("quantized_experts", "cpu")
 

@@ -31,7 +31,8 @@ QUANTIZED_ROWS = (*ROWS, 12, 73)  # the last by tiles
 INPUTS, OUTPUTS = (1, 7, 33, 64, 96, 2048, 2079), (1, 3, 17, 100)
 FORMATS = (
     "int8", "int8:32:asymmetric", "int8:96", "int8:row:asymmetric", "int4", "int4:32:asymmetric", "int4:96:asymmetric",
-    "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row",
+    "int4:row", "fp8", "fp8:32", "fp8:96", "fp6:32", "fp6", "fp6:96", "fp6:row", "int8:32:f16",
+    "int4:32:asymmetric:f16",
 )  # fmt: skip
 QUANTIZED_INPUTS = (32, 64, 96, 480, 2048)
 

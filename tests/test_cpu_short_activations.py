@@ -34,7 +34,7 @@ def rounds(dtype: torch.dtype) -> bool:
 
 FORMATS = (
     "int8:a8", "int8:32:asymmetric:a8", "int8:row:a8", "int8:20:a8", "int4:a8", "int4:32:asymmetric:a8", "int4:24:a8",
-    "int4:row:a8",
+    "int4:row:a8", "int8:32:asymmetric:f16:a8", "int4:f16:a8",
 )  # fmt: skip
 NOT_HERE = "this processor multiplies no bytes, or bfloat16 as fast"
 

@@ -395,8 +395,8 @@ def test_a_quantized_model_is_proven_and_the_plan_tells_the_format(format: neste
     assert "nested: there is no kernel for it yet" in str(engine.plan)
     assert engine.plan.after_bytes == parameter_bytes(engine.module) < engine.plan.before_bytes / 4
     close(plain_logits(engine), plain_logits(rounded(engine)))
-    tolerance = sum(quant_format(one).proof_tolerance ** 2 for step in engine.plan.steps for one in step.formats.values())
-    close(plain_logits(engine), plain_logits(exact), tolerance**0.5)
+    formats = [quant_format(one) for step in engine.plan.steps for one in step.formats.values()]
+    close(plain_logits(engine), plain_logits(exact), sum(one.proof_tolerance**2 for one in formats) ** 0.5)
 
 
 def test_widths_that_a_format_does_not_fit_are_left(format: nested.NestedFormat) -> None:

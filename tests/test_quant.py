@@ -16,7 +16,8 @@ from infuse.quant.integer import pack_int4, unpack_int4
 from infuse.quant.parse import quant_format
 
 INTEGERS = ("int8:{}", "int8:{}:asymmetric", "int4:{}", "int4:{}:asymmetric")
-KINDS = (*INTEGERS, "fp8:{}", "fp6:{}")
+FULL_RANGE = (*INTEGERS, "fp8:{}", "fp6:{}")
+KINDS = (*FULL_RANGE, "int8:{}:f16", "int4:{}:asymmetric:f16")
 UNCUT = ("int8:{}", "int8:{}:asymmetric")
 TEXTS = [kind.format(size) for kind in KINDS for size in (32, 64, 128, "row", "groups=2")]
 
@@ -142,7 +143,7 @@ def test_uncut_formats_are_off_by_half_a_step_at_most(kind: str, data: st.DataOb
     assert (off <= half_step * (1 + 1e-4)).all()  # 1e-4: 255 steps in float32 are themselves rounded
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FULL_RANGE)
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_a_second_quantization_changes_nothing(kind: str, data: st.DataObject) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TypeGuard
 
@@ -144,10 +144,9 @@ class Quantized(InferenceModule):
         """The format's buffers by name, in the layout that the body reads."""
         return {name: self.get_buffer(name) for name in self._names}
 
-    def listed(self) -> list[Tensor]:
+    def listed(self) -> Sequence[Tensor]:
         """The format's buffers, as ops take them."""
-        buffers = self._buffers  # nn.Module.__getattr__ takes longer than the rest
-        return [buffers[name] for name in self._names]  # type: ignore[misc]
+        return [self.get_buffer(name) for name in self._names]
 
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
@@ -214,7 +213,10 @@ class QuantizedLinear(Quantized):
         self.register_parameter("bias", nn.Parameter(empty, requires_grad=False) if bias else None)
 
     def arguments(self) -> tuple:
-        return self.listed(), self._parameters["bias"], *self._sizes
+        held, names = self._buffers, self._names
+        # Most formats have two buffers. A comprehension takes 0.1 us more in each of some hundred calls of a step.
+        buffers = (held[names[0]], held[names[1]]) if len(names) == 2 else self.listed()
+        return buffers, self._parameters["bias"], *self._sizes
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and is_recorded(self, x):

@@ -7,7 +7,7 @@ layout does not know the dtype of the activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -66,13 +66,15 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
     return None if format.has_nearest else f"{format}: its codes cannot be found again from values"
 
 
-def _linear(x: Tensor, buffers: list[Tensor], bias: Tensor | None, *given: Any) -> Tensor:
+def _linear(x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, *given: Any) -> Tensor:
     """`given`: outputs, inputs and format, then the fields of Fusion."""
     values = buffers[0]
     return linear.reference(x, values if values.dtype is x.dtype else values.to(x.dtype), bias, *given[3:])
 
 
-def _embedding(index: Tensor, buffers: list[Tensor], rows: int, width: int, format: str, dtype: torch.dtype) -> Tensor:
+def _embedding(
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+) -> Tensor:
     return buffers[0].index_select(0, index.reshape(-1)).to(dtype).view(*index.shape, width)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from infuse.quant.parse import quant_format
 
 @op("quantized_embedding(Tensor index, Tensor[] buffers, int rows, int width, str format, ScalarType dtype) -> Tensor")
 def quantized_embedding(
-    index: Tensor, buffers: list[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
 ) -> Tensor:
     """dequantize(buffers)[index]: [..., width] in `dtype`; `index` holds integers in [0, rows)."""
     flat, chosen = index.reshape(-1), quant_format(format)
@@ -26,14 +26,14 @@ def quantized_embedding(
 
 
 @quantized_embedding.fake
-def _fake(index: Tensor, buffers: list[Tensor], *given: Any) -> Tensor:
+def _fake(index: Tensor, buffers: Sequence[Tensor], *given: Any) -> Tensor:
     (width, _, dtype) = given[-3:]
     return buffers[0].new_empty(*index.shape, width, dtype=dtype)
 
 
 @quantized_embedding.cases
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32"):
+    for text in ("int8", "int4:32:asymmetric", "fp8", "fp6:32", "int8:f16"):
         held = quant_format(text).quantize(torch.randn(33, 64, device=device))
         for shape in ((), (1,), (2, 3), (0,)):
             index = torch.randint(33, shape, device=device)

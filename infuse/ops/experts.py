@@ -7,7 +7,7 @@ Suffixes: T tokens, K routes of a token, E experts, H hidden width, I inner widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,9 +64,9 @@ def quantized_experts(
     x_TH: Tensor,
     index_TK: Tensor,
     weights_TK: Tensor,
-    up: list[Tensor],
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down: list[Tensor],
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,
@@ -77,7 +77,7 @@ def quantized_experts(
 
     width = x_TH.shape[1]
 
-    def product(buffers: list[Tensor], text: str, bias: Tensor | None, rows: slice, x: Tensor) -> Tensor:
+    def product(buffers: Sequence[Tensor], text: str, bias: Tensor | None, rows: slice, x: Tensor) -> Tensor:
         chosen, shape = quant_format(text), (rows.stop - rows.start, x.shape[1])
         weight = QuantizedWeight.listed((buffer[rows] for buffer in buffers), shape, chosen)
         return F.linear(x, chosen.dequantize(weight, x.dtype), None if bias is None else bias[rows])
@@ -177,7 +177,10 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_experts.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:32:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
+    texts = (
+        "int8", "int8:32:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
+        "int4:f16",
+    )  # fmt: skip
     for i, text in enumerate(texts):
         fitting = [sizes for sizes in _CASES if not any(quant_format(text).fits(inputs) for inputs in sizes[3:5])]
         for sizes in fitting[i % 2 :: 2]:

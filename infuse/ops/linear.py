@@ -7,7 +7,7 @@ Suffixes: R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *around: Any)
     f" {_AROUND}) -> Tensor"
 )
 def quantized_linear(
-    x_RI: Tensor, buffers: list[Tensor], bias_O: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
+    x_RI: Tensor, buffers: Sequence[Tensor], bias_O: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
 ) -> Tensor:
     """`linear` with a dequantized weight, from the buffers of a QuantizedWeight in `format`, in their order."""
     chosen = quant_format(format)
@@ -156,7 +156,10 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 @quantized_linear.cases
 def _quantized_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    texts = ("int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4")
+    texts = (
+        "int8", "int8:64:asymmetric", "int4", "int4:32:asymmetric", "fp8", "fp8:32", "fp6", "fp6:row", "mxfp4",
+        "int4:f16",
+    )  # fmt: skip
     for i, text in enumerate(texts):
         for label, x, outputs, inputs, bias, around in list(_neighbours(dtype, device))[i % 2 :: 2]:
             held = quant_format(text).quantize(torch.randn(outputs, inputs, device=device) / inputs**0.5)

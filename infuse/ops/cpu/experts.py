@@ -6,6 +6,7 @@ plain weights are left to the reference, which runs PyTorch's product for each e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from infuse.ops.experts import experts, quantized_experts
 from infuse.quant.parse import quant_format
 
 PLAIN = -1  # code of a matrix that is not quantized
-Matrix = tuple[list[Tensor], Tensor | None]  # the elements alone or the buffers of a QuantizedWeight; bias
+Matrix = tuple[Sequence[Tensor], Tensor | None]  # the elements alone or the buffers of a QuantizedWeight; bias
 
 
 @experts.implement("cpu", needs)
@@ -50,9 +51,9 @@ def _quantized_experts(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    up: list[Tensor],
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down: list[Tensor],
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,

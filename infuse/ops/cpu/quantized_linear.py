@@ -8,7 +8,7 @@ use PyTorch's product with the whole dequantized weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,6 @@ from infuse.quant.grouped import GroupedFormat
 from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
-SCALE_DTYPES = (torch.bfloat16, torch.float16)  # of scales that the kernels read
 SHORT_ACTIVATIONS = 8  # flag added to a code: kShortX in src/binding.h
 UNIT = {8: 4, 4: 8, 6: 16}  # bits → consecutive codes of a row that fill whole words
 
@@ -117,7 +116,7 @@ PANELS = Layout(_in_panels, _in_rows, _declined, PANEL_ROWS, _gathered, f"panels
 
 @quantized_linear.implement("cpu", needs, PANELS)
 def _quantized_linear(
-    x: Tensor, buffers: list[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
+    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *around: Any
 ) -> Any:
     if around:
         return _with_around(x, (buffers, bias, outputs, inputs, format), Fusion(*around))
@@ -131,30 +130,40 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    panels = with_stored_scales(buffers, format)
-    y = kernels().quantized_linear.default(x, panels, bias, code, outputs, -1, False)
+    buffers = with_stored_scales(buffers, format)
+    zero = buffers[2] if len(buffers) > 2 else None
+    y = kernels().quantized_linear.default(x, buffers[0], buffers[1], zero, bias, code, outputs, -1, False)
     if y is not None:
         return y
     weight = torch.empty(outputs, inputs, dtype=dtype)
-    kernels().dequantize.default(panels, code, weight)
+    kernels().dequantize.default(buffers, code, weight)
     return F.linear(x, weight, bias)
 
 
-def with_stored_scales(buffers: list[Tensor], format: str) -> list[Tensor]:
-    """The buffers with their scales in a dtype that kernels read: casting a model also casts its scales."""
-    if buffers[1].dtype in SCALE_DTYPES:
-        return buffers
+def with_stored_scales(buffers: Sequence[Tensor], format: str) -> Sequence[Tensor]:
+    """The buffers with their scales in the format's dtype: casting a model also casts its scales."""
     data, scale, *zero = buffers
-    return [data, scale.to(quant_format(format).buffers(0)[1].dtype), *zero]
+    stored = dtype_of_scales(format)
+    return buffers if scale.dtype is stored else [data, scale.to(stored), *zero]
+
+
+@cache
+def dtype_of_scales(format: str) -> torch.dtype:
+    """The dtype in which kernels read the scales of a format: bfloat16, or float16 with :f16."""
+    _, scale, *_ = quant_format(format).buffers(0)
+    return scale.dtype
 
 
 def _with_around(x: Tensor, weight: tuple, around: Fusion) -> Any:
     """`weight`: the op's arguments from buffers to format."""
     buffers, bias, outputs, inputs, format = weight
     x, act = around.before(x, "cpu"), ACTIVATION_NUMBERS.get(around.activation or "")
-    fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype) and buffers[1].dtype in SCALE_DTYPES
+    fitting = x.dtype in DTYPES and x.is_contiguous() and fits(bias, x.dtype)
+    fitting = fitting and buffers[1].dtype is dtype_of_scales(format)
     if act is not None and fitting and x.size(-1) == inputs:
-        y = kernels().quantized_linear.default(x, buffers, bias, code_of(format), outputs, act, around.gated)
+        (data, scale, *zeros), code = buffers, code_of(format)
+        zero = zeros[0] if zeros else None
+        y = kernels().quantized_linear.default(x, data, scale, zero, bias, code, outputs, act, around.gated)
         if y is not None:
             return y if around.residual is None else around.residual + y
     return around.after(_quantized_linear(x, *weight), "cpu")
@@ -162,7 +171,7 @@ def _with_around(x: Tensor, weight: tuple, around: Fusion) -> Any:
 
 @quantized_embedding.implement("cpu", needs, PANELS)
 def _quantized_embedding(
-    index: Tensor, buffers: list[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
 ) -> Any:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
         raise IndexError(f"token ids from {int(index.min())} to {int(index.max())} for a table of {rows} rows")

@@ -9,6 +9,7 @@ Suffixes: R routes of all tokens, E experts, N tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,9 +138,9 @@ def _quantized_experts(
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    up: list[Tensor],
+    up: Sequence[Tensor],
     up_bias: Tensor | None,
-    down: list[Tensor],
+    down: Sequence[Tensor],
     down_bias: Tensor | None,
     inner: int,
     up_format: str,

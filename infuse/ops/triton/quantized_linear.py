@@ -7,6 +7,7 @@ dequantized weight, which costs less than dequantizing it again for each tile of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from infuse.quant.parse import quant_format
 
 @quantized_linear.implement("triton", needs, WORDS, fuses=True)
 def _quantized_linear(
-    x: Tensor, buffers: list[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *given: Any
+    x: Tensor, buffers: Sequence[Tensor], bias: Tensor | None, outputs: int, inputs: int, format: str, *given: Any
 ) -> Any:
     around, dtype, rows = Fusion(*given) if given else ALONE, x.dtype, x.numel() // inputs
     if dtype not in DTYPES:
@@ -72,7 +73,7 @@ def _quantized_linear(
     return out
 
 
-def dequantized(index: Tensor | None, buffers: list[Tensor], out: Tensor, outputs: int, format: str) -> Tensor:
+def dequantized(index: Tensor | None, buffers: Sequence[Tensor], out: Tensor, outputs: int, format: str) -> Tensor:
     """Fill `out` [rows, inputs] with the rows `index` of the weight (None: all rows) and return it."""
     (rows, inputs), (data, scale, zero) = out.shape, unpacked(buffers)
     if out.numel():
@@ -88,7 +89,7 @@ def dequantized(index: Tensor | None, buffers: list[Tensor], out: Tensor, output
 
 @quantized_embedding.implement("triton", needs, WORDS)
 def _quantized_embedding(
-    index: Tensor, buffers: list[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
+    index: Tensor, buffers: Sequence[Tensor], rows: int, width: int, format: str, dtype: torch.dtype
 ) -> Any:
     """An index out of range gives NaN: to raise an error, the host would have to wait for the device."""
     out = torch.empty(index.numel(), width, dtype=dtype, device=buffers[0].device)

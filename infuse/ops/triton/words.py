@@ -5,7 +5,7 @@ Suffixes: O outputs, N segments of a row, W words of a segment, C codes in a wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -96,7 +96,7 @@ def _declined(format: QuantFormat, inputs: int) -> str | None:
     return None if format.name in CODES else f"{format}: there is no kernel for it yet"
 
 
-def unpacked(buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def unpacked(buffers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     """data, scale and zero, as the kernels take them."""
     return buffers[0], buffers[1], buffers[2] if len(buffers) > 2 else None
 

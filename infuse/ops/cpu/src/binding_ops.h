@@ -40,9 +40,10 @@ void tile_panels(LinearArgs& a, const Array& data, const Array& scale, const May
 void take_panels(LinearArgs& a, const Array& data, const Array& scale, const Maybe& zero, int64_t code,
                  int64_t outputs);
 void take_panels(LinearArgs& a, const std::vector<Tensor>& buffers, int64_t code, int64_t outputs);
-// Whether kernels read scales of this type.
-inline bool are_scales(const Array& scale) {
-  return scale.scalar_type() == ScalarType::BFloat16 || scale.scalar_type() == ScalarType::Half;
+// Whether kernels read scales of this type for a code.
+inline bool are_scales(const Array& scale, Code code) {
+  const ScalarType type = scale.scalar_type();
+  return type == ScalarType::BFloat16 || (type == ScalarType::Half && has_half_scales(code));
 }
 // Whether to round x to 8 bits: if the code allows it and there is no AMX, which multiplies bf16 faster.
 bool takes_integers(const LinearArgs& a, int64_t code);
