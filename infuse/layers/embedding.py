@@ -39,7 +39,7 @@ class QuantizedEmbedding(Quantized):
         return looked_up(index, self.shape, self._rows, self._combine)
 
     def _rows(self, index: Tensor) -> Tensor:
-        return self._body(index, self.data, self.scale, self.zero, *self._sizes, self.dtype)
+        return self._body(index, self.listed(), *self._sizes, self.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"

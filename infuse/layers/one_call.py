@@ -178,8 +178,8 @@ class OneCall:
     def _matrix(self, node: int, module: nn.Module, rows: int) -> list[int]:
         if isinstance(module, Quantized):
             self._quantized.append(node)
-            code, held = code_of(str(module.format)), ("data", "scale", "zero")[: 2 if module.format.symmetric else 3]
-            places = [*(self._place(node, "_buffers", name) for name in held), -1][:3]
+            code = code_of(str(module.format))
+            places = [*(self._place(node, "_buffers", name) for name in module.tensors), -1, -1][:3]
         else:
             code, places = -1, [self._place(node, "_parameters", "weight"), -1, -1]
         return [code, rows, *places, self._parameter(node, module, "bias")]

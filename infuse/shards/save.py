@@ -90,16 +90,15 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
     plain = [(step, fill) for step in plan.steps for fill in step.fills if not packed_fill(step, fill)]
     turned = {f"{step.path}.{fill.target}" for step, fill in plain if fill.transposed}
     seen: set[int] = set()
-    leaves: tuple[tuple[str, ...], ...] = (("data",), ("scale", "zero"))
-    for parts in leaves:
+    for which in (slice(0, 1), slice(1, None)):
         for path, matrix in laid.items():
             seen.update(id(buffer) for buffer in matrix.buffers(recurse=False))
-            own = tuple(part for part in parts if getattr(matrix, part) is not None)
+            own = matrix.format.names[which]
             yield Bundle(tuple(f"{path}.{part}" for part in own), partial(_as_laid, matrix, own))
     for path, module in model.named_modules():
         if path not in laid and isinstance(module, (QuantizedLinear, QuantizedExpertMatrix)):
             seen.update(id(buffer) for buffer in module.buffers(recurse=False))
-            parts = ("scale", "data", "zero") if module.zero is not None else ("scale", "data")
+            parts = module.format.names
             yield Bundle(tuple(f"{path}.{part}" for part in parts), partial(_held, module, parts))
     for name, tensor in sorted(placed(model).items(), key=lambda item: item[0].startswith(inside)):
         if id(tensor) not in seen:
@@ -111,12 +110,12 @@ def _bundles(model: nn.Module, plan: Plan, laid: Mapping[str, QuantizedExpertMat
 def _as_laid(matrix: QuantizedExpertMatrix, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
     weight = matrix.laid()
     assert weight is not None
-    return tuple(getattr(weight, part) for part in parts)
+    return tuple(weight.tensors[part] for part in parts)
 
 
 def _held(module: Quantized, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
     weight = module.held()
-    return tuple(getattr(weight, part) for part in parts)
+    return tuple(weight.tensors[part] for part in parts)
 
 
 def _alone(tensor: Tensor, turned: bool) -> tuple[Tensor, ...]:

@@ -102,10 +102,10 @@ def quantized(fill: Fill, source: Lookup, quantize: Callable, rows: int | None) 
     for part in _row_parts(fill, target, rows):
         values = target.read((part,))
         try:
-            data, scale, zero = quantize(values, fill.format)
+            tensors = quantize(values, fill.format)
         except ConfigError as error:
             raise ConfigError(f"{' + '.join(fill.sources)}, from row {part.start} on: {error}") from error
-        yield QuantizedWeight(data, scale, zero, (len(values), inputs), format)
+        yield QuantizedWeight.listed(tensors, (len(values), inputs), format)
 
 
 def _row_parts(fill: Fill, target: LazyTensor, rows: int | None) -> Iterator[slice]:
