@@ -19,6 +19,8 @@ from torch import Tensor
 
 from infuse.errors import ConfigError
 from infuse.quant.format import Buffer, QuantFormat, QuantizedWeight
+from infuse.weights.foreign.layout import Recognised, Unread
+from infuse.weights.lazy import Coded, CodedTensor, LazyTensor, Slices
 
 NAME, BLOCK, SUB, BITS_OF_SUB = "nested", 256, 32, 6
 SUBS = BLOCK // SUB
@@ -86,6 +88,32 @@ def from_file(blocks: Tensor) -> QuantizedWeight:
     super_, subs, codes = (part.reshape(rows, -1) for part in parts)
     tensors = {"codes": codes, "subs": subs, "super": super_.view(torch.float16)}
     return QuantizedWeight.of(tensors, (rows, count * BLOCK), parse(()))
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """One buffer of a matrix that a file stores in blocks."""
+
+    blocks: LazyTensor
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    coded = None
+
+    def read(self, part: Slices = ()) -> Tensor:
+        return from_file(self.blocks.read(part[:1])).tensors[self.name][:, *part[1:]]
+
+
+def recognised(unread: Unread) -> Recognised:
+    """For infuse.weights.foreign.register: matrices that a file has under PATH.blocks."""
+    tensors: dict[str, LazyTensor] = {}
+    stored = {f"{name.removesuffix('blocks')}weight": name for name in unread.names if name.endswith(".blocks")}
+    for target, name in stored.items():
+        (rows, inputs), blocks = unread.missing[target], unread.whole(name)
+        parts = [InBlocks(blocks, one.name, (rows, one.width(inputs)), one.dtype) for one in parse(()).buffers(inputs)]
+        coded = Coded(NAME, {part.name: part for part in parts})
+        tensors[target] = CodedTensor((rows, inputs), torch.float32, coded)
+    return Recognised(tensors, set(stored.values()))
 
 
 def _best_steps(w_RBSN: Tensor) -> Tensor:

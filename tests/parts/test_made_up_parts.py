@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
@@ -32,6 +33,7 @@ from infuse.layers.slot import KVSlot, StateSlot
 from infuse.plan.bytes import parameter_bytes
 from infuse.quant import parse
 from infuse.quant.parse import quant_format
+from infuse.weights import foreign
 from tests.models.families import BY_NAME
 from tests.parts import cross, latent, nested, recurrent
 from tests.parts.made_up import HIDDEN, LAYERS, made_up
@@ -485,3 +487,47 @@ def test_shards_of_the_quantized_model_are_read_back_bit_for_bit(format: nested.
     saved = in_nested(save_mp_checkpoint_path=str(tmp_path))
     read, wanted = buffers_of(infer(plain_llama().to("meta"), checkpoint=str(tmp_path))), buffers_of(saved)
     assert [*read] == [*wanted] and all(torch.equal(read[name], wanted[name]) for name in wanted)
+
+
+def publish(folder: Path) -> dict[str, Tensor]:
+    """Write a checkpoint of other people: blocks under their names. Return the codes and scales by ours."""
+    coder, generator, state, buffers = nested.parse(()), torch.Generator().manual_seed(5), {}, {}
+    for name, tensor in plain_llama().state_dict().items():
+        if "_proj." not in name:
+            state[name] = tensor
+            continue
+        stored = coder.quantize(torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5)
+        stored.tensors["codes"].clamp_(0x22, 0xDD)  # without the ends of the grid, which quantizing again would find
+        state[name.replace("weight", "blocks")] = nested.to_file(stored)
+        buffers |= {name.replace("weight", leaf): buffer for leaf, buffer in stored.tensors.items()}
+    save_file(state, folder / "model.safetensors")
+    return buffers
+
+
+def of_foreign_file(folder: str, **keys: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The buffers of the output projections, which are made of one matrix each, and the logits."""
+    with ExitStack() as undo:
+        undo.callback(parse.register(nested.NAME, nested.parse))
+        undo.callback(foreign.register(nested.recognised))
+        engine = infer(plain_llama().to("meta"), checkpoint=folder, verify="sample", **keys)
+        buffers = {name: tensor for name, tensor in buffers_of(engine).items() if ".out." in name}
+        return buffers, plain_logits(engine)
+
+
+def test_a_foreign_file_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:
+    stored = publish(tmp_path)
+    found, wanted = of_foreign_file(str(tmp_path), quant=nested.NAME)
+    assert len(found) == 2 * 3
+    for name, tensor in found.items():
+        theirs = stored[name.replace("self_attn.out.", "self_attn.o_proj.")]
+        assert torch.equal(tensor, theirs), name
+    _, dequantized = of_foreign_file(str(tmp_path))
+    assert (wanted - dequantized).norm() < 0.02 * dequantized.norm()  # the head is in int8 besides
+    for rank, (buffers, logits_of_rank) in enumerate(ranks.run(2, of_foreign_file_on_rank, str(tmp_path))):
+        close(logits_of_rank, wanted)
+        for name, part in buffers.items():
+            assert torch.equal(part, found[name].chunk(2, dim=1)[rank]), name
+
+
+def of_foreign_file_on_rank(folder: str) -> tuple[dict[str, Tensor], Tensor]:
+    return of_foreign_file(folder, quant=nested.NAME, tensor_parallel={"tp_size": 2})
