@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +146,8 @@ class Quantized(InferenceModule):
 
     def listed(self) -> Sequence[Tensor]:
         """The format's buffers, as ops take them."""
-        return [self.get_buffer(name) for name in self._names]
+        held: Mapping[str, Any] = self._buffers  # get_buffer takes 1 us
+        return [held[name] for name in self._names]
 
     def held(self) -> QuantizedWeight:
         """The quantized weight as its format defines it."""
@@ -215,7 +216,7 @@ class QuantizedLinear(Quantized):
     def arguments(self) -> tuple:
         held, names = self._buffers, self._names
         # Most formats have two buffers. A comprehension takes 0.1 us more in each of some hundred calls of a step.
-        buffers = (held[names[0]], held[names[1]]) if len(names) == 2 else self.listed()
+        buffers = (held[names[0]], held[names[1]]) if len(names) == 2 else [held[name] for name in names]
         return buffers, self._parameters["bias"], *self._sizes
 
     def forward(self, x: Tensor) -> Tensor:

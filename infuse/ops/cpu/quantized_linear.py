@@ -24,7 +24,7 @@ from infuse.ops.embedding import quantized_embedding
 from infuse.ops.linear import Fusion, quantized_linear
 from infuse.ops.op import Layout
 from infuse.quant.format import QuantFormat, QuantizedWeight
-from infuse.quant.grouped import GroupedFormat
+from infuse.quant.grouped import SCALE_DTYPE, GroupedFormat
 from infuse.quant.parse import quant_format
 
 PANEL_ROWS = 16
@@ -130,7 +130,8 @@ def _quantized_linear(
         bias = bias.to(dtype).contiguous()
     if not x.is_contiguous():
         x = x.contiguous()
-    buffers = with_stored_scales(buffers, format)
+    if buffers[1].dtype is not SCALE_DTYPE:
+        buffers = with_stored_scales(buffers, format)
     zero = buffers[2] if len(buffers) > 2 else None
     y = kernels().quantized_linear.default(x, buffers[0], buffers[1], zero, bias, code, outputs, -1, False)
     if y is not None:
