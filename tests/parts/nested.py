@@ -101,7 +101,7 @@ class InBlocks:
     coded = None
 
     def read(self, part: Slices = ()) -> Tensor:
-        return from_file(self.blocks.read(part[:1])).tensors[self.name][:, *part[1:]]
+        return from_file(self.blocks.read(part[:1])).tensors[self.name][(slice(None), *part[1:])]
 
 
 def recognised(unread: Unread) -> Recognised:
