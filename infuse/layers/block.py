@@ -91,7 +91,7 @@ class Block(InferenceModule):
             self._steps_of_few = compiled(of_few, self.reduce)
             self._passed_by = {*self._mixers, *self._products, *(norm for norm in norms if norms.count(norm) > 1)}
             self._forwards = [(name, type(parts[name]).forward) for name in (*self._mixers, *self._products)]
-        self._one_call = make_one_call(self, self._program, bodies, index)
+        self._one_call, self._runs_in_parts = make_one_call(self, self._program, bodies, index)
         mixers = shape.mixers.values()
         self._heads = max(mixer.all_heads for mixer in mixers)
         self._inverted_mask = any(mixer.inverted_mask for mixer in mixers)
@@ -100,6 +100,9 @@ class Block(InferenceModule):
         self._index, self._layer, self._values = index, layer, shape.call.values
         self._served = SERVED | NEUTRAL | {*shape.call.repeated, *shape.call.values}
         self._served |= {*filter(None, (self._bias_argument,))}
+
+    def extra_repr(self) -> str:
+        return f"part by part: {self._runs_in_parts}" if self._runs_in_parts else ""
 
     def ignore(self, keywords: frozenset[str]) -> None:
         """Take these keywords, too, which the original ignores."""

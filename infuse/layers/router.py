@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from infuse import ops
 from infuse.architectures.router import RouterShape
 from infuse.layers.gradient import InferenceModule, is_recorded
+from infuse.layers.native_part import NativePart, NotNative, PartWriter
+from infuse.ops.cpu.router import numbers
 
 
-class Router(InferenceModule):
+class Router(InferenceModule, NativePart):
     """Built on meta; its weights are filled in later. They keep the compute dtype: formats do not apply to routers."""
+
+    struct, mixed = "router", True
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -42,6 +46,16 @@ class Router(InferenceModule):
         if torch.is_grad_enabled() and is_recorded(self, x):
             route = ops.router.bound(ops.REFERENCE)  # which has gradients, as lone linears do
         return route(x.reshape(-1, self.shape.hidden), self.weight, self.bias, self.correction, *self._routing)
+
+    def native(self, to: PartWriter) -> None:
+        rule = numbers(self._routing, self.shape.experts)
+        if rule is None:
+            raise NotNative("the kernel does not know the router's rule")
+        for name, value in rule._asdict().items():
+            to.put_reals(**{name: value}) if isinstance(value, float) else to.put(**{name: value})
+        to.tensor("weight")
+        to.tensor("bias")
+        to.tensor("correction")
 
     def extra_repr(self) -> str:
         return f"experts={self.shape.experts}, top_k={self.shape.top_k}"
