@@ -1,4 +1,4 @@
-"""Programs that are held in C++ (layers/native_part.py): written and read by name, and held anew where tensors changed."""
+"""Programs that are held in C++ (layers/native_part.py): read by name, and held anew where tensors changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infuse.layers.block import Block, block_ops
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
-from infuse.layers.native_part import FEW_TOKENS, NativePart, ProgramText, PartWriter
+from infuse.layers.native_part import FEW_TOKENS, NativePart, PartWriter, ProgramText
 from infuse.layers.one_call import StepCall
 from infuse.layers.parts import register
 from infuse.native import kernels

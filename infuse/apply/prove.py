@@ -250,6 +250,7 @@ class Proofs:
         return mismatch or (None if calls else "the model's attention does not come through it")
 
 
+
 _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(
     {
         LayerShape: partial(Proofs._module, structure=True),

@@ -157,7 +157,8 @@ class LayerShape(ShapeOfParts):
 
 @dataclass(frozen=True)
 class Bound:
-    """A layer bound to its spec. `index`: its index in the cache, or None. `library`: the package of the spec's class."""
+    """A layer bound to its spec. `index`: its index in the cache, or None. `library`: the package of the spec's class.
+    """
 
     shape: LayerShape
     fills: tuple[Fill, ...]

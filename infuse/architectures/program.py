@@ -95,7 +95,8 @@ def program_of(residual: str, mixer: str, absent: Collection[str] = (), scale: f
 
 
 def on_ranks(program: Program, ranks: int) -> Program:
-    """The program on so many ranks. Parts add up their own sums over ranks, unless a program reduces branches at once."""
+    """The program on so many ranks. Parts add up their own sums over ranks, unless a program reduces branches at once.
+    """
     return tuple(step for step in program if step.does != REDUCE or ranks > 1)
 
 

@@ -76,7 +76,7 @@ class Node(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor or an attribute is: its node, the name of the dict that has it ("": the module's own), its name."""
+    """Where a tensor or an attribute is: its node, the dict that has it ("": the module's own), and its name."""
 
     node: int
     owner: str
@@ -184,6 +184,11 @@ class PartWriter:
         else:
             self.program.word(name, NONE)
             self.program.absent.append(place)
+
+    def attribute(self, name: str) -> None:
+        """Write a tensor that is an attribute of the module, neither parameter nor buffer."""
+        self.program.word(name, f"t{len(self.program.tensors)}")
+        self.program.tensors.append(Place(self.node, "", name))
 
     def storage(self, *names: str) -> None:
         """Write the storages that the program holds, if it does; else each step gives them."""

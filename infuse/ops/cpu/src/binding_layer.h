@@ -81,8 +81,9 @@ struct RouterPart {
   bool by_best;
   double eps, least, scale, fill;
   Maybe weight, bias, correction;
+  Maybe fed_index, fed_weights;  // [tokens, K] in place of the router's own, unless empty
   INFUSE_FIELDS(top_k, logits, score, rounded_score, weights, normalise, cast, in_order, groups, kept, by_best, eps,
-                least, scale, fill, weight, bias, correction)
+                least, scale, fill, weight, bias, correction, fed_index, fed_weights)
 };
 // Both matrices hold all experts, one after another.
 struct ExpertsPart {
