@@ -73,7 +73,6 @@ class QuantizedExpertMatrix(Quantized, NativePart):
     """Like ExpertMatrix, with a quantized weight."""
 
     struct = "linear"
-
     bias: nn.Parameter | None
     first_use: FirstUse | None = None
 

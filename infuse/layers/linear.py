@@ -14,7 +14,7 @@ from infuse import ops
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.gradient import InferenceModule, is_recorded, unrecorded
-from infuse.layers.native_part import NONE, NativePart, PartWriter
+from infuse.layers.native_part import NONE, NativePart, PartWriter, decline_if
 from infuse.layers.norm import Norm
 from infuse.layers.recorders import has_active_hooks
 from infuse.ops.cpu.quantized_linear import code_of
@@ -202,6 +202,7 @@ class Linear(InferenceModule, NativePart, nn.Linear):
         return y if self._combine is None else self._combine(y)
 
     def native(self, to: PartWriter) -> None:
+        decline_if({"ranks share a product": self._combine is not None})
         to.plain_matrix(self.out_features)
 
 
@@ -243,6 +244,7 @@ class QuantizedLinear(Quantized, NativePart):
         return y if self._combine is None else self._combine(y)
 
     def native(self, to: PartWriter) -> None:
+        decline_if({"ranks share a product": self._combine is not None})
         self.write_weight(to)
         to.tensor("bias")
 

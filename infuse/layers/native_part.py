@@ -208,7 +208,7 @@ class PartWriter:
             return
         if not isinstance(part, NativePart):
             raise NotNative(f"{name} is a {type(part).__name__}, which has no struct in C++")
-        if own_forward(part):
+        if overrides_forward(part):
             raise NotNative(f"{name} is a {type(part).__name__} with a forward of its own")
         with self.program.inside(as_field or name, part.struct):
             part.native(PartWriter(self.program, part, node))
@@ -248,7 +248,7 @@ def decline_if(reasons: Mapping[str, Any]) -> None:
             raise NotNative(reason)
 
 
-def own_forward(part: Any) -> bool:
+def overrides_forward(part: Any) -> bool:
     """Whether the class of a part overrides the forward of the class that wrote how C++ runs it."""
     writes: Any = next(kind for kind in type(part).__mro__ if "native" in vars(kind))
     return type(part).forward is not writes.forward
