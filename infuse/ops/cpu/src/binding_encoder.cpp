@@ -77,7 +77,7 @@ struct EncoderMachine {
     return to;
   }
 
-  T* made(const AttentionPart& part, const T* from) const {
+  T* apply(const AttentionPart& part, const T* from) const {
     const int64_t width = part.width;
     T *qkv = inner, *attended = qkv + rows * part.all_heads() * width, *made = fresh();
     multiply(part.qkv, from, qkv);
@@ -94,7 +94,7 @@ struct EncoderMachine {
     return made;
   }
 
-  T* made(const MlpPart& part, const T* from) const {
+  T* apply(const MlpPart& part, const T* from) const {
     T* made = fresh();
     multiply(part.up, from, inner, part.act, part.gated);
     multiply(part.down, inner, made);
@@ -103,7 +103,7 @@ struct EncoderMachine {
 
   // Other parts and scaled sums run part by part.
   template <class Part>
-  T* made(const Part&, const T*) const { return nullptr; }
+  T* apply(const Part&, const T*) const { return nullptr; }
   T* times(const T*, double) const { return nullptr; }
 
   // A buffer that holds no value.

@@ -80,8 +80,9 @@ struct StepMachine {
     kernels().sum_arrays({from, to.mutable_data_ptr(), 2, type_of(to)}, 0, to.numel());
     return to;
   }
-  Maybe made(const AttentionPart& a, const Maybe& from) const {
-    const Maybe &keys = a.keys.array ? a.keys.array : given.keys, &values = a.values.array ? a.values.array : given.values;
+  Maybe apply(const AttentionPart& a, const Maybe& from) const {
+    const Maybe& keys = a.keys.array ? a.keys.array : given.keys;
+    const Maybe& values = a.values.array ? a.values.array : given.values;
     if (!keys || !values) return std::nullopt;
     const int64_t batch = from->size(0), tokens = from->size(1);
     const Array qkv = array({batch, tokens, a.all_heads(), a.width}, *from);
@@ -98,13 +99,13 @@ struct StepMachine {
                              a.softcap, a.sinks, attended);
     return done ? times(a.out, attended, *from) : std::nullopt;
   }
-  Maybe made(const MlpPart& a, const Maybe& from) const {
+  Maybe apply(const MlpPart& a, const Maybe& from) const {
     const Array inner = array_rows(*from, a.up.outputs), active = array_rows(*from, a.inner());
     multiply(a.up, *from, inner, given.once);
     const bool done = a.gated ? gated_activation(inner, a.act, active) : activation(inner, a.act, active);
     return done ? times(a.down, active, *from) : std::nullopt;
   }
-  Maybe made(const MoePart& a, const Maybe& from) const {
+  Maybe apply(const MoePart& a, const Maybe& from) const {
     const int64_t columns = from->size(2), tokens = from->numel() / columns;
     Routes routes = route(a.router, *from, tokens);
     for (float& weight : routes.weights) weight *= float(a.scale);
@@ -114,7 +115,7 @@ struct StepMachine {
       return std::nullopt;
     }
     if (!a.shared) return made;
-    const Maybe shared = this->made(*a.shared, from);
+    const Maybe shared = this->apply(*a.shared, from);
     if (!shared) return std::nullopt;
     std::vector<float> gates(size_t(tokens), 1.0f);
     if (a.shared_gate) gates = sigmoids(*a.shared_gate, *from, tokens);
@@ -129,7 +130,7 @@ struct StepMachine {
     return made;
   }
   // The rows of a table for token ids [B, T]; nullopt for ids that it does not have.
-  Maybe made(const TablePart& part, const Maybe& ids) const {
+  Maybe apply(const TablePart& part, const Maybe& ids) const {
     const LinearPart& table = part.rows;
     const auto* index = static_cast<const int64_t*>(ids->const_data_ptr());
     const int64_t tokens = ids->numel(), sizes[] = {ids->size(0), ids->size(1), part.width};
@@ -152,7 +153,7 @@ struct StepMachine {
     kernels().panels.gather(a, 0, tokens);
     return rows;
   }
-  Maybe made(const HeadPart& part, const Maybe& of) {
+  Maybe apply(const HeadPart& part, const Maybe& of) {
     int64_t sizes[] = {of->size(0), of->size(1), part.product.outputs};
     logits = empty(sizes, 3, dtype_of(type_of(*of)));
     const Array made = Array::written(*logits);
@@ -160,8 +161,8 @@ struct StepMachine {
     return made;
   }
   // Norms are steps of their own.
-  Maybe made(const NormPart&, const Maybe&) const { return std::nullopt; }
-  Maybe made(const std::monostate&, const Maybe&) const { return std::nullopt; }
+  template <class Part>
+  Maybe apply(const Part&, const Maybe&) const { return std::nullopt; }
   // sigmoid(y . gate) of each token, not rounded.
   std::vector<float> sigmoids(const Array& gate, const Array& y, int64_t tokens) const {
     const int64_t columns = gate.size(1);
@@ -212,7 +213,8 @@ std::optional<Tensor> run_on_team(const Program& program, const Given& given, co
 constexpr int64_t kMostCachedBytes = 1 << 26;
 
 bool same(const Array& a, const Array& b) {
-  if (a.const_data_ptr() != b.const_data_ptr() || a.scalar_type() != b.scalar_type() || a.dim() != b.dim()) return false;
+  if (a.const_data_ptr() != b.const_data_ptr() || a.scalar_type() != b.scalar_type()) return false;
+  if (a.dim() != b.dim()) return false;
   for (int64_t i = 0; i < a.dim(); ++i) {
     if (a.size(i) != b.size(i) || a.stride(i) != b.stride(i)) return false;
   }
@@ -286,7 +288,8 @@ std::string step_words() {
   return words;
 }
 
-// Holds a program, as layers/native_part.py writes it. An error if the text does not fit the structs of binding_layer.h.
+// Holds a program, as layers/native_part.py writes it. An error if its text does not fit the structs in
+// binding_layer.h.
 int64_t hold(std::string text, std::vector<Tensor> tensors, std::vector<Tensor> storages, std::vector<double> reals) {
   auto held = std::make_unique<Held>(std::move(text), std::move(tensors), std::move(storages), std::move(reals));
   return reinterpret_cast<int64_t>(held.release());
@@ -315,8 +318,8 @@ MaybeTensor run_held(int64_t held, Tensor x, MaybeTensor cos, MaybeTensor sin, i
 }
 
 // Up to `count` steps of a held program from a table to a head: the likeliest tokens [B, steps], of which each but the
-// last is the input of the next step. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens, D]
-// have the first step's token at index `turn`.
+// last is the input of the next step. The step that gives one of `ends` is the last one. cos and sin [1 or B, tokens,
+// D] have the first step's token at index `turn`.
 MaybeTensor run_tokens(int64_t held, Tensor ids, MaybeTensor cos, MaybeTensor sin, int64_t turn, int64_t start,
                        int64_t count, std::vector<int64_t> ends) {
   const Array first = ids;

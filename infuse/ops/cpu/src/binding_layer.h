@@ -283,8 +283,8 @@ inline bool takes(const Program& program, const Values& values) {
 
 // Runs a program on a machine with three values: `x`, the residual stream; `y`, the input of the next part and of the
 // head; `branch`, the sum of the parts' results since the last addition. A missing value is false. `last` tells the
-// machine that the next value is the result. `m.made(part, y)` is the result of a part, or missing if the machine cannot
-// run it. Returns false if a part declines.
+// machine that the next value is the result. `m.apply(part, y)` is the result of a part, missing if the machine cannot
+// compute it. Returns false if a result is missing.
 template <class M>
 bool run(const Program& program, M& m) {
   using Value = decltype(m.x);
@@ -293,7 +293,7 @@ bool run(const Program& program, M& m) {
     const auto* norm = std::get_if<NormPart>(&step.part);
     if (step.does == Does::branch || step.does == Does::embed || step.does == Does::head) {
       const Value& from = step.does == Does::embed ? m.x : m.y;
-      Value made = std::visit([&](const auto& part) { return m.made(part, from); }, step.part);
+      Value made = std::visit([&](const auto& part) { return m.apply(part, from); }, step.part);
       if (!made) return false;
       if (step.does == Does::branch) {
         const Value before = std::exchange(m.branch, Value());

@@ -1,6 +1,6 @@
 // Reads structs from the text that layers/native_part.py writes. A field is `name=value`; a part is
-// `name=kind{ ... }`, with its own fields inside. Tensors, storages and reals are given beside the text: t3 is the tensor
-// of index 3, s1 the storage of index 1, r0 the real of index 0, and `none` is a tensor or a part that is not there.
+// `name=kind{ ... }`, with its own fields inside. Tensors, storages and reals are given beside the text: t3 is the
+// tensor of index 3, s1 the storage of index 1, r0 the real of index 0. `none` stands for a missing tensor or part.
 //
 // A struct lists its fields once, with INFUSE_FIELDS. A field that the text lacks, or that the struct does not have, is
 // an error that names it.
