@@ -32,7 +32,6 @@ class Router(InferenceModule, NativePart):
         super().__init__()
         self.shape, self._routing = shape, shape.routing
         self._route = ops.router.bound(bodies.get("router", ops.REFERENCE))
-
         self.feed()
 
         def empty(*sizes: int) -> nn.Parameter:

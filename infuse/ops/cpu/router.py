@@ -63,9 +63,9 @@ def numbers(rule: Routing, experts: int) -> RuleNumbers | None:
     if experts % rule.groups or (ranks_two and experts // rule.groups < 2):
         return None
     return RuleNumbers(
-        rule.top_k, _LOGITS.index(rule.logits), _SCORES.index(rule.score), rule.rounded_score,
-        _WEIGHTS.index(rule.weights), rule.normalise, _CASTS.index(rule.cast), rule.in_order, rule.groups, rule.kept,
-        rule.ranked_by == MAX, float(rule.eps), float(rule.least), float(rule.scale), float(rule.fill),
+        rule.top_k, _LOGITS.index(rule.logits), _SCORES.index(rule.score), bool(rule.rounded_score),
+        _WEIGHTS.index(rule.weights), bool(rule.normalise), _CASTS.index(rule.cast), bool(rule.in_order), rule.groups,
+        rule.kept, rule.ranked_by == MAX, float(rule.eps), float(rule.least), float(rule.scale), float(rule.fill),
     )  # fmt: skip
 
 
