@@ -29,13 +29,13 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-import gpu_models as models
 import infuse
-from gpu_diffusion import denoisers
-from gpu_kernels import Matrix, kernels, matrices
-from gpu_models import Plan, Row
-from gpu_runs import Bounds, Budget, bounds
 from infuse.generate.install import GraphUse, install, uninstall
+from on_gpu import models
+from on_gpu.diffusion import denoisers
+from on_gpu.kernels import Matrix, kernels, matrices
+from on_gpu.models import Plan, Row
+from on_gpu.runs import Bounds, Budget, bounds
 from report import markdown, show
 
 ROOT = Path(__file__).parent.parent
@@ -122,8 +122,8 @@ def decoders(tiny: bool, quick: bool) -> list[tuple[str, Callable, Any]]:
 
 def recorded(model: Any) -> None:
     """The recorder of the tests in the place of CUDA graphs, on a model of the CPU."""
-    sys.path.append(str(ROOT / "tests"))
-    from fake_graph import FakeBackend
+    sys.path.append(str(ROOT))
+    from tests.support.fake_graph import FakeBackend
 
     uninstall(model, [])
     generates = hasattr(model, "can_generate") and model.can_generate()
@@ -153,7 +153,7 @@ def tested(budget: Budget, tiny: bool) -> dict[str, Any]:
         "--no-header",
         "-p",
         "no:cacheprovider",
-        *map(str, sorted((ROOT / "tests").glob("test_gpu_*.py"))),
+        str(ROOT / "tests" / "gpu"),
     ]
     more = ["--collect-only"] if tiny else ["-n", "8"] if find_spec("xdist") else []
     try:

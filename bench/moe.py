@@ -27,8 +27,8 @@ import infuse
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import matmul_rate
 from infuse.quant.parse import quant_format
-from llama_cpp_peer import BYTES, LlamaCpp, missing, write
 from models import Contestant, cache_bytes, decode_steps, prefill, random_model, whole_answers
+from other_engines.llama import BYTES, LlamaCpp, missing, write
 from report import in_turns, markdown, probed, show
 
 DTYPE = torch.bfloat16

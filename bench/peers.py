@@ -3,9 +3,9 @@
     python bench/peers.py [--formats int8 int4] [--peers openvino llama.cpp] [--python openvino=OTHER/bin/python]
                           [--keep FOLDER] [--json FILE] [--out FILE.md]
 
-Random weights. Each peer runs in a process of its own (bench/peer.py), in another environment if one is given; one
-whose packages are missing is left out, and the report says so. Waiting peers take memory, but no time. A step is what
-`--new` tokens more take, each; prefill is generating one token.
+Random weights. Each peer runs in a process of its own (bench/other_engines/peer.py), in another environment if one is
+given; one whose packages are missing is left out, and the report says so. Waiting peers take memory, but no time. A
+step is what `--new` tokens more take, each; prefill is generating one token.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from infuse.cli.bench import multiplications
 from infuse.plan.bytes import parameter_bytes
 from infuse.profile.probe import read_bandwidth
 from models import SHAPES, Contestant, bounds, made
-from peer import FORMATS, NEEDS
+from other_engines.peer import FORMATS, NEEDS
 from report import in_turns, markdown, probed, product_rates, save, show
 
+PROGRAM = Path(__file__).parent / "other_engines" / "peer.py"
 Generate = Callable[[torch.Tensor, int], object]
 
 
 class Peer:
-    """A process of bench/peer.py. `why`: the reason why it does not run."""
+    """A process of bench/other_engines/peer.py. `why`: the reason why it does not run."""
 
     def __init__(self, command: list[str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -90,7 +91,7 @@ def report(args: argparse.Namespace, folder: Path) -> str:
     for peer, format in ((one, format) for one in args.peers for format in FORMATS[one]):
         name = f"{peer} {format}"
         told = [peer, format, folder / "model", folder / name.replace(" ", "-"), args.batch, tokens]
-        started = Peer([pythons.get(peer, sys.executable), str(Path(__file__).with_name("peer.py")), *map(str, told)])
+        started = Peer([pythons.get(peer, sys.executable), str(PROGRAM), *map(str, told)])
         if started.why:
             if started.why not in remarks:
                 remarks.append(started.why)

@@ -1,9 +1,9 @@
-"""Hooks on a user's modules for the time of a `with` block, of which nothing is left, however it ends."""
+"""Hooks on a user's modules, or another forward, for the time of a `with` block, of which nothing is left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -53,3 +53,44 @@ class _Switch:
 
 def _run(switch: _Switch, hook: Callable[..., Any], *args: Any) -> Any:
     return hook(*args) if switch.is_on else None
+
+
+class StopModel(Exception):
+    """Raised by the callbacks of `watched` to stop the model early."""
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module],
+    before: Callable[[str, tuple, dict[str, Any]], None],
+    after: Callable[[str, tuple, Any], None],
+) -> Iterator[None]:
+    """Call before(path, args, kwargs) and after(path, args, output) around each call of the modules.
+
+    StopModel ends the `with` block without an error.
+    """
+
+    def enter(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        before(path, args, kwargs)
+
+    def leave(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        after(path, args, output)
+
+    with suppress(StopModel), TemporaryHooks() as hooks:
+        for path, module in modules.items():
+            hooks.before(module, partial(enter, path), with_kwargs=True)
+            hooks.after(module, partial(leave, path))
+        yield
+
+
+@contextmanager
+def answered_by(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `module` runs `forward` instead of its own, which may be set on the instance."""
+    own = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -16,14 +17,16 @@ os.environ.setdefault(
 
 import pytest
 import torch
-from ranks import Ranks
 
+from tests.support.ranks import Ranks
+
+TESTS = Path(__file__).parent
 LONGEST = (
-    "test_triton",
-    "test_instruction_sets",
-    "test_triton_compiles",
-    "test_cli_ranks",
-    "test_docs_tensor_parallel",
+    "ops/triton/test_interpreter",
+    "ops/cpu/test_instruction_sets",
+    "ops/triton/test_compiler",
+    "cli/test_ranks",
+    "docs/test_tensor_parallel",
 )  # tests of 10 s and more
 
 
@@ -33,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         if item.get_closest_marker("slow") is None:
             return len(LONGEST) + 1
-        return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+        path = item.path.relative_to(TESTS).with_suffix("").as_posix()
+        return LONGEST.index(path) if path in LONGEST else len(LONGEST)
 
     items.sort(key=place)
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HOUSE = ROOT / "infuse"
+HOUSE, TESTS = ROOT / "infuse", ROOT / "tests"
 MAP = ROOT / "docs" / "map.md"
 
 # Each room has one level: a module imports from lower levels and from its own room; those of the ground floor also from
@@ -19,6 +19,7 @@ MAP = ROOT / "docs" / "map.md"
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "errors",
+        "cache_names",
         "authors",
         "interrupts",
         "logs",
@@ -31,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "undisturbed",
         "native",
     ),
-    ("quant", "parallel"),
+    ("quant", "parallel", "inputs"),
     ("ops", "config", "architectures"),
     ("layers", "weights", "unknown", "profile"),
     ("plan", "graphs"),
@@ -127,6 +128,14 @@ def test_the_resolution_of_imports() -> None:
     )
     assert "__init__" in set(imported_modules(HOUSE / "cli" / "app.py"))
     assert "ops.op" in set(imported_modules(HOUSE / "ops" / "norm.py"))
+
+
+def test_no_test_imports_from_another() -> None:
+    """Tests share what is in tests/support and tests/models. In tests/ itself are only the tests of the whole house."""
+    for path in TESTS.rglob("*.py"):
+        wrong = re.findall(r"^ *(?:from|import) .*\btest_\w+", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not wrong, f"{path}: {wrong}: what tests share belongs into tests/support or tests/models"
+    assert {path.name for path in TESTS.glob("*.py")} == {"__init__.py", "conftest.py", "test_house.py"}
 
 
 def test_transformers_is_imported_in_few_files():

@@ -14,12 +14,12 @@ from infuse.apply.adopt import adopt, require_grad, settle_parts
 from infuse.architectures.deepspeed import RoutedShape
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.model_inputs import like
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import ROW
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.split import SplitShape
+from infuse.inputs.model import like
 from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
 from infuse.layers.called_experts import CALLED

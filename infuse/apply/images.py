@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from infuse import interrupts
 from infuse.apply.apply import Proven
 from infuse.apply.build import Builder
-from infuse.architectures.component_inputs import is_component
-from infuse.architectures.model_inputs import answered_by, like
 from infuse.dtype_cast import in_dtype, kept_in_float32
 from infuse.errors import CheckpointError, ProofError, RankError, in_brief
+from infuse.inputs.component import is_component
+from infuse.inputs.model import like
 from infuse.memory import channels_last
 from infuse.parallel.group import Group
 from infuse.plan.step import Left, Step
 from infuse.proof.compare import cast_value, distance
 from infuse.proof.first_step import FIRST_STEP, FirstStep, Outcome
 from infuse.quant.parse import quant_format
-from infuse.temporary_hooks import TemporaryHooks
+from infuse.temporary_hooks import TemporaryHooks, answered_by
 
 # Of the range of a pixel. float32: the largest difference; 16 bits: the root mean square, as in the proofs of modules.
 _IMAGE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}

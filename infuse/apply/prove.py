@@ -17,12 +17,12 @@ from infuse.apply.unknown import proven, together
 from infuse.architectures.deepspeed import RoutedShape, without_drops
 from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.model_inputs import like
 from infuse.architectures.module import ModuleShape
 from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ProofError, in_brief
+from infuse.inputs.model import like
 from infuse.layers.hook import counted, install_hook
 from infuse.plan.bytes import has_state
 from infuse.plan.decide import fallback
@@ -248,7 +248,6 @@ class Proofs:
             with counted(body) as calls:
                 mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
         return mismatch or (None if calls else "the model's attention does not come through it")
-
 
 
 _PROOFS: Mapping[type, Callable[[Proofs, Step, list[Case]], str | None]] = MappingProxyType(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -45,17 +46,28 @@ def specs_for(layer: nn.Module) -> tuple[LayerSpec, ...]:
 
 
 def bind_any(specs: tuple[LayerSpec, ...], layer: nn.Module, config: Any) -> Bound:
-    """Bind the spec whose `when` holds.
+    """Bind the first spec whose `when` and `takes` hold.
 
-    SpecMismatch lists how the layer differs from that spec, or the unmet values if no `when` holds.
+    SpecMismatch lists how the layer differs from that spec, or what does not hold if there is none.
     """
     unmet: list[str] = []
     for spec in specs:
-        wrong = [(key, value) for key, value in spec.when if getattr(config, key, None) != value]
+        wrong = [
+            f"config.{key} is {getattr(config, key, None)!r}, not {value!r}"
+            for key, value in spec.when
+            if getattr(config, key, None) != value
+        ]
+        arguments = inspect.signature(_class_of(spec, layer).forward).parameters if spec.takes else ()
+        wrong += [f"its forward takes no {name}" for name in spec.takes if name not in arguments]
         if not wrong:
             return spec.bind(layer, config)
-        unmet += [f"config.{key} is {getattr(config, key, None)!r}, not {value!r}" for key, value in wrong]
+        unmet += wrong
     raise SpecMismatch(specs[0].layer.rpartition(".")[2], list(dict.fromkeys(unmet)))
+
+
+def _class_of(spec: LayerSpec, layer: nn.Module) -> Any:
+    """The class that the spec names, also where the layer is of a user's subclass with another forward."""
+    return next(cls for cls in type(layer).__mro__ if f"{cls.__module__}.{cls.__qualname__}" == spec.layer)
 
 
 __all__ = ["BY_CLASS", "SPECS", "Bound", "bind_any", "register", "specs_for"]

@@ -55,7 +55,7 @@ class Rotary:
 
     `switch`: config key of a list that says for each layer whether it rotates. `where`: attributes of the attention
     module, one of which is set in layers that rotate. `in_halves`: cos and sin have the order of pairs (i, i + E/2)
-    although the pairs are interleaved. `once`: they have one column for each pair.
+    although the pairs are interleaved. `once`: they have one column for each pair. `sin_first`: (sin, cos) is passed.
     """
 
     interleaved: bool = False
@@ -63,6 +63,7 @@ class Rotary:
     in_halves: bool = False
     where: tuple[str, ...] = ()
     once: bool = False
+    sin_first: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from infuse.activations import Act
 from infuse.architectures.attention import Alibi, Attention, NoPosition, Packed, Rotary, RotaryTable, Separate, Window
-from infuse.architectures.layer import TUPLE, LayerSpec
+from infuse.architectures.layer import TENSOR, TUPLE, LayerSpec
 from infuse.architectures.mlp import MLP
 from infuse.architectures.norm import LAYER, Norm
 from infuse.architectures.packing import FOUR_PARTS, PER_GROUP, PER_HEAD
@@ -49,9 +49,14 @@ GPTJ = LayerSpec(
     residual=PARALLEL,
     returns=TUPLE,
 )
-CODEGEN = GPTJ.but(
-    layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS))
+# Since transformers 5.24 the model looks up the table and passes its rows.
+GPTJ_PASSED = GPTJ.but(
+    attn=dict(position=Rotary(interleaved=True, once=True, sin_first=True), scale="scaling"),
+    returns=TENSOR,
+    takes=("position_embeddings",),
 )
+_CODEGEN = dict(layer=_M + "codegen.modeling_codegen.CodeGenBlock", attn=dict(qkv=Packed("attn.qkv_proj", FOUR_PARTS)))
+CODEGEN, CODEGEN_PASSED = GPTJ.but(**_CODEGEN), GPTJ_PASSED.but(**_CODEGEN)
 
 _NEOX = LayerSpec(
     layer=_M + "gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
@@ -145,6 +150,6 @@ FALCON_RW = _SERIAL.but(
 FALCON_RW_ROTARY = _SERIAL.but(attn=_RW_HEADS, when=(*_RW, _NO_ALIBI))
 
 SPECS = (
-    GPT2, BIGCODE, BIGCODE_HEADS, GPT_NEO, GPTJ, CODEGEN, GPT_NEOX, GPT_NEOX_SERIAL, OPT, OPT_POST, BLOOM, MPT,
-    FALCON_TWO_NORMS, FALCON_ONE_NORM, FALCON_7B, FALCON_RW, FALCON_RW_ROTARY,
+    GPT2, BIGCODE, BIGCODE_HEADS, GPT_NEO, GPTJ_PASSED, GPTJ, CODEGEN_PASSED, CODEGEN, GPT_NEOX, GPT_NEOX_SERIAL, OPT,
+    OPT_POST, BLOOM, MPT, FALCON_TWO_NORMS, FALCON_ONE_NORM, FALCON_7B, FALCON_RW, FALCON_RW_ROTARY,
 )  # fmt: skip

@@ -48,11 +48,11 @@ class Mixer(Protocol):
 class LayerSpec:
     """A transformer layer.
 
-    `when`: config values that select among the specs of one class. `expect`: config values that must hold. `norm1` and
-    `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP. SANDWICH adds `post1` and `post2` on their
-    outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`: arguments that only repeat the mask.
-    A layer of another shape names its further parts in `more` and its steps in `program`; `values` are the arguments of
-    its forward that these steps read.
+    `when`: config values, and `takes`: arguments of its forward, which select among the specs of one class. `expect`:
+    config values that must hold. `norm1` and `norm2` come before (PRE, PARALLEL) or after (POST) attention and MLP.
+    SANDWICH adds `post1` and `post2` on their outputs. PARALLEL without `norm2` feeds both from `norm1`. `repeated`:
+    arguments that only repeat the mask. A layer of another shape names its further parts in `more` and its steps in
+    `program`; `values` are the arguments of its forward that these steps read.
     """
 
     layer: str
@@ -72,6 +72,7 @@ class LayerSpec:
     more: tuple[tuple[str, Part], ...] = ()
     program: Program = ()
     values: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> LayerSpec:
         """Return a variant of the spec. A dict for `attn` or `mlp` changes fields of that part."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from infuse.architectures.component_inputs import is_component
 from infuse.errors import UnsupportedCall
+from infuse.inputs.component import is_component
 from infuse.layers.diffusion.convolution import share_memory
 from infuse.plan.plan import Plan
 from infuse.plan.step import MODULE

@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from infuse import interrupts
 from infuse.apply.apply import Progress, Proven, prove
 from infuse.apply.load import load, load_values
-from infuse.architectures.component_inputs import called_inside, is_component
 from infuse.architectures.quantized_elsewhere import offloaded, quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.engine.component import install_changes
 from infuse.errors import ConfigError, InfuseError
 from infuse.graphs.capture import backend_for
+from infuse.inputs.component import called_inside, is_component
 from infuse.layers.block import Block
 from infuse.layers.gradient import InferenceModule
 from infuse.logs import log, progress_bars, warn

@@ -12,12 +12,12 @@ from torch import nn
 from infuse import interrupts
 from infuse.apply.apply import Progress
 from infuse.apply.images import with_equal_images
-from infuse.architectures.component_inputs import is_component
 from infuse.architectures.plain import linear_shape
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.engine.model import InferenceEngine, Prepared, check_weights, device_of, placed, planned, prepared, tell
 from infuse.errors import ConfigError, NotAvailable
+from infuse.inputs.component import is_component
 from infuse.logs import progress_bars
 from infuse.parallel.group import Group
 from infuse.parallel.join import join

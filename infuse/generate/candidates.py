@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from infuse.authors import is_librarys
 from infuse.generate.choose import Processed
-from infuse.generate.loop import UPDATE, Steps, loops_are_own
+from infuse.generate.loop import CACHE_NAME, UPDATE, Steps, loops_are_own
 from infuse.layers.cache import KVCache
 from infuse.layers.linear import rounds_activations
 from infuse.native import isa, limits
@@ -83,7 +83,7 @@ class Draft:
         self._processed = Processed(LogitsProcessorList(kept))
         ends = self._config._eos_token_tensor
         self._ends = set() if ends is None else set(ends.reshape(-1).tolist())
-        kwargs = {**generator.assistant_kwargs, "past_key_values": self._cache, "use_cache": True}
+        kwargs = {**generator.assistant_kwargs, CACHE_NAME: self._cache, "use_cache": True}
         self._steps = Steps(model, input_ids.to(self._device), kwargs, capacity_tokens, speculates=True)
 
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:

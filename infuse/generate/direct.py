@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infuse import interrupts
 from infuse.authors import LibraryCalls
+from infuse.cache_names import CACHE_NAMES, cache_in
 from infuse.layers.block import Block
 from infuse.layers.cache import KVCache
 from infuse.layers.contract import NEUTRAL
@@ -76,7 +77,7 @@ class DirectSteps:
         return model(**inputs, return_dict=True), None  # which writes its keys and values again
 
     def _step(self, parts: _Parts, calls: list[_Call], inputs: Mapping[str, Any], outputs: Any) -> DirectStep | None:
-        count, cache, positions = len(parts.blocks), inputs.get("past_key_values"), inputs.get("position_ids")
+        count, cache, positions = len(parts.blocks), cache_in(inputs), inputs.get("position_ids")
         turning = len(calls) - count - 3  # calls between the embedding's and the blocks'
         if turning not in (0, 1) or type(cache) is not KVCache or not isinstance(positions, Tensor):
             return None
@@ -288,7 +289,7 @@ def _follows(call: _Call, x: Any, cache: KVCache, cos_sin: Any) -> bool:
     if len(call.args) + ("hidden_states" in given) != 1:
         return False
     hidden = given.pop("hidden_states") if not call.args else call.args[0]
-    caches = [given.pop(name) for name in ("past_key_values", "layer_past") if name in given]
+    caches = [given.pop(name) for name in CACHE_NAMES if name in given]
     if hidden is not x or len(caches) != 1 or caches[0] is not cache:
         return False
     if given.pop("position_embeddings", None) is not cos_sin or given.get("output_attentions"):

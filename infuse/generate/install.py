@@ -19,13 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.generation import GenerationMixin
 
 from infuse import interrupts
-from infuse.architectures.component_inputs import is_component
 from infuse.architectures.quantized_elsewhere import QUANTIZERS
 from infuse.authors import LIBRARIES, LibraryCalls, is_librarys, with_wrapped
+from infuse.cache_names import cache_in
 from infuse.errors import ContextLimitError, OutOfMemory
 from infuse.generate.continuous_batching import NAMES, install_continuous
 from infuse.generate.direct import DirectSteps
-from infuse.generate.loop import UPDATE, decode, loops_are_own, rotates_by_length
+from infuse.generate.loop import CACHE_NAME, UPDATE, decode, loops_are_own, rotates_by_length
 from infuse.generate.same_inputs import check_before_forward, check_before_generate
 from infuse.generate.speculation import speculate
 from infuse.graphs.capture import Backend
@@ -34,6 +34,7 @@ from infuse.graphs.graphed_cache import GraphedCache
 from infuse.graphs.pool import BucketPool
 from infuse.graphs.rank_backend import RankBackend
 from infuse.graphs.runner import Places
+from infuse.inputs.component import is_component
 from infuse.layers.cache import KVCache
 from infuse.layers.embedding import fix_vocabulary
 from infuse.layers.experts import Experts
@@ -203,7 +204,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             graphed = GraphedCache(installed.buckets, asked.rows(), prepared)
         capacity, limit = installed.limit_tokens or prepared, installed.limit_tokens
         cache = KVCache(capacity, limit, installed.kv_cache) if graphed is None else graphed
-        kwargs["past_key_values"] = cache
+        kwargs[CACHE_NAME] = cache
         if loop := asked.own_loop():
             streamer, assistants = given.get("streamer"), {name: given.get(name) for name in _ASSISTANTS}
             more: dict[str, Any] = {"assistants": assistants} if loop is speculate else {"direct": installed.direct}
@@ -223,7 +224,7 @@ def _generate(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise explained(error, self, *clear) from (None if isinstance(error, OutOfMemory) else error)
     finally:
         if graphed is not None:
-            graphed.end(keep=getattr(result, "past_key_values", None) is graphed)
+            graphed.end(keep=getattr(result, CACHE_NAME, None) is graphed)
 
 
 def _names_of_arguments(generate: Callable[..., Any]) -> tuple[str, ...]:
@@ -298,7 +299,7 @@ class _Asked:
 
     def takes_our_cache(self) -> bool:
         """Whether the caller has not configured the cache, and the mode supports a passed one."""
-        if self._kwargs.get("past_key_values") is not None or self._model.config.is_encoder_decoder:
+        if cache_in(self._kwargs) is not None or self._model.config.is_encoder_decoder:
             return False
         # Attentions have a column for each key in the cache: transformers' own caches drop those outside of a window.
         if self._kwargs.get(_LOOP) is not None or self.value("output_attentions") or not _accepts_cache(self._model):
@@ -326,7 +327,7 @@ class _Asked:
 
     def prompt_tokens(self) -> int:
         """Return the length of the prompt in tokens, including those in a passed cache, which only the mask counts."""
-        mask = self._kwargs.get("attention_mask") if self._kwargs.get("past_key_values") is not None else None
+        mask = self._kwargs.get("attention_mask") if cache_in(self._kwargs) is not None else None
         seen = mask.shape[-1] if isinstance(mask, Tensor) else 0
         return max(1 if self._prompt is None else self._prompt.shape[1], seen)
 
@@ -345,7 +346,7 @@ def _accepts_cache(model: Any) -> bool:
     names = set(inspect.signature(prepare).parameters)
     if not names.isdisjoint({"kwargs", "model_kwargs"}):
         names |= set(inspect.signature(model.forward).parameters)
-    return "past_key_values" in names
+    return CACHE_NAME in names
 
 
 def _refuse_too_long(limit_tokens: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

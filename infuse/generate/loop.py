@@ -24,6 +24,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from infuse.authors import is_librarys
+from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument, cache_in
 from infuse.generate.choose import Processed, ends_of, likeliest
 from infuse.generate.direct import DirectStep, DirectSteps
 from infuse.layers.cache import KVCache
@@ -41,8 +42,10 @@ _OF_LOOPS = (
     "_sample", "_assisted_decoding", "_prefill", "_has_unfinished_sequences", "_optimize_model_for_decode",
     "_get_candidate_generator", "_valid_auto_compile_criteria",
 )  # fmt: skip
+# What this version of transformers calls the cache in arguments and results of its loops.
+CACHE_NAME = cache_argument(GenerationMixin.prepare_inputs_for_generation) or FORMER
 # Inputs of a decode step from which the next step's can be derived. Others must not be tensors.
-_FOLLOWED = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+_FOLLOWED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES}
 
 
 def loops_are_own(model: Any, *more: str) -> bool:
@@ -250,7 +253,7 @@ class Steps:
     def _divides(self) -> bool:
         """Whether parts of the prompt give what the whole prompt gives: over our cache, in a model of transformers."""
         inputs = self.inputs
-        if not isinstance(inputs.get("past_key_values"), KVCache):
+        if not isinstance(cache_in(inputs), KVCache):
             return False
         prepare = type(self.model).prepare_inputs_for_generation
         if self._prepares_alone or prepare is not GenerationMixin.prepare_inputs_for_generation:

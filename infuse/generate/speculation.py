@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from infuse.cache_names import cache_in
 from infuse.generate.candidates import keep_schedule, make_generator, most_candidates
 from infuse.generate.choose import Processed, ends_of
-from infuse.generate.loop import Steps, ordinary
+from infuse.generate.loop import CACHE_NAME, Steps, ordinary
 from infuse.parallel.group import LOCAL, Group
 
 
@@ -76,7 +77,7 @@ class _Search:
     ):  # fmt: skip
         self.ids, self._limit_tokens, self._config, self._group = input_ids, limit_tokens, config, group
         self._steps = Steps(model, input_ids, kwargs, limit_tokens, speculates=True)
-        self._cache, self._processed = kwargs["past_key_values"], Processed(processors)
+        self._cache, self._processed = cache_in(kwargs), Processed(processors)
         self._most, self._device, self._begun = most_candidates(model), model.device, False
         self._dropped = 0  # accepted tokens that the cache holds no more
         self._rows: list[Tensor] = []  # processed scores of the last step, [1, V] each
@@ -184,7 +185,7 @@ class _Search:
         config = self._config
         if not config.return_dict_in_generate:
             return ordinary(self.ids)
-        made: dict[str, Any] = {"sequences": ordinary(self.ids), "past_key_values": self._cache}
+        made: dict[str, Any] = {"sequences": ordinary(self.ids), CACHE_NAME: self._cache}
         if config.output_scores:
             made["scores"] = tuple(self._scores)
         if config.output_logits:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infuse.cache_names import CACHE_NAMES, FORMER
 from infuse.graphs.capture import Backend
 from infuse.graphs.runner import FirstError, GraphRunner
 from infuse.graphs.signature import Unsupported
@@ -71,19 +72,24 @@ class Bucket:
         self._step.addresses = addresses
         self._zero_from = tokens + 1  # the step writes one token, with or without a graph
 
-    def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any]) -> Any:
+    def replay(self, forward: Callable[..., Any], tokens: int, inputs: Mapping[str, Any], cache_name: str) -> Any:
         """Replay one step of `forward` after `tokens` and return its output; None if there is no graph (yet).
 
         A mask in `inputs` must cover the whole capacity. A replay adds the step's token to the cache's length.
         """
         self.bind(tokens)
-        self._step.forward = forward
+        self._step.forward, self._step.cache_name = forward, cache_name
         places = torch.arange(tokens, tokens + 2, device=self.cache.storages()[0].device)
         output = self.graphs.replay((places,), inputs)
         if output is not None:
             for slot in self.cache.layers:
                 slot.length = tokens + 1
         return output
+
+    @property
+    def result_name(self) -> str:
+        """What the forward calls the cache that it returns."""
+        return self._step.result_name
 
     def _storage(self) -> Tensor | None:
         return next(iter(self.cache.storages()), None)
@@ -95,6 +101,7 @@ class _Step:
     def __init__(self, cache: KVCache, weights: Callable[[], Hashable] | None):
         self.cache = cache
         self.forward: Callable[..., Any] | None = None
+        self.cache_name = self.result_name = FORMER  # of the argument, and in what the forward returns
         self.addresses: tuple[int, ...] = ()  # of the cache's storages
         self._weights = weights
 
@@ -107,11 +114,13 @@ class _Step:
         assert self.forward is not None
         self.cache.hold_place(places[0], places[1])
         try:
-            output: Any = self.forward(past_key_values=self.cache, **inputs)
+            output: Any = self.forward(**{self.cache_name: self.cache}, **inputs)
         finally:
             self.cache.hold_place(None)
-        names = {"logits", "past_key_values"}  # others, such as hidden states, would cover empty room
-        if not isinstance(output, Mapping) or set(output) != names or output["past_key_values"] is not self.cache:
+        caches = [name for name in output if name in CACHE_NAMES] if isinstance(output, Mapping) else []
+        # Others, such as hidden states, would cover empty room.
+        if len(caches) != 1 or set(output) != {"logits", *caches} or output[caches[0]] is not self.cache:
             raise Unsupported(f"a step that returns {type(output).__name__}")
+        self.result_name = caches[0]
         kind: Any = type(output)
         return kind(logits=output["logits"])

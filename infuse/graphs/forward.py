@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from infuse.authors import LIBRARIES, users_methods
+from infuse.cache_names import cache_in
 from infuse.errors import OutOfMemory
 from infuse.graphs.capture import Backend
 from infuse.graphs.graphed_cache import GraphedCache
@@ -73,7 +74,7 @@ class Forward:
         if is_compiling():  # torch.compile makes its own graphs
             return self._run(*args, **kwargs)
         try:
-            cache = kwargs.get("past_key_values")
+            cache = cache_in(kwargs)
             if isinstance(cache, GraphedCache) and (output := cache.replay(self.run, args, kwargs)) is not None:
                 return output
             if self._calls():

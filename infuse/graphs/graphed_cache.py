@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infuse import interrupts
+from infuse.cache_names import CACHE_NAMES
 from infuse.graphs.bucket import Bucket
 from infuse.graphs.pool import BucketPool
 from infuse.layers.cache import KVCache
@@ -67,9 +68,11 @@ class GraphedCache(KVCache):
             tokens = self.layers[0].length
             if tokens == bucket.capacity_tokens:
                 bucket = self._grow(bucket)
-            output = bucket.replay(forward, tokens, self._padded(forward, kwargs, tokens, bucket.capacity_tokens))
+            inputs = self._padded(forward, kwargs, tokens, bucket.capacity_tokens)
+            name = next(name for name in CACHE_NAMES if kwargs.get(name) is not None)
+            output = bucket.replay(forward, tokens, inputs, name)
         if output is not None:
-            output["past_key_values"] = self
+            output[bucket.result_name] = self
         return output
 
     def can_use_cuda_graph(self, kwargs: Mapping[str, Any]) -> bool:
@@ -90,7 +93,7 @@ class GraphedCache(KVCache):
         self, forward: Callable[..., Any], kwargs: Mapping[str, Any], tokens: int, capacity_tokens: int
     ) -> dict[str, Any]:
         """Return a step's arguments so that all steps have one signature: no cache, the mask padded to the capacity."""
-        inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in ("past_key_values", "attention_mask")}
+        inputs = {name: kwargs[name] for name in sorted(kwargs) if name not in (*CACHE_NAMES, "attention_mask")}
         mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
         if self._takes_mask is None:
             self._takes_mask = "attention_mask" in inspect.signature(forward).parameters

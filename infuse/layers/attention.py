@@ -21,7 +21,7 @@ from infuse.layers.cache import KVCache
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct, product
 from infuse.layers.mixer import Mixer
-from infuse.layers.named_attention import attribute, named_attention
+from infuse.layers.named_attention import attribute, is_paged, named_attention
 from infuse.layers.native_part import NativeInputs, NativeMixer, PartWriter, decline_if
 from infuse.layers.norm import Norm
 from infuse.layers.position import Positions, make_positions
@@ -209,6 +209,8 @@ class Attention(Mixer[AttentionShape], NativeMixer):
         v = qkv_BTND[:, :, shape.heads + shape.kv_heads :].transpose(1, 2)
         if slot is not None:
             k, v = slot.update(k, v, filler=self.filler)
+        elif is_paged(cache):
+            k, v = cache.update(k, v, self._index, kwargs=inputs.more)
         elif cache is not None:
             k, v = cache.update(k, v, self._index)
         return q, k, v
@@ -240,7 +242,7 @@ class Attention(Mixer[AttentionShape], NativeMixer):
 
         A window as large as the whole room hides nothing of it.
         """
-        if isinstance(cache, KVCache):
+        if isinstance(cache, KVCache) or is_paged(cache):
             return
         length = cache.get_mask_sizes(tokens, self._index)[0]
         if length <= self.shape.window or length == cache.get_seq_length(self._index) + tokens:

@@ -18,6 +18,7 @@ from infuse.architectures.layer import BIASED, TUPLE, LayerShape
 from infuse.architectures.norm import NormShape
 from infuse.architectures.program import ADD_NORM, ADD_NORM_STREAM, folded, merged, on_ranks, reduces
 from infuse.architectures.program import MLP as MLP_STEP
+from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 from infuse.layers import autocast
 from infuse.layers.attention import Attention
@@ -29,7 +30,7 @@ from infuse.layers.inputs import Inputs, Packed
 from infuse.layers.linear import fuses, has_global_hooks, has_no_hooks
 from infuse.layers.mlp import MLP
 from infuse.layers.moe import MoE
-from infuse.layers.named_attention import arguments_of_named, names_ours
+from infuse.layers.named_attention import arguments_of_named, is_paged, names_ours, paged_cache
 from infuse.layers.one_call import make_one_call
 from infuse.layers.parts import make_part
 from infuse.layers.position import LearnedBias
@@ -146,11 +147,12 @@ class Block(InferenceModule):
         if not (kwargs.keys() <= self._served and names_ours(first)):
             more = self._arguments_of_named(kwargs)
         given = kwargs.get
-        cache = given("past_key_values")
-        if cache is None:
-            cache = given("layer_past")
+        cache = None
+        for name in CACHE_NAMES:
+            if cache is None:
+                cache = given(name)
         if cache is not None and (self._index is None or not isinstance(cache, KVCache)):
-            cache = self_attention_cache(cache, self._layer, self._index)
+            cache = paged_cache(cache) if is_paged(cache) else self_attention_cache(cache, self._layer, self._index)
         mask = given("attention_mask")
         if mask is not None and more is None and self._takes_scores_mask:
             check_mask(mask, self._layer)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from infuse.authors import told_in, words_of
+from infuse.cache_names import CACHE_NAMES
 from infuse.errors import UnsupportedCall
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -24,8 +25,7 @@ _BASES = re.compile(r"builtins|torch\.|transformers\.(?!models\.)")
 _NO_MODELS = frozenset({"builtins", "torch.nn.modules.module"})
 # The arguments that a block computes with, under the names that families use.
 SERVED = frozenset({
-    "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "is_causal",
-    "output_attentions",
+    "attention_mask", *CACHE_NAMES, "position_embeddings", "position_ids", "is_causal", "output_attentions",
 })  # fmt: skip
 # Arguments that do not change what a layer computes. Names that start with "output_" do not either.
 NEUTRAL = frozenset({

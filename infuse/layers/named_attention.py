@@ -17,6 +17,7 @@ from torch import nn
 
 from infuse.architectures.attention import NO_ATTRIBUTE
 from infuse.authors import is_librarys
+from infuse.cache_names import CACHE, CACHE_NAMES, LAYERS_PAGE, cache_in
 from infuse.errors import UnsupportedCall
 from infuse.layers.contract import refuse_arguments, unserved
 
@@ -25,8 +26,8 @@ from infuse.layers.contract import refuse_arguments, unserved
 _EAGER = "eager_attention_forward"
 _SERVED_NAMES: Mapping[str | None, str] = {None: _EAGER, "eager": _EAGER, "sdpa": ""}
 # Arguments that the layer consumes. The attention function gets the mask by position.
-_CONSUMED = frozenset(("attention_mask", "past_key_values", "layer_past", "position_embeddings"))
-_PAGED_CACHE = "cache"
+_CONSUMED = frozenset(("attention_mask", *CACHE_NAMES, "position_embeddings"))
+_PAGED_CACHE = "PagedAttentionCache"  # importing it takes long
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 _MISSING = object()
 _read = object.__getattribute__  # a config's own attribute access takes 1 us
@@ -65,11 +66,11 @@ def arguments_of_named(
 
     `own` are the layer's own arguments. Raise UnsupportedCall if neither the layer nor that function supports one.
     """
-    ours, more = names_ours(attention), unserved(kwargs, served)
+    ours, more, paged = names_ours(attention), unserved(kwargs, served), is_paged(cache_in(kwargs))
     if ours and not more:
         return None
     by_name = calls_by_name(attention)
-    if more and (not by_name or not more.keys().isdisjoint(own) or (ours and _PAGED_CACHE not in more)):
+    if more and (not by_name or not more.keys().isdisjoint(own) or (ours and not paged)):
         refuse_arguments(layer, more, served)
     if not by_name:
         name = attention.config._attn_implementation  # type: ignore[union-attr]
@@ -78,8 +79,19 @@ def arguments_of_named(
             'never calls one by name, and its replacement supports only "eager" and "sdpa": call '
             "model.set_attn_implementation with one of these"
         )
-    kept = _CONSUMED.union(name for name in own if name not in served)
+    consumed = _CONSUMED - {CACHE} if paged and not LAYERS_PAGE else _CONSUMED
+    kept = consumed.union(name for name in own if name not in served)
     return {name: value for name, value in kwargs.items() if name not in kept}
+
+
+def is_paged(cache: Any) -> bool:
+    """Whether this is the cache of continuous batching, which changes the arguments of attention functions."""
+    return cache is not None and any(kind.__name__ == _PAGED_CACHE for kind in type(cache).__mro__)
+
+
+def paged_cache(cache: Any) -> Any:
+    """The cache of continuous batching if layers call it; None if the attention function does."""
+    return cache if LAYERS_PAGE else None
 
 
 def named_attention(attention: nn.Module) -> Callable:

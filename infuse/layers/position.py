@@ -40,11 +40,12 @@ class PassedCosSin(Positions):
     def __init__(self, position: Rotary):
         super().__init__()
         self.interleaved, self._in_halves, self._once = position.interleaved, position.in_halves, position.once
+        self._sin_first = position.sin_first
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if inputs.position_embeddings is None:
             raise missing("position_embeddings")
-        cos, sin = inputs.position_embeddings
+        cos, sin = inputs.position_embeddings[::-1] if self._sin_first else inputs.position_embeddings
         if cos.dim() != 3:
             raise _of_other_axes("cos and sin", cos, "[batch or 1, tokens, width]")
         if self._in_halves:

@@ -121,7 +121,7 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return router.reference(*given)
 
 
-# Tokens, experts, hidden width, bias, correction, rule. More rules and dtypes: tests/test_cpu_router.py.
+# Tokens, experts, hidden width, bias, correction, rule. More rules and dtypes: tests/ops/cpu/test_router.py.
 _CASES = (
     (1, 8, 64, False, False, Routing(2, normalise=True, cast=ACTIVATIONS)),
     (3, 4, 33, True, False, Routing(4, weights=SOFTMAX_OF_SCORES, score=None, cast=LOGITS)),

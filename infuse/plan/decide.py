@@ -16,7 +16,6 @@ from torch import nn
 from infuse import ops
 from infuse.architectures import Bound, bind_any, specs_for
 from infuse.architectures.adapters import adapted, adapter_notes, adapter_parts, is_adapter
-from infuse.architectures.component_inputs import is_component
 from infuse.architectures.deepspeed import bind_routed, is_routed, routed_in
 from infuse.architectures.diffusion import module_spec
 from infuse.architectures.experts import (
@@ -39,6 +38,7 @@ from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.dtype_cast import kept_in_float32
 from infuse.errors import ConfigError, SpecMismatch
+from infuse.inputs.component import is_component
 from infuse.layers.block import Block, block_ops
 from infuse.layers.experts import Experts
 from infuse.layers.hook import hookable

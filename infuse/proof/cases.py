@@ -14,10 +14,11 @@ from transformers.cache_utils import Cache
 
 from infuse import interrupts
 from infuse.architectures.experts import BATCHES, EVERY, ONE_HOT, ExpertsShape
-from infuse.architectures.model_inputs import SEED, StopModel, watched
 from infuse.architectures.part import Matrix
 from infuse.errors import CheckpointError, RankError
+from infuse.inputs.model import SEED
 from infuse.proof.sessions import Session, session_inputs, short_window
+from infuse.temporary_hooks import StopModel, watched
 
 CACHE = object()  # placeholder for the model's cache in a call; each run uses its own; the recorded one is freed
 

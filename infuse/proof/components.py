@@ -9,9 +9,9 @@ from functools import partial
 
 from torch import nn
 
-from infuse.architectures.component_inputs import GUIDED, UNEVEN, component_inputs
-from infuse.architectures.model_inputs import RandomTensors
 from infuse.errors import CheckpointError, RankError
+from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
+from infuse.inputs.model import RandomTensors
 from infuse.proof.cases import Call, Case, record_run
 from infuse.proof.first_step import FIRST_STEP
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from infuse import interrupts
-from infuse.architectures.component_inputs import called_inside
-from infuse.architectures.model_inputs import watched
-from infuse.architectures.pipeline_inputs import pipeline_inputs
 from infuse.errors import CheckpointError, RankError, in_brief
+from infuse.inputs.component import called_inside
+from infuse.inputs.pipeline import pipeline_inputs
 from infuse.proof.cases import CACHE, Call, recorded_call
+from infuse.temporary_hooks import watched
 from infuse.undisturbed import undisturbed
 
 FIRST_STEP = "the pipeline's own first step"

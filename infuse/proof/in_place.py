@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infuse.architectures.model_inputs import SEED, StopModel, answered_by, random_inputs, watched
 from infuse.errors import CheckpointError, in_brief
+from infuse.inputs.model import SEED, random_inputs
 from infuse.plan.found import model_around
 from infuse.proof.compare import STRUCTURE_TOLERANCE, distance
-from infuse.temporary_hooks import TemporaryHooks
+from infuse.temporary_hooks import StopModel, TemporaryHooks, answered_by, watched
 from infuse.unknown.install import places_of
 
 

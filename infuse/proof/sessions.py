@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from infuse.architectures.model_inputs import (
+from infuse.cache_names import CACHE_NAMES, FORMER, cache_argument
+from infuse.inputs.model import (
     TOKENS,
     RandomTensors,
     first_tokens,
@@ -129,7 +130,7 @@ def hook_sessions(model: nn.Module) -> list[Session]:
     if longest > TOKENS:
         sessions.append(Session("longer than its windows", (longest,), FEW, padded=True))
     names = inspect.signature(type(model).forward).parameters
-    if "past_key_values" in names and not getattr(config, "is_encoder_decoder", False):
+    if not names.keys().isdisjoint(CACHE_NAMES) and not getattr(config, "is_encoder_decoder", False):
         static = partial(StaticCache, config=config, max_cache_len=TOKENS + sum(LATER))
         sessions.append(Session("a static cache", (first_tokens(config), *LATER), FEW, static, padded=True))
     return sessions
@@ -153,8 +154,7 @@ def our_int8_cache() -> Cache:
 def _cache_maker(model: nn.Module) -> Callable[[], Cache] | None:
     """Return a function that makes a transformers cache for the model's forward; None if it takes no cache."""
     config: Any = getattr(model, "config", None)
-    takes = "past_key_values" in inspect.signature(type(model).forward).parameters
-    if not takes or not getattr(config, "use_cache", False):
+    if cache_argument(type(model).forward) is None or not getattr(config, "use_cache", False):
         return None
     if getattr(config, "is_encoder_decoder", False):
         return lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -189,7 +189,7 @@ def session_inputs(
     if session.paged:
         more |= _packed(session.tokens[0], sample.device)
     if cache is not None:
-        more = {"past_key_values": cache, "use_cache": True}
+        more = {cache_argument(type(model).forward) or FORMER: cache, "use_cache": True}
     width = getattr(getattr(model, "config", None), "hidden_size", 1)
     more |= {name: make("values", (session.batch, ENCODED, width)) for name in session.states}
     given: dict[str, Tensor] = {}

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infuse.architectures.model_inputs import model_inputs, watched
 from infuse.architectures.part import named
 from infuse.architectures.plain import linear_shape
+from infuse.inputs.model import model_inputs
+from infuse.temporary_hooks import watched
 from infuse.undisturbed import undisturbed
 
 _SHAPE_ONLY = ("_like", "new_")  # operations that take a tensor's shape, not its values

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, GQA, enlarge, inputs
-from graphed import graphed
-from side_by_side import arguments, first
-from tolerance import assert_near
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -25,6 +21,10 @@ import infuse
 from infuse.errors import UnsupportedCall
 from infuse.layers.cache import KVCache
 from infuse.ops import registered
+from tests.models.families import BY_NAME, GQA, enlarge, inputs
+from tests.support.graphed import graphed
+from tests.support.side_by_side import arguments, first
+from tests.support.tolerance import assert_near
 
 # Both passes of a model are a few hundred sums away from each other.
 TIMES = 8

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
-from families import BY_NAME
-from graphed import graphed
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin, StoppingCriteria
 
 import infuse
 from infuse.authors import LibraryCalls
 from infuse.generate.install import _REPLAYED, _names_of_arguments
+from tests.models.families import BY_NAME
+from tests.support.graphed import graphed
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 # Large enough for a head that streams, so that steps without the model's forward would be made.
 DIRECT = dict(vocab_size=8192, tie_word_embeddings=False)
@@ -383,7 +383,7 @@ def test_a_subclass_that_adds_a_method_keeps_direct_steps() -> None:
 
 WRAP = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 import functools
 from transformers.generation import GenerationMixin
 own, calls = GenerationMixin.generate, []
@@ -392,7 +392,7 @@ def traced({self}*args, **kwargs):
     return own({self}*args, **kwargs)
 GenerationMixin.generate = {wrap}(traced)
 import torch, infuse
-from families import BY_NAME
+from tests.models.families import BY_NAME
 model = BY_NAME["llama"].make()
 ids = torch.tensor([[5, 6, 7]])
 config = model.generation_config
@@ -410,7 +410,7 @@ assert any("custom_generate" in names for _, names in calls), calls
 @pytest.mark.parametrize("self", ["", "self, "])
 @pytest.mark.parametrize("wrap", ["", "functools.wraps(own)"])
 def test_generate_wrapped_before_infuse_is_imported(wrap: str, self: str) -> None:
-    code = WRAP.format(tests=str(TESTS), wrap=wrap, self=self)
+    code = WRAP.format(root=str(ROOT), wrap=wrap, self=self)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

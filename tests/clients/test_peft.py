@@ -8,16 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from families import BY_NAME
+from packaging.version import Version
 from peft import HRAConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
-from tolerance import assert_near
 from torch import Tensor, nn
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import infuse
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
+from tests.models.families import BY_NAME
+from tests.support.tolerance import assert_near
 
 IDS = torch.tensor([[5, 17, 40, 9, 88, 23, 61, 7, 30], [12, 70, 33, 4, 91, 15, 8, 52, 66]])
 ATTENTION, MLP, ALL = ["q_proj", "v_proj"], ["gate_proj", "down_proj"], "all-linear"
@@ -255,6 +258,7 @@ def test_what_cannot_be_put_on_afterwards() -> None:
         get_peft_model(engine.module, LoraConfig(target_modules=ATTENTION))
 
 
+@pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers wants a newer PEFT")
 def test_transformers_own_adapters() -> None:
     """`model.add_adapter` of transformers puts PEFT's layers into the model itself."""
     models = [BY_NAME["llama"].make() for _ in range(2)]

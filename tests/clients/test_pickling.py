@@ -15,14 +15,14 @@ import joblib
 import pytest
 import torch
 import transformers
-from families import BY_NAME, FAMILIES, Family, inputs
-from forked import Program, start
-from ranks import Ranks
 from torch import Tensor, nn
 
 import infuse
 from infuse import native
 from infuse.layers.cache import KVCache
+from tests.models.families import BY_NAME, FAMILIES, Family, inputs
+from tests.support.forked import Program, start
+from tests.support.ranks import Ranks
 
 FORMATS = ["int8:16", "int8:16:a8", "int4:16:asymmetric", "fp8:16", "fp6:16"]
 CASES = [

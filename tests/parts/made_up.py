@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import BY_NAME
 from torch import nn
 from transformers import LlamaForCausalLM
+
+from tests.models.families import BY_NAME
 
 HIDDEN, HEADS, LAYERS = 64, 4, 3
 

@@ -29,12 +29,13 @@ from infuse.architectures.part import (
 from infuse.architectures.part import (
     HEADS as OF_HEADS,
 )
+from infuse.cache_names import cache_in
 from infuse.layers.build_context import BuildContext
 from infuse.layers.inputs import Inputs
 from infuse.layers.linear import direct
 from infuse.layers.mixer import Mixer
-from parts.made_up import HEADS, HIDDEN, path_of
-from parts.made_up import LAYERS as COUNT
+from tests.parts.made_up import HEADS, HIDDEN, path_of
+from tests.parts.made_up import LAYERS as COUNT
 
 WIDTH, TAPS = HIDDEN // HEADS, 4
 TYPES = ["linear_attention", "linear_attention", "full_attention"] * (COUNT // 3)
@@ -69,8 +70,9 @@ class Recurrence(nn.Module):
         self.decay = nn.Parameter(torch.randn(HEADS))
         self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        cache = cache_in(kwargs)
+        layer = None if cache is None else cache.layers[self.layer_idx]
         there = layer is not None and layer.has_previous_state[0]
         before = {"conv": layer.conv_states[0], "state": layer.recurrent_states[0]} if there else {}
         y, after = mixed(self.in_proj(hidden_states), self.conv, self.decay, before)

@@ -82,7 +82,7 @@ Tensor scores_of(const RouterPart& r, const Tensor& logits) {
 using Ranked = std::pair<float, int64_t>;  // a value and its place
 
 // Puts the k largest first. torch.topk calls the same algorithms of the standard library, which decide the order of
-// equals: tests/test_cpu_router.py compares the two.
+// equals: tests/ops/cpu/test_router.py compares the two.
 void rank(std::vector<Ranked>& values, int64_t k, bool in_order) {
   const auto before = [](const Ranked& a, const Ranked& b) {
     const bool a_is_number = a.first == a.first, b_is_number = b.first == b.first;

@@ -1,0 +1,341 @@
+"""Decode steps without the model's own forward (generate/direct.py): the same tokens, and only where that is known."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infuse
+from infuse.authors import LibraryCalls
+from infuse.generate import direct, install
+from infuse.generate.choose import likeliest
+from infuse.layers.stack import Answer
+from infuse.native import kernels
+from infuse.ops.cpu.program import CosSin, HeldProgram
+from tests.models.families import BY_NAME, inputs
+from tests.support.one_calls import blocks
+
+pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+NEW = 9
+# The first decode step is traced and made again; the prompt's step and the traced one are the model's.
+DIRECT = NEW - 1
+DIRECTLY = ["llama", "qwen3", "phi3", "gpt-neox", "qwen2-moe", "qwen3-moe", "llama-dynamic"]
+# Models that compute something between their parts.
+ELSEWHERE = {"gpt2": "adds positions", "granite": "scales the embedding", "gemma2": "caps the logits"}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step that was asked of all blocks, whether it was made in one call."""
+    found: list[bool] = []
+    step, tokens = Answer.step, Answer.tokens
+
+    def noted(self: Answer, x: Tensor, cos_sin: CosSin) -> Tensor | None:
+        out = step(self, x, cos_sin)
+        found.append(out is not None)
+        return out
+
+    def all_noted(self: Answer, *args: Any) -> Tensor | None:
+        out = tokens(self, *args)
+        found.extend([True] * (0 if out is None else out.shape[1]))
+        return out
+
+    monkeypatch.setattr(Answer, "step", noted)
+    monkeypatch.setattr(Answer, "tokens", all_noted)
+    return found
+
+
+def answer(model: Any, batch: int = 1, **asked: Any) -> Tensor:
+    torch.manual_seed(3)
+    given = inputs(BY_NAME["llama"], batch=batch, tokens=7)
+    return model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **asked})
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", DIRECTLY)
+def test_the_same_tokens(name: str, batch: int, made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    exact = answer(BY_NAME[name].make(), batch)
+    assert torch.equal(answer(engine, batch), exact) and made == [True] * DIRECT
+    assert torch.equal(answer(engine, batch), exact)
+    assert made == [True] * (2 * DIRECT - 1), "the second answer's first step is traced, but not made again"
+
+
+def test_numbers_of_layers_are_no_windows(made: list[bool]) -> None:
+    """Qwen's `max_window_layers`, 28 in all configs, is not a length from which a mask is needed."""
+    engine = infuse.init_inference(BY_NAME["qwen3"].make(max_window_layers=2), dtype="fp32")
+    assert torch.equal(answer(engine), answer(BY_NAME["qwen3"].make())) and made == [True] * DIRECT
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_models_that_compute_between_their_parts_are_called(name: str, made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME[name].make(), dtype="fp32")
+    assert torch.equal(answer(engine), answer(BY_NAME[name].make())) and not made
+
+
+@pytest.mark.parametrize("after_an_answer", [False, True])
+def test_a_stream_that_is_changed_in_place_is_noticed(
+    after_an_answer: bool, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors are the same ones, but their values are not: the step made again tells."""
+    llama = BY_NAME["llama"]
+    original, engine = llama.make(), infuse.init_inference(llama.make(), dtype="fp32")
+    if after_an_answer:
+        answer(engine)
+        made.clear()
+    inner = type(original.model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = inner(self, *args, **kwargs)
+        out.last_hidden_state.mul_(-1)
+        return out
+
+    monkeypatch.setattr(type(original.model), "forward", forward)
+    monkeypatch.setattr(LibraryCalls, "__call__", lambda self, modules: True)  # else a patch is called in each step
+    assert torch.equal(answer(engine), answer(original)) and made == [True], "it was made again, once"
+
+
+def test_padded_batches_and_other_modes_are_the_models(made: list[bool]) -> None:
+    family = BY_NAME["llama"]
+    engine = infuse.init_inference(family.make(), dtype="fp32")
+    engine.generate(**inputs(family, batch=2, tokens=7, padding="left"), max_new_tokens=4)
+    answer(engine, num_beams=2)
+    answer(engine, use_cache=False)
+    answer(engine, cache_implementation="static")
+    assert not made
+
+
+def test_router_hooks_are_called(made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["qwen2-moe"].make(), dtype="fp32")
+    heard: list[int] = []
+    routers = [block.mlp.router for block in blocks(engine.module) if hasattr(block.mlp, "router")]
+    handle = routers[-1].register_forward_hook(lambda *_: heard.append(1))
+    exact = answer(engine)
+    assert len(heard) == NEW and not any(made)
+    handle.remove()
+    assert torch.equal(answer(engine), exact) and made.count(True) == DIRECT
+
+
+def test_copies_trace_their_own_steps(made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+    exact = answer(engine)
+    for module in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
+        made.clear()
+        with torch.no_grad():
+            blocks(module)[0].mlp.down.weight.mul_(-1)
+        assert not torch.equal(answer(module), exact) and made == [True] * DIRECT
+    assert torch.equal(answer(engine), exact)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "tied"),
+    [("fp32", None, False), ("bf16", None, False), ("bf16", "int8", True), ("fp32", "int4", False)],
+)
+def test_the_whole_step_is_one_call(
+    dtype: str, quant: str | None, tied: bool, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where our kernels compute the head in any batch: a quantized one, or a large one."""
+    model = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=tied)
+    engine = infuse.init_inference(model, dtype=dtype, **({"quant": quant} if quant else {}))
+    embedding, head = engine.module.get_input_embeddings(), engine.module.get_output_embeddings()
+    called: list[nn.Module] = []
+    monkeypatch.setattr(LibraryCalls, "__call__", lambda self, modules: True)  # though forwards are patched to count
+    for part in (embedding, head):
+        forward = type(part).forward
+        monkeypatch.setattr(type(part), "forward", lambda self, x, f=forward: (called.append(self), f(self, x))[1])
+    for batch in (1, 3):
+        exact = answer(engine, batch)
+        made.clear(), called.clear()
+        assert torch.equal(answer(engine, batch), exact) and made == [True] * (DIRECT - 1)
+        ends = [part for part in called if part is embedding or part is head]
+        assert ends == [embedding, head] * 2, "for the prompt and the first step"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call of several steps gave, however slow the machine is."""
+    monkeypatch.setattr(direct, "_CALL_SECONDS", math.inf)
+    found: list[int] = []
+    tokens = HeldProgram.tokens
+
+    def noted(self: HeldProgram, *args: Any) -> Tensor | None:
+        out = tokens(self, *args)
+        found.append(0 if out is None else out.shape[1])
+        return out
+
+    monkeypatch.setattr(HeldProgram, "tokens", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "llama-dynamic"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_several_steps_in_one_call(name: str, batch: int, calls: list[int]) -> None:
+    """Over the ends of the table of positions and of the cache's room; rotary positions of their own step by step."""
+    original = BY_NAME[name].make(vocab_size=8192, max_position_embeddings=256, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    exact = answer(original, batch, max_new_tokens=150)
+    assert torch.equal(answer(engine, batch, max_new_tokens=150), exact)
+    assert sum(calls) == 150 - 2 and (name == "llama-dynamic") == (set(calls) == {1}), (
+        "prompt and first step are traced"
+    )
+    calls.clear()
+    streamer = Noting()
+    assert torch.equal(answer(engine, batch, max_new_tokens=9, **({"streamer": streamer} if batch == 1 else {})),
+                       exact[:, : 7 + 9])  # fmt: skip
+    if batch == 1:
+        assert streamer.given == [7, *[1] * 9] and set(calls) == {1}, "who streams gets each token when it is there"
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_steps_in_one_call_end_before_a_window(window: int, calls: list[int]) -> None:
+    """From there on the model passes a mask, and is called."""
+    original = BY_NAME["mistral"].make(vocab_size=8192, tie_word_embeddings=False, sliding_window=window)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    assert torch.equal(answer(engine, max_new_tokens=60), answer(original, max_new_tokens=60))
+    assert sum(calls) == (0 if window == 5 else window - 1 - (7 + 1))
+
+
+def test_steps_in_one_call_end_where_the_cache_is_full(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "_PREPARED_TOKENS", 0)  # so that the cache has to grow
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    assert torch.equal(answer(engine, max_new_tokens=100), answer(original, max_new_tokens=100))
+    assert calls[0] == 64 - (7 + 1) and sum(calls) == 100 - 2
+
+
+def test_a_call_of_several_steps_takes_no_longer_than_it_may(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are heard between calls."""
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    many = answer(engine, max_new_tokens=40)
+    assert max(calls) > 1
+    calls.clear()
+    monkeypatch.setattr(direct, "_CALL_SECONDS", 0.0)
+    assert torch.equal(answer(engine, max_new_tokens=40), many) and set(calls) == {1}
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.given.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_end_within_several_steps(batch: int, calls: list[int]) -> None:
+    """Rows end at steps of their own, and are padded; the last step of a call is the one that ends a row."""
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    exact = answer(original, batch, max_new_tokens=40)
+    for place in (-1, -9, -20, -37):
+        asked = {"max_new_tokens": 40, "eos_token_id": [int(exact[-1, place]), 8000], "pad_token_id": 8001}
+        calls.clear()
+        assert torch.equal(answer(engine, batch, **asked), answer(original, batch, **asked))
+        assert place == -37 or batch > 1 or max(calls) > 1
+
+
+def test_a_norm_of_another_kind_is_called(made: list[bool]) -> None:
+    """Gemma's norms add 1 to their weights; a class may get another forward between two answers."""
+    engine = infuse.init_inference(BY_NAME["llama"].make(vocab_size=8192), dtype="fp32")
+    exact, kind = answer(engine), type(engine.module.model.norm)
+    forward = kind.forward
+    try:
+        kind.forward = lambda self, x: -forward(self, x)  # type: ignore[method-assign]
+        changed = answer(engine)
+    finally:
+        kind.forward = forward  # type: ignore[method-assign]
+    assert not torch.equal(changed, exact) and torch.equal(answer(engine), exact)
+
+
+def halved(model: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(model.lm_head, "weight", Halved())
+
+
+def limited(model: Any) -> None:
+    model.get_input_embeddings().max_norm = 0.05
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.cat((weight[::2] / 2, weight[1::2] * 2))
+
+
+@pytest.mark.parametrize("change", [halved, limited])
+def test_a_head_or_table_that_becomes_another_is_noticed(change: Callable[[Any], None], made: list[bool]) -> None:
+    """In place, after an answer whose steps were one call. A table with a largest norm changes what it looks up."""
+    original = BY_NAME["llama"].make(vocab_size=8192, tie_word_embeddings=False)
+    engine = infuse.init_inference(copy.deepcopy(original), dtype="fp32")
+    before = answer(engine)
+    change(engine.module), change(original)
+    exact = answer(original)
+    assert torch.equal(answer(engine), exact) and (change is limited or not torch.equal(before, exact))
+    tables = [model.get_input_embeddings().weight for model in (engine.module, original)]
+    torch.testing.assert_close(*tables)
+
+
+def test_ids_outside_the_table_are_the_models(made: list[bool]) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+    embedding = engine.module.get_input_embeddings()
+    with torch.no_grad():  # a head for more tokens than the table has
+        embedding.weight.data = embedding.weight.data[:64].clone()
+    with pytest.raises(IndexError):
+        answer(engine, max_new_tokens=60)
+
+
+def test_held_layers_see_what_is_stored_in_weights_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = infuse.init_inference(BY_NAME["llama"].make(), dtype="fp32")
+    exact, held = answer(engine), []
+    make = HeldProgram.__init__
+
+    class Streamer:
+        tokens = 0
+
+        def put(self, tokens: Tensor) -> None:
+            self.tokens += 1
+            if self.tokens == 5:
+                with torch.no_grad():
+                    blocks(engine.module)[0].mlp.down.weight.mul_(-1)
+
+        def end(self) -> None:
+            pass
+
+    def noted(self: HeldProgram, text: str, *args: Any) -> None:
+        make(self, text, *args)
+        if "whole=true" in text:
+            held.append(weakref.ref(self))
+
+    monkeypatch.setattr(HeldProgram, "__init__", noted)
+    assert not torch.equal(answer(engine, streamer=Streamer()), exact)
+    gc.collect()
+    assert len(held) == 1 and held[0]() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_is_as_torch_says(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for columns in (1, 7, 2048, 2049, 5000):
+        for rows in (1, 2, 9):
+            logits = torch.randint(-40, 40, (rows, 1, columns)).to(dtype)  # with equals
+            assert torch.equal(likeliest(logits), logits[:, -1].float().argmax(-1))
+    logits[0, 0, 3000:] = -math.inf
+    logits[1] = -math.inf
+    logits[2, 0, 7], logits[2, 0, 4000] = -0.0, math.nan
+    logits[3] = -1
+    logits[3, 0, 9], logits[3, 0, 11] = -0.0, 0.0
+    logits[4, 0, 4999] = math.inf
+    assert torch.equal(likeliest(logits), logits[:, -1].float().argmax(-1))
+    two = torch.cat((logits, logits.flip(-1)), dim=1)
+    assert torch.equal(likeliest(two), two[:, -1].float().argmax(-1))

@@ -1,0 +1,76 @@
+"""resize_token_embeddings of a replaced model: it works on plain weights; quantized ones, and those that ranks
+share, refuse it before anything is changed. tie_weights and init_weights find nothing to do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import infuse
+from tests.models.families import BY_NAME
+from tests.support.ranks import Ranks
+
+PROMPT = torch.tensor([[5, 7, 9, 11]])
+
+
+def replaced(name: str, **keys: Any) -> Any:
+    return infuse.init_inference(BY_NAME[name].make(), dtype=torch.float32, verify="off", progress=False, **keys).module
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bert"])
+def test_a_quantized_vocabulary_keeps_its_size(name: str) -> None:
+    model = replaced(name, quant="int8:16")
+    again = pickle.loads(pickle.dumps(model))
+    for each in (model, again):
+        wanted = each(PROMPT).logits
+        with pytest.raises(
+            infuse.UnsupportedCall, match=r"resize_token_embeddings\(100\): .* 96 tokens, is quantized \(int8:16\)"
+        ):
+            each.resize_token_embeddings(100)
+        for same in (None, 96):
+            assert each.resize_token_embeddings(same) is each.get_input_embeddings()
+        assert torch.equal(each(PROMPT).logits, wanted)
+    assert again.get_input_embeddings() is not model.get_input_embeddings()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "gpt2", "bert"])
+def test_a_plain_vocabulary_is_resized(name: str) -> None:
+    model, original = replaced(name), BY_NAME[name].make()
+    for each in (model, original):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(100)
+    found, wanted = model(PROMPT).logits, original(PROMPT).logits
+    assert found.shape[-1] == 100
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quant", [None, "int8:16"])
+@pytest.mark.parametrize("name", ["llama-bias", "gpt2", "bert", "qwen2-moe"])
+def test_complete_weights_are_neither_tied_nor_made_anew(name: str, quant: str | None) -> None:
+    """lm-eval ties those of the model that it is given; models that are composed of others initialise their parts."""
+    model = replaced(name, quant=quant)
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        wanted = {key: tensor.clone() for key, tensor in (*each.named_parameters(), *each.named_buffers())}
+        each.tie_weights()
+        each.init_weights()
+        found = dict((*each.named_parameters(), *each.named_buffers()))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def resized_on_rank(name: str) -> tuple[str, bool]:
+    model = replaced(name, tensor_parallel={"tp_size": 2, "tp_grain_size": 4})
+    wanted = model(PROMPT).logits
+    with pytest.raises(infuse.UnsupportedCall) as refused:
+        model.resize_token_embeddings(100)
+    return str(refused.value), torch.equal(model(PROMPT).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # gemma3: only the head is split
+def test_a_vocabulary_that_ranks_share_keeps_its_size(name: str, ranks: Ranks) -> None:
+    """A head of which a rank holds some rows used to get random ones for the others."""
+    for told, unchanged in ranks.run(2, resized_on_rank, name):
+        assert "for 96 tokens, is split over ranks and keeps its size" in told and unchanged

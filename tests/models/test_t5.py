@@ -1,0 +1,103 @@
+"""T5's encoder: its bias by distance, what its layers hand on, its decoder, float16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor
+
+import infuse
+from infuse.architectures.attention import RelativeBias
+from infuse.layers.block import Block
+from infuse.layers.position import LearnedBias
+from tests.models.families import BY_NAME, enlarge, inputs
+from tests.support.side_by_side import pair
+
+SEQ2SEQ = dict(d_model=48, d_kv=4, d_ff=80, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+
+
+def seq2seq(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = t.T5ForConditionalGeneration(t.T5Config(**{**SEQ2SEQ, **changes})).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(("buckets", "farthest"), [(32, 128), (8, 11), (6, 40)])
+@pytest.mark.parametrize("tokens", [1, 2, 33, 200])
+def test_the_bias_is_the_originals_bit_for_bit(tokens: int, buckets: int, farthest: int) -> None:
+    config = t.T5Config(relative_attention_num_buckets=buckets, relative_attention_max_distance=farthest, num_heads=3)
+    original = t.models.t5.modeling_t5.T5Attention(config, has_relative_attention_bias=True)
+    ours = LearnedBias(RelativeBias("table", buckets=buckets, farthest=farthest), 3)
+    ours.table = original.relative_attention_bias.weight
+    assert torch.equal(ours(torch.zeros(2, tokens, 5)), original.compute_bias(tokens, tokens))
+
+
+def test_the_first_layer_makes_the_bias_and_the_others_get_it() -> None:
+    _, engine = pair("t5")
+    seen: list[tuple[Any, Any]] = []
+    blocks = [module for module in engine.module.modules() if isinstance(module, Block)]
+    handles = [
+        block.register_forward_hook(lambda module, args, output: seen.append((args[2], output[1]))) for block in blocks
+    ]
+    engine(**inputs(BY_NAME["t5"]))
+    for handle in handles:
+        handle.remove()
+    made = seen[0][1]
+    assert seen[0][0] is None and made.shape == (1, 4, 11, 11) and len(seen) == 3
+    assert all(given is made and returned is made for given, returned in seen[1:])
+
+
+def test_a_layer_without_bias_called_alone_adds_none() -> None:
+    original, engine = pair("t5")
+    x = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        wanted, found = (model.encoder.block[1](x) for model in (original, engine.module))
+    assert torch.equal(found[1], wanted[1]) and found[2] is None is wanted[2]
+    assert (found[0] - wanted[0]).abs().max() < 2e-5 * wanted[0].abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_encoder_of_a_whole_t5_generates_the_same(dtype: str, tmp_path: Path) -> None:
+    model, torch_dtype = seq2seq(), torch.float32 if dtype == "fp32" else torch.bfloat16
+    ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(3))
+    engine = infuse.init_inference(seq2seq().to(torch_dtype), dtype=dtype)
+    depths = {step.path: step.depth for step in engine.plan.steps}
+    assert depths["encoder.block.0"] == depths["encoder.block.1"] == "block"
+    assert any("decoder.block" in left.path and "is_decoder is True" in left.why for left in engine.plan.left)
+    if dtype == "fp32":
+        settings = dict(max_new_tokens=6, do_sample=False)
+        assert torch.equal(engine.generate(ids, **settings), model.generate(ids, **settings))
+    engine.module.save_pretrained(tmp_path)
+    again = t.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    for name, saved in again.state_dict().items():
+        assert torch.equal(saved, model.state_dict()[name].to(torch_dtype)), name
+
+
+def test_float16_keeps_the_linears_that_transformers_keeps_in_float32() -> None:
+    """The sums of real T5s exceed float16. In the original they are in float32, because `wo` is."""
+    model, exact = BY_NAME["t5"].make(), BY_NAME["t5"].make()
+    with torch.no_grad():
+        for one in (model, exact):
+            for block in one.encoder.block:
+                block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    engine = infuse.init_inference(model, dtype="fp16")
+    assert not [step for step in engine.plan.steps if step.depth == "block" or step.path.endswith(".wo")]
+    left = {left.path: left.why for left in engine.plan.left}
+    assert "layer.1.DenseReluDense.wo.weight stays in float32" in left["encoder.block.0"]
+    given = inputs(BY_NAME["t5"])
+    with torch.no_grad():
+        found, wanted = engine(**given).last_hidden_state, exact(**given).last_hidden_state
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_arguments_of_a_decoder_are_refused_by_name() -> None:
+    _, engine = pair("t5")
+    x: Tensor = torch.zeros(1, 3, 48)
+    with pytest.raises(infuse.UnsupportedCall, match="encoder_hidden_states"):
+        engine.module.encoder.block[0](x, None, None, x)

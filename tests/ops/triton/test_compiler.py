@@ -1,0 +1,184 @@
+"""Every Triton kernel through Triton's own compiler, for Ampere and Hopper, at the shapes of models: no GPU is needed
+for that.
+
+The interpreter is more lenient than the compiler; registers that spill and shared memory that no GPU has are seen only
+here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from infuse import ops
+from infuse.quant.parse import quant_format
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+        reason="Triton's compiler is not there",
+    ),
+]
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one program may have
+# Dtype, compute capability, and which quantized products are compiled for it: one in how many, from which on. Together:
+# every format and every shape of a product for 8.0, which has less shared memory, in a type of 16 bits; some in float32
+# and for 9.0; the other kernels everywhere.
+TARGETS = [
+    (torch.float32, 80, 0, 6), (torch.bfloat16, 80, 0, 2), (torch.float16, 80, 1, 2), (torch.bfloat16, 90, 1, 6),
+]  # fmt: skip
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def launches(dtype: torch.dtype, which: int, of: int) -> Iterator[tuple[str, tuple, dict]]:
+    """Name, arguments and keywords of bodies to call, of Llama-3's and Gemma-2's shapes mostly; some are odd.
+
+    Of the quantized products, which take most of the time, one in `of`, beginning with number `which`.
+    """
+    x, width, one = empty(1, 1, 4096, dtype=dtype), empty(4096, dtype=dtype), torch.tensor([5])
+    yield "add_rms_norm", (x, x, width, 1e-6, 0.0), {}
+    yield "layer_norm", (empty(3, 1021, dtype=dtype), empty(1021, dtype=dtype), None, 1e-6, 1.0), {}
+    yield "gated_activation", (x, "silu"), {}
+    for name in ("gelu", "gelu_tanh"):
+        yield "activation", (x, name), {}
+    cos_sin, cache = empty(1, 1, 128, dtype=dtype), empty(1, 8, 2048, 128, dtype=dtype)
+    yield "rotary", (empty(1, 7, 40, 128, dtype=dtype), cos_sin, cos_sin, True), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), cos_sin, cos_sin, cache, cache, 5, 32, False), {}
+    yield "rotary_append", (empty(1, 1, 48, 128, dtype=dtype), cos_sin, cos_sin, cache, cache, one, 32, False), {}
+    q, mask = empty(1, 32, 1, 128, dtype=dtype), torch.ones(1, 1, 1, 2048, dtype=torch.bool)
+    yield "attention", (q, cache, cache, None, None, 0.1, True, 0, 0.0), {}
+    yield "attention", (q, cache, cache, mask, None, 0.1, False, 512, 0.0), {"length": one}
+    rows = empty(1, 8, 2048, 132, dtype=torch.int8)
+    yield "attention", (q, rows, rows, mask, None, 0.1, False, 0, 0.0), {"length": one}
+    long, wide = empty(1, 16, 500, 256, dtype=dtype), empty(1, 8, 500, 256, dtype=dtype)
+    yield "attention", (long, wide, wide, None, None, 0.1, True, 0, 50.0), {}
+    alibi = empty(1, 32, 64, 80, dtype=dtype)
+    yield (
+        "attention",
+        (alibi, alibi, alibi, torch.ones(1, 1, 64, 64).bool(), empty(1, 32, 1, 64, dtype=dtype), 0.1, True, 0, 0.0),
+        {},
+    )
+    keys, sinks = empty(1, 8, 300, 64, dtype=dtype), empty(64, dtype=dtype)
+    for tokens in (1, 300):  # gpt-oss
+        q = empty(1, 64, tokens, 64, dtype=dtype)
+        yield "attention", (q, keys, keys, None, None, 0.1, True, 128, 0.0, sinks), {}
+    yield from of_diffusion(dtype)
+    weight, bias = empty(6144, 4096, dtype=dtype), empty(6144, dtype=dtype)
+    for rows in (1, 5):
+        yield "linear", (empty(rows, 4096, dtype=dtype), weight, bias), {}
+        yield "linear", (empty(rows, 4096, dtype=dtype), weight, None, *ops.NO_NORM, "silu", True), {}
+    gate_up, down, residual = (
+        empty(28672, 4096, dtype=dtype),
+        empty(4096, 14336, dtype=dtype),
+        empty(5, 4096, dtype=dtype),
+    )
+    rms, layer, none = ("rms", width, None, 1e-6, 0.0), ("layer", width, width, 1e-6, 1.0), ops.NO_NORM
+    for rows in (1, 5):
+        some = empty(rows, 4096, dtype=dtype)
+        yield "linear", (some, weight, bias, *layer, None, False, None), {}
+        yield "linear", (some, gate_up, None, *rms, "silu", True, None), {}
+        yield "linear", (empty(rows, 14336, dtype=dtype), down, None, *none, None, False, residual[:rows]), {}
+    yield "linear", (empty(1, 1001, dtype=dtype), empty(1000, 1001, dtype=dtype), None), {}
+    for i, text in enumerate(("int8", "int4", "fp8", "fp6", "int4:32:asymmetric", "mxfp4")):
+        held = quant_format(text).quantize(torch.empty(4096, 4096, device="meta"))
+        zero = None if held.zero is None else torch.empty_like(held.zero, device="cpu")
+        data = torch.empty(4096, held.data.shape[1] // 4, dtype=torch.int32)
+        scale = torch.empty_like(held.scale, device="cpu")
+        products = []
+        for rows in (1, 3, 100):
+            given = (empty(rows, 4096, dtype=dtype), data, scale, zero, None, 4096, 4096, text)
+            around = (*rms, "silu", True, None) if rows < 100 else (*none, None, False, empty(rows, 4096, dtype=dtype))
+            products += [("quantized_linear", given, {}), ("quantized_linear", (*given, *around), {})]
+        yield from products[(which + i) % of :: of]  # of another format other ones
+        yield "quantized_embedding", (torch.zeros(3, dtype=torch.int64), data, scale, zero, 4096, 4096, text, dtype), {}
+    yield from of_experts(dtype)
+
+
+def of_diffusion(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Of Stable Diffusion's UNet and of Flux."""
+    image, channels = empty(2, 320, 64, 64, dtype=dtype), empty(320, dtype=dtype)
+    last = image.contiguous(memory_format=torch.channels_last)
+    yield "group_norm", (last, channels, channels, empty(2, 320, dtype=dtype), 32, 1e-5, True), {}
+    yield "group_norm", (image, channels, channels, None, 32, 1e-6, False), {}
+    tokens, row = empty(2, 100, 3072, dtype=dtype), empty(2, 3072, dtype=dtype)
+    yield "modulated_norm", (tokens, row, row, 1e-6, True), {}
+    yield "gated_add", (tokens, row, tokens), {}
+    yield "gated_add_norm", (tokens, row, tokens, row, row, 1e-6, False), {}
+    first, second, norm = (
+        empty(2, 100, 72, 128, dtype=dtype),
+        empty(2, 77, 72, 128, dtype=dtype),
+        empty(128, dtype=dtype),
+    )
+    cos_sin = torch.empty(177, 128)
+    yield "joined_heads", (first, second, norm, norm, norm, norm, cos_sin, cos_sin, 1e-6), {}
+    yield "joined_heads", (first, None, None, None, None, None, None, None, 1e-6), {}
+
+
+def of_experts(dtype: torch.dtype) -> Iterator[tuple[str, tuple, dict]]:
+    """Of Qwen3-MoE's shape: one token, some tokens for each expert, many."""
+    count, width, inner = 128, 2048, 768
+    for text, some in (
+        (None, (1, 32, 2048)),
+        ("int8", (2048,)),
+        ("fp6", (1, 2048)),
+        ("int4:32:asymmetric", (2048,)),
+        ("mxfp4", (1,)),
+    ):
+        held: list[Tensor | None] = []
+        for outputs, inputs in ((count * 2 * inner, width), (count * width, inner)):
+            if text is None:
+                held += [empty(outputs, inputs, dtype=dtype), None]
+                continue
+            part = quant_format(text).quantize(torch.empty(8, inputs, device="meta"))
+            data = torch.empty(outputs, part.data.shape[1] // 4, dtype=torch.int32)
+            like = (
+                None if t is None else torch.empty(outputs, t.shape[1], dtype=t.dtype) for t in (part.scale, part.zero)
+            )
+            held += [data, *like, None]
+        name, formats = ("experts", ()) if text is None else ("quantized_experts", (inner, text, text))
+        for tokens in some:
+            index = torch.zeros(tokens, 8, dtype=torch.int64)
+            routed = empty(tokens, width, dtype=dtype), index, torch.empty(tokens, 8)
+            yield name, (*routed, *held, *formats, "silu", True, 0.0 if text else 7.0), {}
+
+
+@pytest.mark.parametrize(("dtype", "capability", "which", "of"), TARGETS, ids=str)
+def test_every_kernel_compiles(dtype: torch.dtype, capability: int, which: int, of: int) -> None:
+    from tests.ops.triton.compiler import compiled_for  # imports triton
+
+    seen = set()
+    with compiled_for(capability) as found:
+        for name, args, keywords in launches(dtype, which, of):
+            before = len(found)
+            ops.registered()[name].body("triton")(*args, **keywords)
+            if not (dtype is torch.float32 and name == "linear"):  # more rows are PyTorch's in float32
+                assert len(found) > before, f"{name}: nothing was launched"
+            for kernel in found[before:]:
+                seen.add(kernel.metadata.name)
+                assert kernel.metadata.shared <= SHARED_BYTES[capability], (
+                    f"{name}: {kernel.metadata.shared} bytes of shared memory"
+                )
+    assert seen >= {
+        "norm_rows",
+        "rotate_append",
+        "attend",
+        "combine_splits",
+        "plain_row",
+        "quantized_row",
+        "product_tiles",
+        "up_rows",
+        "down_rows",
+        "up_tiles",
+        "down_tiles",
+        "sum_routes",
+        "join_heads",
+        "modulated_rows",
+    }
