@@ -27,6 +27,7 @@ import transformers
 
 import infuse
 from infuse.device import cpu_features
+from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
 from infuse.plan.formats import held_bytes, matrices_made
 from infuse.plan.plan import Plan
@@ -102,7 +103,7 @@ def scores(folder: Path, text: str, formats: Sequence[str], dtype: str, window: 
 
 def over_int8_cache(engine: Any, ids: torch.Tensor) -> Any:
     """The model's output for ids whose keys and values go through a cache in int8."""
-    return engine(ids, past_key_values=KVCache(format="int8"))
+    return engine(ids, **{CACHE_NAME: KVCache(format="int8")})
 
 
 def table(found: Sequence[Score]) -> str:

@@ -22,6 +22,7 @@ import transformers
 from rich.table import Table
 
 import infuse
+from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
 from infuse.native import limits
 from infuse.profile.probe import MemoryReader
@@ -118,7 +119,7 @@ class Step:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        logits = self.model(self.ids, past_key_values=self.cache, position_ids=self.positions).logits
+        logits = self.model(self.ids, **{CACHE_NAME: self.cache}, position_ids=self.positions).logits
         logits.float().argmax(dim=-1).tolist()
         self.cache.crop(-self.ids.shape[1])
 
@@ -127,7 +128,7 @@ def step_seconds(format: str, tokens: list[int], repeats: int) -> dict[int, floa
     """Seconds of a step by its tokens."""
     model, cache = shaped(format), KVCache(CONTEXT + max(tokens))
     with torch.inference_mode():
-        model(torch.arange(3, 3 + CONTEXT)[None], past_key_values=cache, logits_to_keep=1)
+        model(torch.arange(3, 3 + CONTEXT)[None], **{CACHE_NAME: cache}, logits_to_keep=1)
     times = in_turns([Step(model, cache, count) for count in tokens], repeats)
     return {count: median(seconds) for count, seconds in zip(tokens, times, strict=True)}
 

@@ -41,7 +41,7 @@ class NativePart:
 
 
 class NativeInputs(NamedTuple):
-    """What a mixer passes to a call besides x: the arguments of HeldProgram.run, in order.
+    """What a mixer passes to a call besides x: the arguments of NativeProgram.run, in order.
 
     Keys and values are the storages [B, K, S, D] to which the new tokens are appended at `start`.
     """
@@ -250,8 +250,8 @@ def decline_if(reasons: Mapping[str, Any]) -> None:
 
 def overrides_forward(part: Any) -> bool:
     """Whether the class of a part overrides the forward of the class that wrote how C++ runs it."""
-    writes: Any = next(kind for kind in type(part).__mro__ if "native" in vars(kind))
-    return type(part).forward is not writes.forward
+    writer: Any = next(kind for kind in type(part).__mro__ if "native" in vars(kind))
+    return type(part).forward is not writer.forward
 
 
 def _word(value: Any) -> str:

@@ -20,7 +20,7 @@ from infuse.layers.linear import has_global_hooks, has_no_hooks, rounds_activati
 from infuse.layers.native_part import ENCODER, FEW_TOKENS, NotNative, ProgramText
 from infuse.native import limits
 from infuse.ops.cpu.linear import takes_tiles
-from infuse.ops.cpu.program import HeldProgram
+from infuse.ops.cpu.program import NativeProgram
 
 
 class OneCall:
@@ -31,33 +31,33 @@ class OneCall:
 
     def __init__(self, program: ProgramText):
         self._program, self._text = program, program.text()
-        self._found: Found | None = None
-        self._held: HeldProgram | None = None
+        self._modules: WatchedModules | None = None
+        self._native: NativeProgram | None = None
 
     def takes(self, *roots: nn.Module) -> bool:
         """Whether the modules of these roots are still those that the call was made for, and nothing listens."""
         return self._tensors(roots) is not None
 
-    def _holding(self, roots: Sequence[nn.Module]) -> HeldProgram | None:
+    def held_program(self, *roots: nn.Module) -> NativeProgram | None:
         """The program with the tensors of these roots; None if a module has been exchanged or has hooks."""
-        tensors, held = self._tensors(roots), self._held
+        tensors, native = self._tensors(roots), self._native
         if tensors is None:
             return None
-        if held is None or not all(map(is_, tensors, held.tensors)):
-            held = self._held = HeldProgram(self._text, self._program.reals, tensors)
-        return held
+        if native is None or not all(map(is_, tensors, native.tensors)):
+            native = self._native = NativeProgram(self._text, self._program.reals, tensors)
+        return native
 
     def _tensors(self, roots: Sequence[nn.Module]) -> list[Tensor] | None:
         """Collect the tensors of the call; None if a module has been exchanged or has hooks."""
-        found = self._found
-        if found is None or not found.are_in_place():
-            self._found = found = self._find(roots)
-        if found is None or not found.is_unmodified() or has_global_hooks():
+        modules = self._modules
+        if modules is None or not modules.are_in_place():
+            self._modules = modules = self._find(roots)
+        if modules is None or not modules.are_unmodified() or has_global_hooks():
             return None
-        tensors = [*map(getitem, *found.tensors)]
+        tensors = [*map(getitem, *modules.tensors)]
         return None if [1 for tensor in tensors if tensor is None] else tensors
 
-    def _find(self, roots: Sequence[nn.Module]) -> Found | None:
+    def _find(self, roots: Sequence[nn.Module]) -> WatchedModules | None:
         """Find the modules of the call; None if one has been exchanged for another kind."""
         program, modules = self._program, [*roots]  # and all nodes
         for owner, name, wanted, forward in program.nodes:
@@ -72,10 +72,10 @@ class OneCall:
 
         def dicts(places: Sequence[tuple[int, str, str]]) -> tuple[list[dict[str, Any]], list[str]]:
             attributes = [modules[node].__dict__ for node, _, _ in places]
-            held = [own[owner] if owner else own for own, (_, owner, _) in zip(attributes, places, strict=True)]
-            return held, [name for _, _, name in places]
+            owners = [own[owner] if owner else own for own, (_, owner, _) in zip(attributes, places, strict=True)]
+            return owners, [name for _, _, name in places]
 
-        return Found(
+        return WatchedModules(
             places=(owners, [node.name for node in program.nodes]),
             modules=named,
             kinds=[*map(type, named)],
@@ -89,10 +89,10 @@ class OneCall:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": None, "_held": None}  # a copy of the block has its own modules
+        return {**vars(self), "_modules": None, "_native": None}  # a copy of the block has its own modules
 
 
-class Found(NamedTuple):
+class WatchedModules(NamedTuple):
     """The modules of a call as dicts, so that a step can check within 2 us a block that they are still the same."""
 
     places: tuple[list[dict[str, Any]], list[str]]  # of each module: its owner's modules, its name there
@@ -111,15 +111,15 @@ class Found(NamedTuple):
         # Lists are compared by identity first.
         return [*map(dict.get, *self.places)] == self.modules and [*map(type, self.modules)] == self.kinds
 
-    def is_unmodified(self) -> bool:
+    def are_unmodified(self) -> bool:
         """Whether the kernels compute what the modules would: no hooks, and weights in the kernels' layouts."""
         if any(self.hooks) and not all(map(has_no_hooks, self.parts)):
             return False
         if [1 for own in self.attributes if "forward" in own]:
             return False
-        if [1 for held, name in self.absent if held.get(name) is not None]:
+        if [1 for owner, name in self.absent if owner.get(name) is not None]:
             return False
-        if [1 for held, name in self.flags if not held[name]]:
+        if [1 for owner, name in self.flags if not owner[name]]:
             return False
         return not [1 for module, holds in self.conditions if not holds(module)]
 
@@ -149,11 +149,10 @@ class StepCall(BlockCall):
             return None
         if inputs.want_weights or inputs.causal is False:
             return None
-        held = self._holding((block,))
-        given = None if held is None else mixer.native_inputs(x_BTC, inputs)
-        if held is None or given is None:
+        native = self.held_program(block)
+        if native is None or (native_inputs := mixer.native_inputs(x_BTC, inputs)) is None:
             return None
-        out = held.run(x_BTC, *given)
+        out = native.run(x_BTC, *native_inputs)
         if out is not None:
             cache.layers[self.index].advance(tokens)
         return out
@@ -170,8 +169,8 @@ class EncoderCall(BlockCall):
             return None
         if torch.jit.is_tracing():  # which fails at results that may be None; the parts say what to do instead
             return None
-        held = self._holding((block,))
-        return None if held is None else held.run(x_BTC, *mixer.native_inputs(x_BTC, inputs))
+        native = self.held_program(block)
+        return None if native is None else native.run(x_BTC, *mixer.native_inputs(x_BTC, inputs))
 
 
 def program_text(machine: str, block: nn.Module, program: Program) -> ProgramText:

@@ -26,7 +26,7 @@ from infuse.layers.slot import KVSlot
 from infuse.native import DTYPES, kernels, limits
 from infuse.ops.cpu.linear import always_streams, fits
 from infuse.ops.cpu.norm import takes as takes_norm
-from infuse.ops.cpu.program import CosSin, HeldProgram
+from infuse.ops.cpu.program import CosSin, NativeProgram
 from infuse.quant.format import SCALE_DTYPE
 
 
@@ -89,14 +89,14 @@ class StackCall(OneCall):
         # Held as they are now: what is assigned to a parameter later does not count.
         return Answer(self, [tensor.detach() for tensor in tensors], slots, x_BTC)
 
-    def with_room(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[HeldProgram, int]:
+    def with_room(self, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor) -> tuple[NativeProgram, int]:
         """Make room for a new token in each slot, and hold the program for these. Return for how many tokens, too."""
         for slot, attention in zip(slots, self._attentions, strict=True):
             shape: Any = attention.shape
             slot.reserve(len(x_BTC), 1, shape.cached_rows, x_BTC, attention.filler)  # type: ignore[arg-type]
         storages = [storage for slot in slots for storage in slot.storages]
-        held = HeldProgram(self._text, self._program.reals, tensors, storages)
-        return held, min(each.shape[2] for each in storages)
+        native = NativeProgram(self._text, self._program.reals, tensors, storages)
+        return native, min(each.shape[2] for each in storages)
 
     def cos_sin(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all blocks."""
@@ -109,7 +109,7 @@ class Answer:
     def __init__(self, stack: StackCall, tensors: list[Tensor], slots: list[KVSlot], x_BTC: Tensor):
         self.takes_ids, self.gives_logits = stack.takes_ids, stack.gives_logits
         self._stack, self._tensors, self._slots, self._like = stack, tensors, slots, x_BTC
-        self._held, self._room_tokens = stack.with_room(tensors, slots, x_BTC)
+        self._native, self._room_tokens = stack.with_room(tensors, slots, x_BTC)
 
     @property
     def length(self) -> int:
@@ -121,8 +121,9 @@ class Answer:
 
         None if the model has to be called.
         """
-        held, none = self._with_room(), None
-        out = held.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length)
+        none = None  # the program holds its storages, and there is neither a mask nor a bias
+        native = self._with_room()
+        out = native.run(x, cos_sin.cos, cos_sin.sin, cos_sin.index, none, none, none, none, self.length)
         self._append(0 if out is None else 1)
         return out
 
@@ -138,11 +139,11 @@ class Answer:
         self._append(0 if tokens is None else tokens.shape[1])
         return tokens
 
-    def _with_room(self) -> HeldProgram:
-        """What is held, with room for another token."""
+    def _with_room(self) -> NativeProgram:
+        """The program, with room for another token."""
         if self.length >= self._room_tokens:
-            self._held, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like)
-        return self._held
+            self._native, self._room_tokens = self._stack.with_room(self._tensors, self._slots, self._like)
+        return self._native
 
     def _append(self, tokens: int) -> None:
         for slot in self._slots:
@@ -150,33 +151,39 @@ class Answer:
 
 
 def _program(before: Sequence[Any], blocks: Sequence[Any], after: Sequence[Any], x_BTC: Tensor) -> ProgramText:
-    """Write the program of all blocks, and of the embedding `before` them, and the norm and the head `after` them."""
+    """Write the program of all blocks, with the table `before` them, and the norm and the head `after` them."""
     text = ProgramText(FEW_TOKENS, len(before) + len(blocks) + len(after), whole=True)
     for node, table in enumerate(before):
         with text.step_of("embed"), text.inside("part", "table"):
-            to = PartWriter(text, table, node)
-            to.put(width=x_BTC.shape[-1], type=str(x_BTC.dtype).removeprefix("torch."))
-            with text.inside("rows", "linear"):
-                if isinstance(table, QuantizedEmbedding):
-                    table.native(to)
-                else:
-                    to.plain_matrix(table.num_embeddings)
+            _write_table(PartWriter(text, table, node), table, x_BTC)
     for node, block in enumerate(blocks, len(before)):
         for step in block._program:
             text.step(step, node, block)
-    for node, part in enumerate(after, len(before) + len(blocks)):
-        to, last = PartWriter(text, part, node), part is after[-1]
-        with text.step_of("head" if last else "norm"), text.inside("part", "head" if last else "norm"):
-            if isinstance(part, Norm):
-                part.native(to)
-            elif last:
-                with text.inside("product", "linear"):
-                    part.native(to)
-            else:  # a norm that transformers wrote
-                to.put(kind="rounded_rms", bias=NONE)
-                to.put_reals(eps=part.variance_epsilon, offset=0.0)
-                to.tensor("weight")
+    if after:
+        norm, head = after
+        with text.step_of("norm"), text.inside("part", "norm"):
+            _write_norm(PartWriter(text, norm, text.roots - 2), norm)
+        with text.step_of("head"), text.inside("part", "head"), text.inside("product", "linear"):
+            head.native(PartWriter(text, head, text.roots - 1))
     return text
+
+
+def _write_table(to: PartWriter, table: Any, x_BTC: Tensor) -> None:
+    to.put(width=x_BTC.shape[-1], type=str(x_BTC.dtype).removeprefix("torch."))
+    with to.program.inside("rows", "linear"):
+        if isinstance(table, QuantizedEmbedding):
+            table.native(to)
+        else:
+            to.plain_matrix(table.num_embeddings)
+
+
+def _write_norm(to: PartWriter, norm: Any) -> None:
+    if isinstance(norm, Norm):
+        norm.native(to)
+    else:  # transformers' RMSNorm
+        to.put(kind="rounded_rms", bias=NONE)
+        to.put_reals(eps=norm.variance_epsilon, offset=0.0)
+        to.tensor("weight")
 
 
 def _looks_up(embedding: nn.Module, x_BTC: Tensor) -> bool:

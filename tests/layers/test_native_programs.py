@@ -24,7 +24,7 @@ from infuse.layers.native_part import FEW_TOKENS, NativePart, PartWriter, Progra
 from infuse.layers.one_call import StepCall
 from infuse.layers.parts import register
 from infuse.native import kernels
-from infuse.ops.cpu.program import HeldProgram
+from infuse.ops.cpu.program import NativeProgram
 from tests.models.families import BY_NAME, inputs
 from tests.support.one_calls import blocks
 
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()
 NORM_FIELDS = {"kind": "rms", "weight": "t0", "bias": "none", "eps": "r0", "offset": "r1"}
 
 
-def norm_program(fields: dict[str, str], does: str = "norm", kind: str = "norm") -> HeldProgram:
+def norm_program(fields: dict[str, str], does: str = "norm", kind: str = "norm") -> NativeProgram:
     """A program of one step, over one tensor of ones and the reals 0 and 0."""
     part = " ".join(f"{name}={value}" for name, value in fields.items())
     step = f"step=step{{ does={does} scale=r0 part={kind}{{ {part} }} }}"
-    return HeldProgram(f"machine=steps whole=false steps=list{{ {step} }}", [0.0, 0.0], [torch.ones(8)])
+    return NativeProgram(f"machine=steps whole=false steps=list{{ {step} }}", [0.0, 0.0], [torch.ones(8)])
 
 
 def test_a_program_is_read_by_name_in_any_order() -> None:
@@ -70,7 +70,7 @@ def test_steps_and_parts_that_have_no_struct_are_errors(changed: dict[str, str],
     with pytest.raises(RuntimeError, match=why):
         norm_program(NORM_FIELDS, **changed)
     with pytest.raises(RuntimeError, match="ends within a part"):
-        HeldProgram("machine=steps whole=false steps=list{ ", [], [])
+        NativeProgram("machine=steps whole=false steps=list{ ", [], [])
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def engine() -> Any:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """The programs that are held from now on."""
     found: list[weakref.ref] = []
-    make = HeldProgram.__init__
+    make = NativeProgram.__init__
 
-    def noted(self: HeldProgram, *args: Any) -> None:
+    def noted(self: NativeProgram, *args: Any) -> None:
         make(self, *args)
         found.append(weakref.ref(self))
 
-    monkeypatch.setattr(HeldProgram, "__init__", noted)
+    monkeypatch.setattr(NativeProgram, "__init__", noted)
     return found
 
 
@@ -129,11 +129,11 @@ def test_memory_that_a_tensor_had_is_not_read_again(engine: Any) -> None:
 def test_copies_and_pickles_hold_nothing(engine: Any, made: list[weakref.ref]) -> None:
     before = steps(engine)
     found = [block._one_call for block in blocks(engine.module)]
-    assert all(call is not None and call._held is not None for call in found)
+    assert all(call is not None and call._native is not None for call in found)
     made.clear()
     for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
         calls = [block._one_call for block in blocks(other)]
-        assert all(call is not None and call._held is None for call in calls)
+        assert all(call is not None and call._native is None for call in calls)
         assert torch.equal(steps(other), before)
     del other, calls
     gc.collect()
@@ -202,4 +202,4 @@ def test_a_part_writes_what_its_struct_has() -> None:
     text = ProgramText(FEW_TOKENS, 1)
     text.step(Step(NORM, "odd"), 0, root)
     with pytest.raises(RuntimeError, match="norm lacks the field kind"):
-        HeldProgram(text.text(), text.reals, [])
+        NativeProgram(text.text(), text.reals, [])

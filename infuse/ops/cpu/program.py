@@ -25,7 +25,7 @@ class CosSin:
     index: int = 0
 
 
-class HeldProgram:
+class NativeProgram:
     """A program with its tensors, and the storages [B, K, S, D] of all its layers if it holds them.
 
     Passing 240 tensors would take 0.1 ms in each step. What is stored in the tensors later counts; what takes their
