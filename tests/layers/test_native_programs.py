@@ -24,9 +24,10 @@ from infuse.layers.native_part import FEW_TOKENS, NativePart, PartWriter, Progra
 from infuse.layers.one_call import StepCall
 from infuse.layers.parts import register
 from infuse.native import kernels
+from infuse.ops.cpu.activation import ACTIVATION_NUMBERS
 from infuse.ops.cpu.program import NativeProgram
 from tests.models.families import BY_NAME, inputs
-from tests.support.one_calls import blocks
+from tests.support.one_calls import blocks, part_by_part
 
 pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
 NORM_FIELDS = {"kind": "rms", "weight": "t0", "bias": "none", "eps": "r0", "offset": "r1"}
@@ -167,6 +168,47 @@ def test_a_part_without_a_struct_runs_in_python(engine: Any, layer: Any, why: st
     finally:
         take_back()
     assert block._one_call is None and why.replace("\\", "") in repr(block)
+
+
+class Renamed(nn.Module, NativePart):
+    """A part from outside that a struct of C++ describes, though its modules have other names."""
+
+    struct = "mlp"
+
+    def __init__(self, shape: MLPShape, context: BuildContext):
+        super().__init__()
+        own = MLP(shape, context)
+        self.first, self.second = own.up, own.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(x).chunk(2, dim=-1)
+        return self.second(nn.functional.silu(gate) * up)
+
+    def native(self, to: PartWriter) -> None:
+        to.put(act=ACTIVATION_NUMBERS["silu"], gated=True)
+        to.part("first", as_field="up")
+        to.part("second", as_field="down")
+
+
+@torch.no_grad()
+def test_a_part_from_outside_that_writes_a_struct_runs_in_cpp(engine: Any) -> None:
+    shape = blocks(engine.module)[0].shape
+    take_back = register(MLPShape, Renamed)
+    try:
+        block = Block(shape, 0, {}, dict.fromkeys((*block_ops(shape), "linear"), "cpu"))
+    finally:
+        take_back()
+    generator = torch.Generator().manual_seed(0)
+    block.to_empty(device="cpu")
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+    x, width = torch.randn(2, 1, shape.mixers["self_attn"].hidden), shape.mixers["self_attn"].head_width
+    cos_sin = (torch.ones(1, 1, width), torch.zeros(1, 1, width))
+    found = block(x, position_embeddings=cos_sin, past_key_values=KVCache())
+    assert block._one_call is not None and block._one_call._native is not None
+    with part_by_part(block):
+        wanted = block(x, position_embeddings=cos_sin, past_key_values=KVCache())
+    torch.testing.assert_close(found, wanted)
 
 
 def test_steps_that_cpp_does_not_know_and_values_of_a_call_run_in_python(engine: Any) -> None:
