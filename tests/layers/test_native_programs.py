@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import infuse
 from infuse.architectures.mlp import MLPShape
 from infuse.architectures.program import NORM, Step
-from infuse.layers.block import Block, block_ops
+from infuse.layers.block import Block
 from infuse.layers.build_context import BuildContext
 from infuse.layers.cache import KVCache
 from infuse.layers.mlp import MLP
@@ -164,7 +164,7 @@ def test_a_part_without_a_struct_runs_in_python(engine: Any, layer: Any, why: st
     shape = blocks(engine.module)[0].shape
     take_back = register(MLPShape, layer)
     try:
-        block = Block(shape, 0, {}, dict.fromkeys((*block_ops(shape), "linear"), "cpu"))
+        block = Block(shape, 0, {}, dict.fromkeys((*shape.ops, "linear"), "cpu"))
     finally:
         take_back()
     assert block._one_call is None and why.replace("\\", "") in repr(block)
@@ -195,7 +195,7 @@ def test_a_part_from_outside_that_writes_a_struct_runs_in_cpp(engine: Any) -> No
     shape = blocks(engine.module)[0].shape
     take_back = register(MLPShape, Renamed)
     try:
-        block = Block(shape, 0, {}, dict.fromkeys((*block_ops(shape), "linear"), "cpu"))
+        block = Block(shape, 0, {}, dict.fromkeys((*shape.ops, "linear"), "cpu"))
     finally:
         take_back()
     generator = torch.Generator().manual_seed(0)
@@ -213,7 +213,7 @@ def test_a_part_from_outside_that_writes_a_struct_runs_in_cpp(engine: Any) -> No
 
 def test_steps_that_cpp_does_not_know_and_values_of_a_call_run_in_python(engine: Any) -> None:
     block = blocks(engine.module)[0]
-    bodies = dict.fromkeys((*block_ops(block.shape), "linear"), "cpu")
+    bodies = dict.fromkeys((*block.shape.ops, "linear"), "cpu")
     over = tuple(step._replace(over="states") if step.part == "self_attn" else step for step in block.shape.program)
     for program, why in ((over, "goes over states"), ((*block.shape.program, Step("carry")), "no step of C++")):
         call = replace(block.shape.call, values=("states",))
