@@ -29,7 +29,7 @@ import infuse
 from infuse.device import cpu_features
 from infuse.generate.loop import CACHE_NAME
 from infuse.layers.cache import KVCache
-from infuse.plan.formats import held_bytes, matrices_made
+from infuse.plan.formats import matrices_made, quantized_bytes
 from infuse.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def bits(plan: Plan) -> float:
     for step in plan.steps:
         if step.shares:  # an embedding looks up in the weight of a head, which is counted
             continue
-        sizes = held_bytes(step.fills, step.shape)
+        sizes = quantized_bytes(step.fills, step.shape)
         held += sum(sizes.values())
         made = matrices_made(step.fills, step.shape) if sizes else []
         weights += sum(math.prod(matrix.shape) for fill, matrix in made if fill.target in sizes)

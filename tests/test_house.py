@@ -112,6 +112,12 @@ def test_there_are_no_circles() -> None:
     assert not below, f"circles among {sorted(below)}"
 
 
+def test_only_loading_knows_shards() -> None:
+    """Modules are built and proven alike wherever their values come from."""
+    importers = {module_of(path) for path in FILES if any(room_of(one) == "shards" for one in imported_modules(path))}
+    assert {module for module in importers if room_of(module) == "apply"} == {"apply.load"}
+
+
 def test_no_files_share_a_prefix() -> None:
     """plan_text.py beside plan.py would be a folder that is not there."""
     for path in FILES:

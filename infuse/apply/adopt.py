@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from infuse.architectures.experts import experts_in
 from infuse.layers.block import Block
+from infuse.layers.contract import ignored_keywords
 from infuse.layers.experts import Experts
 from infuse.layers.gradient import PLAIN, Settled
 from infuse.layers.moe import MoE
@@ -26,41 +28,71 @@ def adopt(new: nn.Module, old: nn.Module) -> None:
     require_grad(new, old)
     if isinstance(new, Block):
         _mix_in(new, old)
-        recorded = {ours: (path,) for ours, path in new.shape.recorded.items()}
-        replaced = {name: mixer.replaces for name, mixer in new.shape.mixers.items()} | recorded
-        for ours, paths in replaced.items():
-            new_part, old_parts = new.get_submodule(ours), [old.get_submodule(path) for path in paths]
-            for old_part in old_parts:
-                _take_over(new_part, old_part)
-                _settle(new_part, old_part)
-            _mix_in(new_part, *old_parts)
         _settle(new, old)
+        for part, originals in _parts(new, old):
+            for original in originals:
+                _take_over(part, original)
+            _mix_in(part, *originals)
+            _settle(part, *originals)
         for mixture in (part for part in new.children() if isinstance(part, MoE)):
             _settle(mixture, old.get_submodule(next(iter(experts_in(old))).rpartition(".")[0]))
-    for experts, path in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
-        experts.named = NamedExperts.of(original := old.get_submodule(path))
+    for experts, place in zip(_experts(new), experts_in(old), strict=False):  # DeepSpeed's own are not called by name
+        original = old.get_submodule(place)
+        experts.named = NamedExperts.of(original)
         _settle(experts, original)
 
 
-def settle_parts(new: nn.Module, old: nn.Module) -> None:
-    """Let a whole module and its parts refuse other values for the attributes of those that they replace."""
+def _parts(new: Block, old: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """The mixers and routers of a block, each with the modules of the layer that it replaces."""
+    replaced = {name: mixer.replaces for name, mixer in new.shape.mixers.items()}
+    replaced |= {part: (path,) for part, path in new.shape.recorded.items()}
+    for part, paths in replaced.items():
+        yield new.get_submodule(part), [old.get_submodule(path) for path in paths]
+
+
+def as_part(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """`adopt`, for a linear, an embedding or experts."""
+    adopt(new, old)
+
+
+def as_block(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """`adopt`, and let the block take the keywords that the layer at `path` of `model` ignores."""
+    assert isinstance(new, Block), new
+    parts, kind = path.split("."), cast(Any, type(old))
+    above = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    new.ignore(ignored_keywords(kind, frozenset(map(type, old.modules())), frozenset(map(type, above))))
+    adopt(new, old)
+
+
+def as_module(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """`adopt`, for a whole module of diffusers, which looks up blocks by their class."""
+    adopt(new, old)
+    new.replaces = type(old)  # type: ignore[assignment]
     originals = dict(old.named_modules())
-    for path, part in new.named_modules():
-        if path in originals and isinstance(part, Settled):
-            _settle(part, originals[path])
+    for place, part in new.named_modules():
+        if place in originals and isinstance(part, Settled):
+            _settle(part, originals[place])
+
+
+def nothing(new: nn.Module, old: nn.Module, model: nn.Module, path: str) -> None:
+    """The layer keeps its forward, or makes no new module; its new linears adopt the old ones when they are put in."""
 
 
 def _experts(module: nn.Module) -> list[Experts]:
-    return [one for one in module.modules() if isinstance(one, Experts)]
+    return [part for part in module.modules() if isinstance(part, Experts)]
 
 
-def _settle(new: Any, old: nn.Module) -> None:
-    """Take over the numbers and words of `old`, and let `new` refuse other values for them."""
-    found = {name: value for name, value in vars(old).items() if _is_setting(name, value)}
-    for name in found.keys() - vars(new).keys():
-        object.__setattr__(new, name, found[name])
-    settled = {name for name, value in found.items() if not name.startswith("_") and vars(new)[name] == value}
-    object.__setattr__(new, "settled", new.settled | settled)
+def _settle(new: Any, *originals: nn.Module) -> None:
+    """Take over the numbers and words of the modules that `new` replaces, and let it refuse other values for them."""
+    settled = set(type(new).settled)
+    for name, value in (item for original in originals for item in vars(original).items()):
+        if not _is_setting(name, value):
+            continue
+        if name not in vars(new):
+            object.__setattr__(new, name, value)
+        if not name.startswith("_") and vars(new)[name] == value:
+            settled.add(name)
+    object.__setattr__(new, "settled", frozenset(settled))
 
 
 def _is_setting(name: str, value: Any) -> bool:

@@ -15,8 +15,10 @@ from torch import nn
 
 from infuse import memory
 from infuse.apply.build import Builder
-from infuse.apply.prove import Proofs
+from infuse.apply.kinds import work_of
+from infuse.apply.prove import Proofs, Verdict
 from infuse.apply.swap import Swaps
+from infuse.apply.trial import Trial
 from infuse.architectures.quantized_elsewhere import quantized_by
 from infuse.config.inference import InferenceConfig
 from infuse.dtype_cast import cast_buffers, cast_parameters
@@ -25,7 +27,7 @@ from infuse.parallel.group import LOCAL, Group
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.plan import Plan
 from infuse.plan.shared import Sharing
-from infuse.plan.step import Left, Step
+from infuse.plan.step import Step
 from infuse.proof.cases import Call
 from infuse.weights.alike import agree_on_weights, live_sums
 from infuse.weights.loader import LayerSource, Rehearsal
@@ -43,10 +45,12 @@ class Proven:
     plan: Plan
     source: LayerSource
     builder: Builder
-    accepted: list[Step]
-    left: list[Left]
-    notes: list[str]
+    verdict: Verdict
     modules: list[tuple[Step, nn.Module]]
+
+    @property
+    def accepted(self) -> list[Step]:
+        return self.verdict.accepted
 
     @property
     def model(self) -> nn.Module:
@@ -63,7 +67,7 @@ class Proven:
         for done, step in enumerate(self.accepted):
             source.step()
             try:
-                swaps.swap(step)
+                work_of(step).put_in(swaps, step)
             except Exception as error:  # out of memory, where nothing else is left to raise
                 if source.is_live and done:
                     raise InfuseError(_half_done(step, done, len(self.accepted), error)) from error
@@ -76,7 +80,8 @@ class Proven:
             cast_buffers(model, dtype, source.put)
         memory.off_files(chain(model.parameters(), model.buffers()))
         memory.collapse(chain(model.parameters(), model.buffers()))
-        return self.plan.with_left(self.left, self.accepted, parameter_bytes(model), self.notes)
+        verdict, after_bytes = self.verdict, parameter_bytes(model)
+        return self.plan.executed(self.accepted, verdict.refused, verdict.instead, after_bytes, verdict.notes)
 
     def _rehearse(self, sharing: Sharing) -> dict[str, nn.Module]:
         """Make all replacements without values and undo them: what raises does so while the model is the original.
@@ -89,7 +94,7 @@ class Proven:
             swaps = Swaps(replace(self.builder, source=source, fills=False), self.accepted, sharing)
             for step in self.accepted:
                 if step.shape is not None:
-                    swaps.swap(step)
+                    work_of(step).put_in(swaps, step)
             return swaps.made
 
 
@@ -135,8 +140,11 @@ def _proven(
     plan: Plan, source: LayerSource, config: InferenceConfig, progress: Progress | None, group: Group,
     calls: Mapping[str, Call],
 ) -> Proven:  # fmt: skip
-    builder = Builder(source, plan.dtype, group)
+    builder = Builder(source, plan.dtype, group, work_of)
     source.begin(progress)
-    proofs = Proofs(plan, config, builder, calls)
-    proofs.run(progress)
-    return Proven(plan, source, builder, *proofs.accepted(), proofs.notes, proofs.modules)
+    proofs = Proofs(Trial(plan, config, builder, calls))
+    try:
+        proofs.run(progress)
+    finally:
+        plan.close()  # else it would hold the old modules while they are replaced
+    return Proven(plan, source, builder, proofs.verdict(), proofs.trial.modules)

@@ -254,5 +254,6 @@ def _are_in(proven: Mapping[str, Proven], dtypes: Mapping[str, torch.dtype]) -> 
 
 def _without(one: Proven, reason: str) -> Proven:
     """The model as it was, with its steps among those that were refused."""
-    left = [Left(step.path, f"refused: {reason}") for step in one.accepted]
-    return replace(one, accepted=[], left=[*one.left, *left])
+    refused = [Left(step.path, f"refused: {reason}") for step in one.accepted]
+    verdict = replace(one.verdict, accepted=[], refused=[*one.verdict.refused, *refused])
+    return replace(one, verdict=verdict)

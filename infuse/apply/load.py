@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infuse.apply.apply import Progress, carry_out
-from infuse.apply.build import build
+from infuse.apply.kinds import work_of
 from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError, ConfigError
@@ -20,10 +20,11 @@ from infuse.layers.experts import mapped_bytes
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.mesh import ONE, Mesh
 from infuse.plan.decide import make_plan
+from infuse.plan.packed import packed_fill, packed_paths
 from infuse.plan.plan import Plan
 from infuse.shards.index import read_index
 from infuse.shards.plan import saved_plan
-from infuse.shards.save import open_shards, packed_fill, packed_paths, saved_config
+from infuse.shards.save import open_shards, saved_config
 from infuse.weights.alike import agree_on_weights, index_sum, sampled_sums
 from infuse.weights.checkpoint import Checkpoint
 from infuse.weights.fill import saved_tensors
@@ -77,7 +78,7 @@ def load(
             config = saved_config(config, index)
             _tie(model)
             plan = make_plan(model, config, device, mesh)
-            plan = saved_plan(plan, model, index, config=config, device=device)
+            plan = saved_plan(plan, model, index, device=device)
             shards = open_shards(folder, index, plan, config.experts == "mmap")
             _check_saved(model, shards, plan)
             reader = model_reader(model, shards, _unread(plan))
@@ -174,7 +175,7 @@ def _check_saved(model: nn.Module, shards: SavedShards, plan: Plan) -> None:
         old = model.get_submodule(step.path)
         packed_fills = [fill for fill in step.fills if packed_fill(step, fill)]
         own = [fill for fill in packed_fills if id(tensor_at(old, fill.sources[0])) not in outside]
-        wanted = saved_tensors(build(step, plan.dtype), step.path, own)
+        wanted = saved_tensors(work_of(step).empty(step, plan.dtype), step.path, own)
         faults = (shards.fault(name, one.cut, one.shape, one.dtype) for name, one in wanted.items())
         wrong += [fault for fault in faults if fault]
     if wrong:

@@ -42,23 +42,23 @@ class Swaps:
         replaced = [self._model.get_submodule(step.path) for step in steps if step.shape is not None]
         self._places = places_of(replaced, self._model)  # some models use one layer in several places
 
-    def swap(self, step: Step) -> None:
-        """Replace the old module of `step` everywhere, or install the attention hook."""
-        if step.shape is None:
-            install_hook(self._model.get_submodule(step.path), dict(step.bodies)["attention"], self._source.put)
-        elif isinstance(step.shape, SplitShape):
-            self._split(step, step.shape, self._model.get_submodule(step.path))
-        else:
-            self._replace(step, self._model.get_submodule(step.path))
+    def hook(self, step: Step) -> None:
+        """Install our attention in the layers that stay, of the model at the step's path."""
+        install_hook(self._model.get_submodule(step.path), dict(step.bodies)["attention"], self._source.put)
 
-    def _split(self, step: Step, shape: SplitShape, layer: nn.Module) -> None:
+    def split(self, step: Step) -> None:
+        """Put this rank's part of a layer into the layer, which keeps its forward."""
+        layer, shape = self._model.get_submodule(step.path), step.shape
+        assert isinstance(shape, SplitShape), step
         part = self._builder.built(step, self._builder.dtype, self._made)
         self._keep_names(step, layer, layer)
         for matrix in shape.matrices:
             adopt(part.get_submodule(matrix.target), layer.get_submodule(matrix.target))
         put_part(layer, shape, part, self._source.put, self._builder.group.dense, step.path)
 
-    def _replace(self, step: Step, old: nn.Module) -> None:
+    def replace(self, step: Step) -> None:
+        """Replace the old module of `step` everywhere."""
+        old = self._model.get_submodule(step.path)
         parameters = dict(old.named_parameters())
         for fill in step.fills:
             if moves(fill) and fill.sources[0] in parameters:

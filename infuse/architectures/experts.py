@@ -56,7 +56,6 @@ _LAYOUT: Mapping[str, bool] = MappingProxyType(
         "_is_expert_parallel": False,
     }
 )
-_ROUTES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k", "top_k")
 _ROUTER_NAMES = ("router", "gate", "gating", "classifier", "wg")
 
 
@@ -146,12 +145,6 @@ def experts_in(module: nn.Module, path: str = "") -> Iterator[str]:
     for name, child in module.named_modules():
         if is_experts(child):
             yield ".".join(part for part in (path, name) if part)
-
-
-def routes_of(config: Any) -> int | None:
-    """How many experts a token uses, for the plan's text; None if no key of the config that is known tells."""
-    found = (getattr(config, name, None) for name in _ROUTES)
-    return next((number for number in found if type(number) is int), None)
 
 
 def router_paths(model: nn.Module) -> frozenset[str]:

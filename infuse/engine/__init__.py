@@ -29,7 +29,9 @@ def plan(model: Any, config: Any = None, **kwargs: Any) -> Any:
         if is_pipeline(model):
             return pipeline_plan(model, settings)
         check_model(model)
-        return planned(model, settings)
+        decided = planned(model, settings)
+        decided.close()
+        return decided
 
 
 @overload

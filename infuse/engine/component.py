@@ -17,8 +17,8 @@ from torch import nn
 from infuse.errors import UnsupportedCall
 from infuse.inputs.component import is_component
 from infuse.layers.diffusion.convolution import share_memory
+from infuse.plan.kinds import MODULE
 from infuse.plan.plan import Plan
-from infuse.plan.step import MODULE
 
 _FIRST = "do so first and call init_inference then"
 _LINEARS = f"{_FIRST}, or keep the original modules with replace_with_kernel_inject=False, which replaces linears alone"

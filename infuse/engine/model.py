@@ -31,8 +31,8 @@ from infuse.parallel.join import join
 from infuse.parallel.mesh import Mesh
 from infuse.plan.bytes import parameter_bytes
 from infuse.plan.decide import ALREADY_REPLACED, make_plan
+from infuse.plan.kinds import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.plan.plan import Plan, Report, memory, title
-from infuse.plan.step import BLOCK, EXPERTS, LINEAR, MODULE
 from infuse.profile.profiler import ForwardTimes, Profile
 from infuse.proof.cases import Call
 from infuse.shards.save import check_folder, save

@@ -94,9 +94,10 @@ def pipeline_plan(pipe: Any, settings: InferenceConfig) -> PipelinePlan:
     """The plan of each model of `pipe`, in which nothing is changed."""
     models = models_of(pipe)
     _check(pipe, models, settings)
-    return PipelinePlan(
-        type(pipe).__name__, {name: planned(model, settings, in_pipeline=True) for name, model in models.items()}
-    )
+    plans = {name: planned(model, settings, in_pipeline=True) for name, model in models.items()}
+    for plan in plans.values():
+        plan.close()
+    return PipelinePlan(type(pipe).__name__, plans)
 
 
 class PipelineEngine:

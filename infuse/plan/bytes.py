@@ -11,9 +11,9 @@ from infuse.architectures.layer import LayerShape
 from infuse.architectures.part import MixerShape
 from infuse.dtype_cast import kept_in_float32
 from infuse.ops.cache_rows import SCALE_BYTES
-from infuse.plan.formats import held_bytes
+from infuse.plan.formats import quantized_bytes
 from infuse.plan.shared import Sharing
-from infuse.plan.step import SPLIT, Step
+from infuse.plan.step import Step
 from infuse.weights.reader import tensor_at
 
 
@@ -56,7 +56,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sha
         if id(module) in seen:
             continue
         seen.add(id(module))
-        quantized = held_bytes(step.fills, step.shape, step.bodies)
+        quantized = quantized_bytes(step.fills, step.shape, step.bodies)
         for fill in step.fills:
             key = sharing.key(step, fill)
             again = key is not None and key in made
@@ -70,7 +70,7 @@ def bytes_after(model: nn.Module, steps: Iterable[Step], dtype: torch.dtype, sha
                     numel = numel // sum(fill.cut.sizes) * fill.cut.length
                 held = torch.float32 if fill.exact else dtype
                 total += numel * (held.itemsize if isinstance(sources[0], nn.Parameter) else sources[0].element_size())
-        if step.depth != SPLIT:  # a split layer keeps its other tensors
+        if not step.keeps_forward:  # a split layer keeps its other tensors
             seen.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
     kept = kept_in_float32(model, dtype)
     exact = {id(parameter) for name, parameter in model.named_parameters() if name in kept}

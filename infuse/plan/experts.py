@@ -1,12 +1,8 @@
-"""A model's experts: their numbers against those asked for, and how evenly ranks share them.
-
-A token uses few experts, and waits for the rank that has most of these.
-"""
+"""A model's experts: their numbers against those asked for, and how ranks share them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import comb
 
 from torch import nn
 
@@ -26,11 +22,11 @@ def check_counts(model: nn.Module, config: InferenceConfig) -> None:
     asked = config.expert_counts
     counts = {path: int(getattr(model.get_submodule(path), "num_experts", 0)) for path in experts_in(model)}
     counts |= {path: len(model.get_parameter(f"{path}.gate.wg.weight")) for path in routed_in(model)}
-    found = tuple(counts.values())
-    if not asked or asked == found or set(found) == set(asked):
+    experts = tuple(counts.values())
+    if not asked or asked == experts or set(experts) == set(asked):
         return
     key = f"moe.moe_experts: found {asked[0] if len(asked) == 1 else list(asked)}"
-    if not found:
+    if not experts:
         raise ConfigError(f"{key}; {type(model).__name__} has no experts that infuse knows: leave it out")
     rows = grouped([(path, str(count)) for path, count in counts.items()], path_column=0)
     there = "; ".join(f"{count} in {path}" for path, count in rows)
@@ -45,35 +41,8 @@ def idle_ranks(mesh: Mesh, steps: Iterable[Step]) -> list[str]:
     return [f"moe.ep_size={mesh.ep}: no effect: the model has no experts that ranks can share"]
 
 
-def gain(counts: Sequence[int], routes: int) -> float:
-    """How much faster ranks with `counts` whole experts read those of one token than one rank alone, on average.
-
-    `routes` different experts, all equally likely: routes / E[the most that one rank has of them].
-    """
-    everything = comb(sum(counts), routes)
-    most = sum(1 - _ways(counts, routes, limit) / everything for limit in range(routes))
-    return routes / most
-
-
-def balance(counts: Sequence[int], slices: int, routes: int | None) -> str:
-    """What ranks with `counts` whole experts, each in `slices`, can gain at batch 1; `routes` None: unknown."""
+def share_text(counts: Sequence[int], slices: int) -> str:
+    """How ranks with `counts` whole experts, each in `slices`, share them."""
     each = str(counts[0]) if len(set(counts)) == 1 else " or ".join(str(count) for count in sorted(set(counts)))
     text = f"{each} of {sum(counts)} experts on a rank" if len(counts) > 1 else "each expert"
-    text += f" in {slices} slices" if slices > 1 else ""
-    if routes is None or not 0 < routes <= sum(counts):
-        return text
-    found, ranks = gain(counts, routes) * slices, len(counts) * slices
-    also = f" (slices alone: {ranks})" if len(counts) > 1 else ""
-    return f"{text}: one token's {routes} are read {found:.3g} times as fast as by one rank{also}"
-
-
-def _ways(counts: Sequence[int], routes: int, limit: int) -> int:
-    """How many sets of `routes` experts have at most `limit` on each rank."""
-    ways = [1] + [0] * routes  # by the number of experts chosen so far
-    for count in counts:
-        choices = [comb(count, chosen) for chosen in range(min(limit, count) + 1)]
-        ways = [
-            sum(ways[total - chosen] * choices[chosen] for chosen in range(min(total, len(choices) - 1) + 1))
-            for total in range(routes + 1)
-        ]
-    return ways[routes]
+    return f"{text} in {slices} slices" if slices > 1 else text

@@ -130,18 +130,18 @@ def matrix_ops(fills: Iterable[Fill], shape: HasMatrices) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*multiplied, *chosen, *looked_up, *quantized)))
 
 
-def held_bytes(
+def quantized_bytes(
     fills: Iterable[Fill], shape: HasMatrices | None, bodies: Iterable[tuple[str, str]] = ()
 ) -> dict[str, int]:
     """Target → bytes of its quantized matrix: codes, scales and zeros.
 
     If the chosen body holds dequantized values, these count instead of the codes.
     """
-    chosen, found = dict(bodies), {}
+    chosen, sizes = dict(bodies), dict[str, int]()
     dtype = ops.HELD.get(chosen.get("quantized_linear", chosen.get("quantized_embedding", "")))
     for fill, matrix in matrices_made(fills, shape):
         if fill.format:
             format, values = quant_format(fill.format), matrix.outputs * matrix.inputs
-            held = 0 if dtype is None else values * dtype.itemsize - values * format.bits // 8
-            found[fill.target] = format.nbytes(matrix.outputs, matrix.inputs) + held
-    return found
+            more = 0 if dtype is None else values * dtype.itemsize - values * format.bits // 8
+            sizes[fill.target] = format.nbytes(matrix.outputs, matrix.inputs) + more
+    return sizes

@@ -6,14 +6,15 @@ Rows that differ only in one number of their path are printed as one: `layers.{0
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 
 import torch
 
 from infuse.ops.op import DEQUANTIZED
 from infuse.parallel.mesh import ONE, Mesh
+from infuse.plan.candidates import Candidate, Place
 from infuse.plan.digest import digest_of
 from infuse.plan.found import grouped
 from infuse.plan.step import Left, Step
@@ -46,7 +47,8 @@ class Plan:
 
     `before_bytes` and `after_bytes` count parameters and buffers; of the latter, `mapped_bytes` are experts in a file.
     `kv_cache` is the format of our cache (None: `dtype`); `token_bytes` are those of a token in `dtype` and in it.
-    `state_bytes`: what recurrences hold of each text, however long it is.
+    `state_bytes`: what recurrences hold of each text, however long it is. `places` are those of `steps` for which
+    there are further candidates, until the plan was proven.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Plan:
     kv_cache: str | None = None
     token_bytes: tuple[int, int] = (0, 0)
     state_bytes: int = 0
+    places: tuple[Place, ...] = field(default=(), compare=False)
 
     def digest(self) -> str:
         """Fingerprint of the decision, equal on all ranks that decided alike."""
@@ -73,12 +76,33 @@ class Plan:
         ]
         return digest_of(steps, self.left, str(self.dtype), self.mesh.at(0), *filter(None, (self.kv_cache,)))
 
-    def with_left(
-        self, left: Iterable[Left], steps: Iterable[Step], after_bytes: int, notes: Iterable[str] = ()
+    def executed(
+        self,
+        steps: Iterable[Step],
+        refused: Iterable[Left],
+        instead: Sequence[Candidate],
+        after_bytes: int,
+        notes: Iterable[str] = (),
     ) -> Plan:
+        """The plan as executed: with these `steps`, some of them from the candidates taken `instead` of `refused`."""
+        left = [*self.left, *refused, *(left for candidate in instead for left in candidate.left)]
+        declined = [*self.declined, *(one for candidate in instead for one in candidate.declined)]
+        steps = tuple(steps)
         return replace(
-            self, left=(*self.left, *left), steps=tuple(steps), after_bytes=after_bytes, notes=(*self.notes, *notes)
+            self,
+            steps=steps,
+            left=tuple(dict.fromkeys(left)),
+            declined=tuple(dict.fromkeys(declined)),
+            notes=tuple(dict.fromkeys((*self.notes, *notes))),
+            after_bytes=after_bytes,
+            kv_cache=self.kv_cache if any(step.decodes for step in steps) else None,
+            places=(),
         )
+
+    def close(self) -> None:
+        """Let go of the model, from which further candidates would be decided."""
+        for place in self.places:
+            place.close()
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
-from infuse.architectures.deepspeed import RoutedShape
-from infuse.architectures.experts import ExpertsShape
 from infuse.architectures.layer import LayerShape
-from infuse.architectures.module import ModuleShape
 from infuse.architectures.packing import Fill
 from infuse.architectures.part import Matrix
-from infuse.architectures.plain import EmbeddingShape, LinearShape
 from infuse.architectures.ranks import Shape
 from infuse.architectures.split import SplitShape
-from infuse.plan.formats import held_bytes, matrices_made
-
-BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
-EXPERTS, MODULE = "experts", "module"
-_DEPTHS: Mapping[type, str] = MappingProxyType(
-    {
-        LayerShape: BLOCK,
-        SplitShape: SPLIT,
-        LinearShape: LINEAR,
-        EmbeddingShape: EMBEDDING,
-        ExpertsShape: EXPERTS,
-        RoutedShape: EXPERTS,
-        type(None): ATTENTION,
-    }
-)
+from infuse.plan.formats import matrices_made, quantized_bytes
+from infuse.plan.kinds import KINDS, Kind, shape_class
 
 
 @dataclass(frozen=True)
@@ -55,24 +36,24 @@ class Step:
     skips_padding: bool = False
 
     @property
+    def kind(self) -> Kind:
+        return KINDS[shape_class(self.shape)]
+
+    @property
     def depth(self) -> str:
-        """How much of the module is replaced, in the words of the plan's text."""
-        return MODULE if isinstance(self.shape, ModuleShape) else _DEPTHS[type(self.shape)]
-
-    @property
-    def keeps_forward(self) -> bool:
-        """True for a layer without a spec: ranks share its linears, and its own forward stays."""
-        return isinstance(self.shape, SplitShape)
-
-    @property
-    def is_called(self) -> bool:
-        """True for a single linear and for experts: a module of the user's calls it, and the proof runs that module."""
-        return type(self.shape) in (LinearShape, ExpertsShape)
+        return self.kind.depth
 
     @property
     def is_layer(self) -> bool:
-        """True for a layer or a whole module, not a linear or embedding. If it is refused, its inside can be tried."""
-        return isinstance(self.shape, (LayerShape, SplitShape, ModuleShape))
+        return self.kind.is_layer
+
+    @property
+    def keeps_forward(self) -> bool:
+        return self.kind.keeps_forward
+
+    @property
+    def is_called(self) -> bool:
+        return self.kind.is_called
 
     @property
     def decodes(self) -> bool:
@@ -90,9 +71,10 @@ class Step:
         return replace(self, bodies=(), fills=tuple(replace(fill, format=None) for fill in self.fills))
 
     @property
-    def kind(self) -> tuple:
+    def likeness(self) -> tuple:
         """Equal for steps that differ only in weights and path, so that one proof covers all of them."""
-        return (self.depth, self.layer, self.shape, self.fills, self.bodies, tuple(other.kind for other in self.others))
+        others = tuple(other.likeness for other in self.others)
+        return (self.depth, self.layer, self.shape, self.fills, self.bodies, others)
 
     @property
     def exact(self) -> frozenset[str]:
@@ -112,7 +94,7 @@ class Step:
     @property
     def matrices(self) -> tuple[tuple[str, str | None, int], ...]:
         """Target, format and bytes of each matrix. Bytes include scales and zeros, and are 0 without a format."""
-        sizes = held_bytes(self.fills, self.shape, self.bodies)
+        sizes = quantized_bytes(self.fills, self.shape, self.bodies)
         return tuple((fill.target, fill.format, sizes.get(fill.target, 0)) for fill, _ in self.made)
 
 

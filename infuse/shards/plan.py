@@ -14,27 +14,27 @@ from torch import nn
 
 from infuse import ops
 from infuse.architectures.packing import Fill
-from infuse.config.inference import InferenceConfig
 from infuse.device import Device
 from infuse.errors import CheckpointError
 from infuse.parallel.slices import Tiling, taken
-from infuse.plan.decide import fallback
+from infuse.plan.candidates import Candidates
 from infuse.plan.formats import matrix_ops
+from infuse.plan.packed import packed_paths
 from infuse.plan.plan import Plan
 from infuse.plan.step import Left, Step
 from infuse.quant.parse import quant_format
 from infuse.shards.index import SavedIndex, SavedStep
-from infuse.shards.save import kind_of, kind_of_linear, packed_paths
+from infuse.shards.save import kind_of, kind_of_linear
 
 _INSTEAD = "load the original checkpoint, or shard the model again for as many ranks"
 
 
-def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device) -> Plan:
+def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, device: Device) -> Plan:
     """Return `plan` as the shards of `index` were made: each layer at its saved depth, each matrix in its saved format.
 
     CheckpointError if a layer is of another kind than the saved one, or if this rank's part of a matrix cuts a group.
     """
-    plan = _at_saved_depth(plan, model, index, config=config, device=device)
+    plan = _at_saved_depth(plan, model, index)
     saved, steps, left = dict(index.steps), list[Step](), list(plan.left)
     faults: list[str] = []
     for step in plan.steps:
@@ -57,14 +57,15 @@ def saved_plan(plan: Plan, model: nn.Module, index: SavedIndex, *, config: Infer
     return replace(plan, steps=tuple(steps), left=tuple(left), dtype_why="as it was saved")
 
 
-def _at_saved_depth(
-    plan: Plan, model: nn.Module, index: SavedIndex, *, config: InferenceConfig, device: Device
-) -> Plan:
-    """Return `plan` with each layer at its saved depth; layers that ranks split keep the saved interpretation."""
+def _at_saved_depth(plan: Plan, model: nn.Module, index: SavedIndex) -> Plan:
+    """Return `plan` with each layer at its saved depth; layers that ranks split keep the saved interpretation.
+
+    Of the candidates only the steps count, because formats are those of the shards.
+    """
     steps, left, notes = plan.steps, list(plan.left), plan.notes
+    candidates = Candidates(model, steps, plan.places)
     while deeper := [step for step in steps if _is_deeper(step, index)]:
-        instead = fallback(deeper, model, config, device=device, mesh=plan.mesh)
-        inside = {step.path: [one for one in instead if f"{one.path}.".startswith(f"{step.path}.")] for step in deeper}
+        inside = {step.path: candidate.steps for step, candidate in candidates.after(deeper)}
         steps = tuple(one for step in steps for one in inside.get(step.path, [step]))
         whole = [step.path for step in deeper if step.keeps_forward]
         for step in deeper:

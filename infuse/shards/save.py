@@ -25,8 +25,9 @@ from infuse.layers.linear import Quantized, QuantizedLinear
 from infuse.parallel.group import LOCAL, Group
 from infuse.parallel.slices import Cut
 from infuse.plan.digest import digest_of
+from infuse.plan.packed import packed_fill, packed_paths
 from infuse.plan.plan import Plan
-from infuse.plan.step import EXPERTS, Step
+from infuse.plan.step import Step
 from infuse.quant.format import QuantFormat
 from infuse.quant.parse import quant_format
 from infuse.shards.files import Bundle, write_shards, writing
@@ -192,18 +193,6 @@ def saved_config(config: InferenceConfig, index: SavedIndex) -> InferenceConfig:
 def as_stored(format: str) -> QuantFormat:
     """Return the format without its activation rounding, which shards do not depend on."""
     return replace(quant_format(format), activation_bits=16)
-
-
-def packed_paths(step: Step) -> tuple[str, ...]:
-    """Paths of a step's new modules whose tensors differ from the original's; these are read back as saved."""
-    if step.keeps_forward:
-        return tuple(f"{step.path}.{matrix.target}" for fill, matrix in step.made if fill.format)
-    return (step.path,) if step.is_layer or step.formats or step.depth == EXPERTS else ()
-
-
-def packed_fill(step: Step, fill: Fill) -> bool:
-    """True if the target of this fill of the step is read back as saved."""
-    return f"{step.path}.{fill.target}".startswith(tuple(f"{path}." for path in packed_paths(step)))
 
 
 def _entries(step: Step, laid: Mapping[str, QuantizedExpertMatrix]) -> dict[str, dict[str, Any]]:

@@ -51,5 +51,5 @@ def test_the_examples_run(number: int, ranks: Ranks, tmp_path: Path, monkeypatch
 
 
 def test_the_plan_that_is_shown_is_the_plan(ranks: Ranks) -> None:
-    shown = next(block for block in BLOCKS if "times as fast" in block)
+    shown = next(block for block in BLOCKS if "experts on a rank" in block)
     assert RANKS == [1, 2, 2, 4, 2, 1, 1, 1] and shown in ranks.run(2, run, CODES[1], False)[0][2]

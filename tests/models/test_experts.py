@@ -26,11 +26,8 @@ from infuse.weights.fill import fill_module, source_tensors
 from infuse.weights.reader import LiveReader
 from infuse.weights.safetensors_file import SafetensorsFile
 from tests.models.every_architecture import architectures, first_output, tiny_model
-from tests.models.experts import LEFT, SIZES, classes, made
+from tests.models.experts import LEFT, classes, made
 from tests.models.families import GQA, Family
-
-SIZES |= dict.fromkeys(("hidden_size", "moe_hidden_size"), 24)
-SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 12)
 
 
 @pytest.mark.parametrize("name", sorted(set(classes()) - {"Inkling2Experts"}))

@@ -21,7 +21,7 @@ from torch import Tensor
 import infuse
 from infuse.parallel import join
 from infuse.parallel.group import make_group
-from infuse.plan.step import BLOCK, SPLIT
+from infuse.plan.kinds import BLOCK, SPLIT
 from tests.models.families import BY_NAME, Family, inputs
 from tests.support.ranks import Ranks, same
 from tests.support.side_by_side import original

@@ -24,8 +24,8 @@ from infuse.layers import hook
 from infuse.layers.block import Block
 from infuse.layers.linear import Linear, QuantizedLinear
 from infuse.ops import Body, registered
+from infuse.plan.kinds import ATTENTION, BLOCK, LINEAR
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, LINEAR
 from tests.models.families import BY_NAME, inputs
 from tests.support.plans import PLAIN, UNKNOWN, applied, outputs, plan_of
 from tests.support.tolerance import assert_near

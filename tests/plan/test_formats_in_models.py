@@ -15,7 +15,7 @@ import infuse
 from infuse.errors import ConfigError
 from infuse.layers.linear import QuantizedLinear
 from infuse.plan.formats import linears_of
-from infuse.plan.step import BLOCK, LINEAR
+from infuse.plan.kinds import BLOCK, LINEAR
 from infuse.quant.parse import quant_format
 from tests.models.families import BY_NAME, inputs
 

@@ -24,8 +24,8 @@ from infuse.config.inference import InferenceConfig
 from infuse.errors import ConfigError
 from infuse.parallel.mesh import Mesh
 from infuse.plan.digest import digest_of
+from infuse.plan.kinds import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.plan.plan import Plan
-from infuse.plan.step import ATTENTION, BLOCK, EMBEDDING, LINEAR
 from infuse.quant.parse import quant_format
 from tests.models import families
 from tests.support.plans import (

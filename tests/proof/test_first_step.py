@@ -127,7 +127,9 @@ def test_pipelines_that_cannot_be_run_by_themselves(monkeypatch: pytest.MonkeyPa
     pipe.__class__ = Wants
     seen: list[int] = []
     cases = components.component_cases
-    monkeypatch.setattr("infuse.apply.prove.component_cases", lambda *args: seen.append(len(args[2])) or cases(*args))
+    monkeypatch.setattr(
+        "infuse.apply.recording.component_cases", lambda *args: seen.append(len(args[2])) or cases(*args)
+    )
     engine = injected(pipe, verify="strict")
     assert "inputs made from each model's config" in engine.plan.proof and "a picture of a cat" in engine.plan.proof
     assert seen and not any(seen)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import infuse
-from infuse.plan.step import SPLIT
+from infuse.plan.kinds import SPLIT
 from infuse.weights.names import placed
 from tests.models.families import BY_NAME, inputs
 from tests.models.unknown import continued, make, t5
@@ -189,14 +189,14 @@ def test_encoders_and_decoders(tmp_path: Path, ranks: Ranks) -> None:
 
 def read_alone(name: str, folder: str) -> tuple[Tensor, Tensor]:
     """Where no other rank's file is; nothing is quantized, nothing is proven."""
-    import infuse.apply.prove
+    import infuse.apply.mismatch
     from infuse.quant.integer import IntegerFormat
 
     own = Path(folder) / f"only-{dist.get_rank()}"
     own.mkdir()
     for file in ("infuse.json", f"rank-{dist.get_rank():02d}-of-02.safetensors"):
         shutil.copyfile(Path(folder) / file, own / file)
-    quantize, proven = IntegerFormat.quantize, infuse.apply.prove.proven
+    quantize, proven = IntegerFormat.quantize, infuse.apply.mismatch.proven
 
     def refuse(self: Any, weight: Tensor) -> Any:
         assert weight.is_meta, "quantized again"
@@ -205,11 +205,11 @@ def read_alone(name: str, folder: str) -> tuple[Tensor, Tensor]:
     def never(*args: Any) -> Any:
         raise AssertionError("proven again")
 
-    IntegerFormat.quantize, infuse.apply.prove.proven = refuse, never  # type: ignore[method-assign]
+    IntegerFormat.quantize, infuse.apply.mismatch.proven = refuse, never  # type: ignore[method-assign]
     try:
         return answers(engine_of(name, str(own), {}), name)
     finally:
-        IntegerFormat.quantize, infuse.apply.prove.proven = quantize, proven  # type: ignore[method-assign]
+        IntegerFormat.quantize, infuse.apply.mismatch.proven = quantize, proven  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import infuse
 from infuse.deepspeed import module_inject
-from infuse.plan.step import SPLIT
+from infuse.plan.kinds import SPLIT
 from tests.models.families import BY_NAME, enlarge, inputs
 from tests.models.unknown import NEW_TOKENS, T5, Apart, Unknown, continued, make, t5
 from tests.support.ranks import Ranks, same

@@ -16,7 +16,7 @@ import infuse
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.layers.diffusion.block import StreamsBlock
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import masks, replaced, run, same
 from tests.models.diffusion.tiny_models import MODELS, cos_sin
 from tests.support.ranks import Ranks

@@ -16,7 +16,7 @@ from infuse.inputs.component import GUIDED, UNEVEN, component_inputs
 from infuse.inputs.model import RandomTensors
 from infuse.layers.diffusion import heads
 from infuse.layers.diffusion.block import StreamsBlock
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.tiny_pipelines import flux, made, sd3, sd35
 
 BLOCKS = ("JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")

@@ -15,7 +15,7 @@ from torch import nn
 import infuse
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import UNEVEN
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import run
 from tests.models.diffusion.tiny_pipelines import flux, made, unet
 

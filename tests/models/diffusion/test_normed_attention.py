@@ -19,7 +19,7 @@ import infuse
 from infuse.architectures.diffusion import module_spec
 from infuse.errors import SpecMismatch, UnsupportedCall
 from infuse.inputs.component import GUIDED, UNEVEN
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import counted, masks, replaced, run, same
 from tests.models.diffusion.tiny_models import MODELS, cos_sin
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import infuse
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.tiny_pipelines import images, made
 from tests.support.ranks import Ranks
 

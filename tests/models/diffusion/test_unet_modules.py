@@ -30,7 +30,7 @@ from infuse.layers.diffusion.block import StreamsBlock
 from infuse.layers.diffusion.convolution import Conv
 from infuse.layers.diffusion.image_attention import ImageAttention, ImageAttentionModule
 from infuse.ops import registered
-from infuse.plan.step import MODULE
+from infuse.plan.kinds import MODULE
 from tests.models.diffusion.side_by_side import CPU, counted, masks, replaced, run, same
 from tests.models.diffusion.tiny_pipelines import controlnet, made, sdxl, unet, vae
 

@@ -38,8 +38,8 @@ def without_kernels(choices: Mapping[str, ops.Choice | None], steps: Iterable[St
     if native.needs(device, torch.float32) is not None:  # otherwise only this dtype has no kernels
         why += ". `infuse env` says what there is, `infuse build` builds them"
     if choice.body in ops.HELD:
-        held = choice.body.removeprefix("dequantized_")
-        told = f"the weights are rounded to the format and held in {held}: as fast as the original, but not smaller"
+        dtype = choice.body.removeprefix("dequantized_")
+        told = f"the weights are rounded to the format and held in {dtype}: as fast as the original, but not smaller"
         return [f"{what}: {told}. {why}"]
     if choice.body == ops.REFERENCE:
         room = next((f", and it is not held dequantized: {declined[one]}" for one in ops.HELD if one in declined), "")

@@ -1,0 +1,93 @@
+"""How each kind of step is proven: why the new module is refused, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from infuse.apply.trial import Trial
+from infuse.apply.unknown import proven
+from infuse.architectures.deepspeed import without_drops
+from infuse.architectures.layer import LayerShape
+from infuse.errors import in_brief
+from infuse.inputs.model import like
+from infuse.layers.hook import counted, install_hook
+from infuse.plan.step import Step
+from infuse.proof import compare
+from infuse.proof.cases import Case
+from infuse.proof.in_place import in_place_mismatch
+from infuse.weights.undo import put
+
+NOT_RUN = "the original does not run on random inputs of its own"
+
+
+def of_result(trial: Trial, step: Step, cases: list[Case], *, structure: bool = False) -> str | None:
+    """Compare the new module's outputs with the original's; with `structure`, also in float32 without formats."""
+    dtype, source = trial.plan.dtype, trial.builder.source
+    with source.loaded(step.path):
+        wanted = compare.expected(trial.model.get_submodule(step.path), cases, dtype, _routers(step), step.exact)
+        if structure:
+            plain = trial.builder.built(step.plain, dtype=None)
+            if mismatch := compare.structure_mismatch(plain, cases, wanted):
+                return mismatch
+            del plain
+        heads = [head for other, head in trial.modules if step.shares and other.path == step.shares]
+        new = trial.builder.sharing(step, heads[0]) if heads else trial.builder.built(step, dtype)
+        mismatch = compare.result_mismatch(new, step, cases, wanted, dtype)
+    if mismatch is None and not source.is_live and not heads:  # beside a live model it takes memory
+        trial.modules.append((step, new))
+    return mismatch
+
+
+def of_layer(trial: Trial, step: Step, cases: list[Case]) -> str | None:
+    return of_result(trial, step, cases, structure=True)
+
+
+def of_called(trial: Trial, step: Step, cases: list[Case]) -> str | None:
+    """Compare the outputs, and the results of the module that calls the new one, if that is known."""
+    mismatch = of_result(trial, step, cases)  # it has no structure to verify
+    caller = trial.callers.pop(step.path, None)  # pop it to free its recorded arguments
+    if mismatch or caller is None:
+        return mismatch
+    source, dtype = trial.builder.source, like(trial.model.get_submodule(step.path)).dtype
+    with source.loaded(step.path):  # in the model's own dtype, which the chosen bodies may not support
+        new = trial.builder.built(step if dtype == trial.plan.dtype else replace(step, bodies=()), dtype=None)
+    with source.running():
+        return in_place_mismatch(caller, new)
+
+
+def of_routed(trial: Trial, step: Step, cases: list[Case]) -> str | None:
+    """Compare with an original that computes every token. Its caller reads more than what it returns."""
+    with without_drops(trial.model.get_submodule(step.path)):
+        return of_result(trial, step, cases)
+
+
+def of_split_layer(trial: Trial, step: Step, cases: list[Case]) -> str | None:
+    """Compare each interpretation of the layer with the original, and note the one that matches."""
+    with trial.builder.source.loaded(step.path):
+        number, mismatch = proven(step, cases, trial.builder)
+    trial.interpretations[trial.key(step)] = number
+    return mismatch
+
+
+def of_attention(trial: Trial, step: Step, cases: list[Case]) -> str | None:
+    """Compare the outputs of the model inside with our attention and without it."""
+    model: Any = trial.model.get_submodule(step.path)
+    body = dict(step.bodies)["attention"]
+    with trial.builder.source.running(), ExitStack() as undo:
+        try:
+            wanted = compare.model_outputs(model)
+        except Exception as error:  # such as a tower that wants the sizes of pictures; nothing of ours has failed
+            return f"{NOT_RUN}: {in_brief(error)}"
+        install_hook(model, body, partial(put, undo))
+        with counted(body) as calls:
+            mismatch = compare.hook_mismatch(compare.model_outputs(model), wanted)
+    return mismatch or (None if calls else "the model's attention does not come through it")
+
+
+def _routers(step: Step) -> Mapping[str, str]:
+    """Routers of a block whose routes its proof fixes: path in the block → path in the layer."""
+    return step.shape.recorded if isinstance(step.shape, LayerShape) else {}

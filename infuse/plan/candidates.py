@@ -1,0 +1,97 @@
+"""The ways to replace what is at a place, deepest first. The proof takes the first that passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from infuse import ops
+from infuse.plan.step import Left, Step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to replace what is at a place: steps for it or inside it, and what stays, with the reason.
+
+    `choices` are the kernels chosen for each op, `unfit` those that formats leave to the reference: op, body, reason.
+    `places` are those of `steps` for which there are further candidates.
+    """
+
+    steps: tuple[Step, ...]
+    left: tuple[Left, ...]
+    choices: Mapping[str, ops.Choice]
+    unfit: tuple[tuple[str, str, str], ...]
+    places: tuple[Place, ...]
+
+    @property
+    def declined(self) -> tuple[tuple[str, str, str], ...]:
+        """Op, body and reason of each kernel that cannot run."""
+        choices = [choice for _, choice in sorted(self.choices.items())]
+        return (*((choice.op, *declined) for choice in choices for declined in choice.declined), *self.unfit)
+
+
+class Place:
+    """The candidates for the module at `path`, deepest first, after the one whose step is in the plan.
+
+    Each is decided when it is first asked for. `close` lets go of the model: later candidates are then unknown.
+    """
+
+    def __init__(self, path: str, candidates: Iterator[Candidate]):
+        self.path = path
+        self._decided: list[Candidate] = []
+        self._rest = candidates
+
+    def __iter__(self) -> Iterator[Candidate]:
+        number = 0
+        while number < len(self._decided) or self._decide():
+            yield self._decided[number]
+            number += 1
+
+    def _decide(self) -> bool:
+        candidate = next(self._rest, None)
+        if candidate is None:
+            return False
+        self._decided.append(candidate)
+        return True
+
+    def close(self) -> None:
+        self._rest = iter(())
+        for candidate in self._decided:
+            for place in candidate.places:
+                place.close()
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles hold all candidates, because what decides them cannot be copied."""
+        return _decided_place, (self.path, tuple(self))
+
+
+def _decided_place(path: str, candidates: tuple[Candidate, ...]) -> Place:
+    return Place(path, iter(candidates))
+
+
+class Candidates:
+    """Hands out the candidates of `places` one after the other, for `model`, in which nothing is replaced yet."""
+
+    def __init__(self, model: nn.Module, steps: Iterable[Step], places: Iterable[Place]):
+        self._model = model
+        self._places = {place.path: iter(place) for place in places}
+        self._taken = {self._key(step) for step in steps}
+
+    def after(self, refused: Collection[Step]) -> Iterator[tuple[Step, Candidate]]:
+        """Each of the `refused` steps with its place's next candidate, without steps that there are already.
+
+        Several places may hold one module, and experts inside a layer that keeps its forward have a step beside it.
+        """
+        for step in refused:
+            candidate = next(self._places.get(step.path, iter(())), None)
+            if candidate is None:
+                continue
+            steps = [inner for inner in candidate.steps if self._key(inner) not in self._taken]
+            self._taken |= {self._key(inner) for inner in steps}
+            self._places = {place.path: iter(place) for place in candidate.places} | self._places
+            yield step, replace(candidate, steps=tuple(steps))
+
+    def _key(self, step: Step) -> tuple[int, str]:
+        return id(self._model.get_submodule(step.path)), step.depth

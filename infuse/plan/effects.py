@@ -1,0 +1,23 @@
+"""Settings that change nothing in a model, for the notes of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.layers.block import Block
+from infuse.plan.step import Step
+
+
+def without_effect(model: nn.Module, config: InferenceConfig, device: Device, steps: Collection[Step]) -> Iterator[str]:
+    """Notes on settings that have no effect if `steps`, of which none was executed yet, replace layers of `model`."""
+    if config.skip_padding and device.kind == "cpu" and not any(step.skips_padding for step in steps):
+        yield "skip_padding: no effect here: no encoder layer is replaced as a block"
+    if config.kv_cache and not any(step.decodes for step in steps):
+        why = "no decoder layer is replaced as a block"
+        if any(isinstance(module, Block) for module in model.modules()):
+            why = "layers that are replaced already keep the format of the cache that they were replaced with"
+        yield f"kv_cache: no effect here: {why}"

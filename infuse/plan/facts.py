@@ -1,0 +1,79 @@
+"""What decisions read of a model, a configuration and a device; nothing here changes while a plan is made."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from infuse import ops
+from infuse.architectures.deepspeed import routed_in
+from infuse.architectures.experts import router_paths
+from infuse.architectures.packing import Fill
+from infuse.architectures.read_weights import read_linears
+from infuse.config.inference import InferenceConfig
+from infuse.device import Device
+from infuse.dtype_cast import kept_in_float32
+from infuse.parallel.mesh import ONE, Mesh
+from infuse.parallel.slices import split
+from infuse.plan.dequantized import refused_bodies
+from infuse.plan.experts import share_text
+from infuse.plan.formats import Formats
+from infuse.plan.found import path_of, shared_weights
+from infuse.plan.unknown import Splits
+from infuse.plan.users_own import UsersOwn
+
+
+class Facts:
+    """A model in which no step has changed anything yet, for a rank of `mesh` on `device` in `dtype`."""
+
+    def __init__(self, model: nn.Module, config: InferenceConfig, device: Device, dtype: torch.dtype, mesh: Mesh):
+        self.model, self.config, self.device, self.dtype, self.mesh = model, config, device, dtype, mesh
+        self.tied = shared_weights(model)
+        self.head, self.table = (path_of(model, name) for name in ("get_output_embeddings", "get_input_embeddings"))
+        self.formats = Formats(config, self.head)
+        self.grain = config.tensor_parallel.tp_grain_size
+        self.routers = router_paths(model) | {f"{routed}.gate.wg" for routed in routed_in(model)}
+        self.exact = kept_in_float32(model, dtype)
+        self.read = read_linears(model)
+        self.splits = Splits(model, config.injection_policy, mesh, self.grain)
+        self.users_own = UsersOwn(model)
+        self._choices: dict[str, ops.Choice] = {}
+
+    def choice(self, op: str) -> ops.Choice:
+        """The body that computes `op`, and those that declined."""
+        if op not in self._choices:
+            refused = self._refused
+            if self.config.kv_cache and op == "rotary_append":
+                refused = {**refused, "triton": f"a cache in {self.config.kv_cache} has no kernels there"}
+            self._choices[op] = ops.registered()[op].choose(self.device, self.dtype, refused)
+        return self._choices[op]
+
+    @cached_property
+    def _refused(self) -> dict[str, str]:
+        return refused_bodies(self.model, self.device, self.dtype, self.mesh.tp)
+
+    def ranks(self, has_experts: bool = False) -> tuple[Mesh, ...]:
+        """The mesh of each rank that has a part of its own of a module."""
+        return self.mesh.ranks() if has_experts or self.mesh.tp > 1 else (ONE,)
+
+    def expert_share(self, experts: int) -> str:
+        """How ranks share that many experts, in words."""
+        counts = [stop - start for start, stop in split(experts, self.mesh.ep)]
+        return share_text(counts, self.mesh.slices)
+
+    def kept(self, path: str, fill: Fill) -> list[str]:
+        """The sources of `fill`, of the module at `path`, that stay in float32 in a model of 16 bits."""
+        return [source for source in fill.sources if f"{path}.{source}" in self.exact]
+
+    def stays(self, name: str) -> str | None:
+        """Why the linear at `name` is left as it is, whatever kernels there are; None if nothing forbids another."""
+        format, read = self.formats.of(name), self.read.get(name)  # asked for all, so that a pattern may name each
+        if name in self.routers:
+            return "chooses among experts or weighs them, so it keeps its precision"
+        if f"{name}.weight" in self.exact:
+            return "stays in float32, as transformers loads it"
+        if read is not None and not (read.dtype_only and format is None):
+            return f"is no linear alone: {read}"
+        return None if name else "the model itself is one linear, which has no place to be put in"

@@ -1,0 +1,56 @@
+"""The kinds of steps, by the shape of the new module: data that plans, proofs and shards read of each.
+
+How a kind is built, proven and put in is in apply.kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from infuse.architectures.deepspeed import RoutedShape
+from infuse.architectures.experts import ExpertsShape
+from infuse.architectures.layer import LayerShape
+from infuse.architectures.module import ModuleShape
+from infuse.architectures.plain import EmbeddingShape, LinearShape
+from infuse.architectures.split import SplitShape
+
+BLOCK, SPLIT, LINEAR, EMBEDDING, ATTENTION = "block", "split", "linear", "embedding", "attention"
+EXPERTS, MODULE = "experts", "module"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of step.
+
+    `depth`: how much is replaced, in the words of the plan's text. `is_layer`: a layer or a whole module, whose inside
+    can be replaced instead. `keeps_forward`: a layer without a spec, whose linears ranks share. `is_called`: a module
+    of the user's calls the new one, so the proof runs that module too. `is_packed`: its tensors differ from the
+    original's also without a format, so they are saved and read back as they are.
+    """
+
+    depth: str
+    is_layer: bool = False
+    keeps_forward: bool = False
+    is_called: bool = False
+    is_packed: bool = False
+
+
+KINDS: Mapping[type, Kind] = MappingProxyType(
+    {
+        LayerShape: Kind(BLOCK, is_layer=True, is_packed=True),
+        ModuleShape: Kind(MODULE, is_layer=True, is_packed=True),
+        SplitShape: Kind(SPLIT, is_layer=True, keeps_forward=True),
+        LinearShape: Kind(LINEAR, is_called=True),
+        EmbeddingShape: Kind(EMBEDDING),
+        ExpertsShape: Kind(EXPERTS, is_called=True, is_packed=True),
+        RoutedShape: Kind(EXPERTS, is_packed=True),
+        type(None): Kind(ATTENTION),  # the step for attention has no shape
+    }
+)
+
+
+def shape_class(shape: object) -> type:
+    """The class by which the tables of kinds know the class of `shape`: itself or its nearest base."""
+    return next(cls for cls in type(shape).__mro__ if cls in KINDS)
